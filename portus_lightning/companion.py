@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -75,7 +74,7 @@ class CompanionHooks:
             from portus_lightning import sharded  # it needs much of torch.distributed
 
             save = None if io.why_no_shards() else io.save_shards
-            sharded.attach(trainer.strategy, io.is_on, save, io.pooled.metrics, io.is_chosen)
+            sharded.attach(trainer.strategy, io.is_on, save, io.metrics, io.is_chosen)
         if stage == "fit" and io.is_on():
             self._data = data.TrainingData(trainer, io.fixed_batch)
             for message in warnings_for(trainer, io):
@@ -223,7 +222,6 @@ class CompanionHooks:
         except portus.PortusError as error:
             # The exception matters more.
             stock.LIGHTNING.say_once(f"Portus: a save failed: {error}")
-        lead_back(trainer, _last_models(trainer))
         self._ended = True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -255,13 +253,8 @@ class CompanionHooks:
             return
         self._ended = True
         io.teardown()  # some strategies forget it
-        lead_back(trainer, _last_models(trainer))
         self._log_stats(trainer)
-        if not io.is_on() or not trainer.is_global_zero:
-            return
-        if not io.writes_files:
-            io.pooled.end(checkpoints_of(trainer), _directories(trainer))
-        elif "portus.embedding" in sys.modules:
+        if io.is_on() and trainer.is_global_zero and "portus.embedding" in sys.modules:
             io.put_tables()
 
     def _log_stats(self, trainer: Any) -> None:
@@ -360,50 +353,23 @@ _SAVING: Final = ("on_", "_save", "_update", "_remove", "_link", "teardown")
 """How the names of methods begin that are called around a save."""
 
 
-def chose(trainer: Any, path: str) -> bool:
-    """Lightning chose the checkpoint at ``path``. True if it is to be passed over, since its save
-    was cut off: it is put aside then. On every rank, before any has its pool open."""
+def chose(trainer: Any, path: str) -> None:
+    """Lightning chose the checkpoint at ``path``. On every rank."""
     io = plugin_in_use(trainer)
-    if io is None:
-        return False
-    if io.writes_files:
+    if io is not None:
         io.chose(path)
-        return False
-    return io.pooled.put_aside(path)
-
-
-def lead_to_newest(trainer: Any, path: str) -> bool:
-    """Let ``path``, of a last checkpoint that was put aside, lead to the newest one that was
-    committed. On every rank; True if there is one."""
-    io = plugin_in_use(trainer)
-    return io is not None and io.pooled.lead_to_newest(path)
-
-
-def lead_back(trainer: Any, links: Iterable[str]) -> None:
-    """Let those of these links that lead nowhere lead to the newest checkpoint of a pool: Lightning
-    makes a ``last`` link right after it asked for a save, whatever becomes of that, and takes one
-    that leads nowhere for no checkpoint."""
-    io = plugin_in_use(trainer)
-    if io is not None and not io.writes_files and trainer.is_global_zero:
-        for local in filter(None, map(stock.local_path, links)):
-            io.pooled.lead_back(local)
 
 
 def prepare_to_choose(trainer: Any) -> None:
     """Put checkpoints in order before Lightning looks for the one to continue from. Put back what a
-    killed process had removed too early, fetch a lost run from its mirror, and repair links whose
-    target is gone."""
+    killed process had removed too early, and fetch a lost run from its mirror."""
     io = plugin_in_use(trainer)
     if io is None:
         return
-    if io.writes_files and trainer.is_global_zero:
+    if trainer.is_global_zero:
         for directory in _directories(trainer):
             io.recover(directory)
     _fetch(trainer)
-    if io.writes_files:
-        return
-    finds = [getattr(each, "_find_last_checkpoints", None) for each in trainer.checkpoint_callbacks]
-    lead_back(trainer, [path for find in finds if find is not None for path in find(trainer)])
 
 
 def is_there(trainer: Any, path: Any) -> bool | None:
@@ -444,21 +410,6 @@ def _fetch(trainer: Any) -> None:
         trainer.strategy.barrier()
 
 
-def checkpoints_of(trainer: Any) -> list[str]:
-    """The checkpoint files of a run: for each ``ModelCheckpoint`` the best, then the last, then
-    all others. They may be links to each other."""
-    callbacks = trainer.checkpoint_callbacks
-    paths = [getattr(each, "best_model_path", "") for each in callbacks]
-    paths += _last_models(trainer)
-    paths += [path for each in callbacks for path in getattr(each, "best_k_models", ())]
-    local = [stock.local_path(path) for path in paths if path]
-    return [path for path in dict.fromkeys(filter(None, local)) if os.path.isfile(path)]
-
-
-def _last_models(trainer: Any) -> list[str]:
-    return [getattr(each, "last_model_path", "") for each in trainer.checkpoint_callbacks]
-
-
 def _directories(trainer: Any) -> list[str]:
     found = [_directory(each) for each in trainer.checkpoint_callbacks]
     return [*filter(None, (stock.local_path(each) for each in found if each))]
@@ -477,7 +428,7 @@ def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
             f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
             "They are as safe and as fast as without Portus"
         )
-    elif _saves_shards(trainer.strategy) and not io.writes_files:
+    elif _saves_shards(trainer.strategy) and io.saves_groups:
         found.append(
             "sharded checkpoints stay in the pool. Before you copy or upload one: portus export"
         )

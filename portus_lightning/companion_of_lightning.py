@@ -8,17 +8,16 @@ from portus_lightning.companion import (
     CompanionHooks,
     chose,
     is_there,
-    lead_to_newest,
     linked,
     prepare_to_choose,
     saving,
 )
-from portus_lightning.stock import choose_again, save_late
+from portus_lightning.stock import choose, save_late
 
 
 class PortusCompanion(CompanionHooks, Callback):
     """See ``companion``. A class of a module, so that a Trainer that holds it can be pickled."""
 
 
-choose_again("lightning.pytorch", prepare_to_choose, chose, lead_to_newest)
+choose("lightning.pytorch", prepare_to_choose, chose)
 save_late("lightning.pytorch", saving, is_there, linked)

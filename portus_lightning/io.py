@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import torch
+
 import portus
 from portus_lightning import stock
-from portus_lightning.pooled import PooledCheckpoints
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -66,8 +67,8 @@ class PortusIO(CheckpointIO):
     Args:
         pool: A device for persistent memory (``/dev/dax0.0``), a pool file on it, or the address of
             a storage host (``portus://host:7117``): checkpoints go there, and at their paths are
-            small files that lead to them. For strategies that save in shards, a list of hosts is
-            possible too. Default: ``$PORTUS_POOL``, or none.
+            pointers, small files that loads follow. For strategies that save in shards, a list of
+            hosts is possible too. Default: ``$PORTUS_POOL``, or none.
         model: The name of this run in the pool and for ``portus report``. Default: derived from
             the checkpoint directory.
         preempt_within: Seconds, or a text like "90s", in which a job that receives SIGTERM or
@@ -75,19 +76,18 @@ class PortusIO(CheckpointIO):
         fixed_batch: What stays the same when a run resumes in the middle of an epoch with another
             number of ranks: "local", the batch of each rank, or "global", the number of samples in
             a step of all ranks, whatever batch the script names.
-        keep: Which versions stay in the pool without a file: a number (the newest ones), or a
-            ``portus.Keep``, whose ``best`` uses the metrics that Lightning logged. Versions that
-            Lightning's ``ModelCheckpoint`` keeps stay in addition. For a pool only.
+        keep: Which sharded checkpoints stay on storage hosts without a directory: a number (the
+            newest ones), or a ``portus.Keep``, whose ``best`` uses the metrics that Lightning
+            logged. All else stays for as long as ``ModelCheckpoint(save_top_k=...)`` says.
         settings: How to save, and what to do about failures: see ``portus.Settings``.
     """
 
     _files: portus.TrainingFiles | None
     _chosen: str | None
     _directory: str | None
-    _pooled: PooledCheckpoints
+    _logged: Callable[[], Mapping[str, Any]] | None
     _resumed_step: int | None
     _saved: dict[str, None]
-    _writes_files: bool
     _shards: GroupWriter | PortusStorageWriter | None
 
     def __init__(
@@ -116,7 +116,7 @@ class PortusIO(CheckpointIO):
         self._settings: Final = portus.Settings(**settings)
         self._keep: Final = portus.Keep.of(keep)
         self._start()
-        if self._writes_files and keep != 1:
+        if keep != 1 and self._pool_at is None:
             raise portus.UsageError(
                 "keep: checkpoints are files, and ModelCheckpoint(save_top_k=...) says which of "
                 "them stay; leave keep out"
@@ -141,7 +141,7 @@ class PortusIO(CheckpointIO):
             stock.torch_io().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         try:
-            self._save(checkpoint, local, self._step_of(checkpoint))
+            self._save_file(checkpoint, local, self._step_of(checkpoint))
         finally:
             if self._over:
                 self._close()
@@ -159,8 +159,6 @@ class PortusIO(CheckpointIO):
         a device. Raises ``CorruptionError`` and what ``torch.load`` raises.
         """
         local = stock.local_path(path)
-        if local is not None and portus.is_reference(local):
-            return self._pooled.load(local, map_location)
         # Lightning before 2.6 does not know the word.
         more = {} if weights_only is None else {"weights_only": weights_only}
         if local is None or os.path.isdir(local):
@@ -179,13 +177,11 @@ class PortusIO(CheckpointIO):
             self._shards.remove(local)
         elif local is None or os.path.isdir(local) or not self.is_on():
             stock.torch_io().remove_checkpoint(path)
-        elif self._writes_files:
+        else:
             with self._guard:
                 self._saved.pop(local, None)
                 if self.is_there(local) or os.path.islink(local):
                     self._opened_files().remove(local)
-        else:
-            self._pooled.remove(local)
 
     def teardown(self) -> None:
         """Finish the saves in flight. Later saves return when they are durable.
@@ -206,7 +202,6 @@ class PortusIO(CheckpointIO):
         """Block until all saves are committed or failed; raises as ``Checkpointer.wait`` does."""
         if self._files is not None:
             self._files.wait()
-        self._pooled.wait()
         if self._shards is not None:
             self._shards.wait()
 
@@ -214,12 +209,10 @@ class PortusIO(CheckpointIO):
 
     def why_no_shards(self) -> str:
         """Why shards cannot go to the configured pool; empty if they can."""
-        place = self._shared()
-        if self._writes_files or (place is not None and place.is_host):
+        place = self._pool_at
+        if place is None or place.is_host:
             return ""
-        if place is not None and not place.is_directory:
-            return f"{place} is one pool; shards go to a directory, or to a storage host"
-        return "shards in a directory are files, and a mirror on a storage host holds none"
+        return f"{place} is one pool; shards go to a directory, or to a storage host"
 
     def open_shards(self, directory: str) -> GroupWriter | PortusStorageWriter:
         """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
@@ -227,8 +220,8 @@ class PortusIO(CheckpointIO):
         if self._shards is None:
             from portus.dcp import GroupWriter, PortusStorageWriter
 
-            run = self._pooled.run_of(directory)
-            if self._writes_files:
+            run = self._run_of(directory)
+            if self._pool_at is None:
                 settings: Any = dataclasses.asdict(self._settings)
                 self._shards = PortusStorageWriter(model=run.name, links=run.links, **settings)
             else:
@@ -283,31 +276,33 @@ class PortusIO(CheckpointIO):
     ) -> None:
         """A Trainer starts: saves may be in the background. ``root``: its directory, if local.
         ``logged``: gives what it has logged by then, by name."""
-        self._root = root
-        self._pooled.begin(root, logged)
+        self._root, self._logged = root, logged
         self._over = False
         self._resumed_step = None
         self._saved = {}  # files that this run saved and has not removed, oldest first
 
     @property
-    def writes_files(self) -> bool:
-        """False if checkpoints go to a pool, on a device or a storage host."""
-        return self._writes_files
+    def saves_groups(self) -> bool:
+        """True if sharded checkpoints go to storage hosts."""
+        return self._pool_at is not None
 
-    @property
-    def pooled(self) -> PooledCheckpoints:
-        """Return the checkpoints in a pool."""
-        return self._pooled
+    def metrics(self) -> dict[str, float]:
+        """What the checkpoint that is about to be saved scored, as far as ``keep`` asks for it."""
+        best = None if self._keep is None else self._keep.best
+        if best is None or self._logged is None:
+            return {}
+        value = self._logged().get(best[0])
+        if value is None or torch.as_tensor(value).numel() != 1:
+            return {}
+        return {best[0]: float(value)}
 
     def has_mirror(self) -> bool:
         """True if what is saved here is mirrored, also by $PORTUS_MIRROR."""
         return self._settings.has_mirror
 
     def fetch_shards(self, root: str | None, directory: str) -> None:
-        """The same as ``PooledCheckpoints.fetch`` for a strategy that saves in shards. On every
-        rank."""
+        """The same as ``fetch`` for a strategy that saves in shards. On every rank."""
         self._root = root
-        self._pooled.begin(root, None)
         writer = self.open_shards(directory)
         if _is_for_groups(writer):
             writer.prepare(0)
@@ -333,34 +328,25 @@ class PortusIO(CheckpointIO):
         shards = self._shards if os.path.isdir(target) else None
         if shards is not None and not _is_for_groups(shards):
             shards.link(link, target)
-        elif self._writes_files:
-            self._opened_files().link(link, target)
         else:
-            portus.replace_link(link, target)
+            self._opened_files().link(link, target)
 
     def expect(self, directory: str, size: int) -> None:
         """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``. Raises
         what opening a pool raises: better now than at the first save, hours later."""
-        if not self._writes_files:
-            self._pooled.make_room(directory, size)
-            return
         self._directory = directory
         self._begin_files(directory)
 
     def recover(self, directory: str) -> None:
         """Put back what a killed process had removed too early from ``directory``."""
-        if self._writes_files:
-            self._opened_files().recover(directory)
+        self._opened_files().recover(directory)
 
     def fetch(self, root: str | None, directory: str) -> None:
         """Fetch the run of ``directory`` from its mirror if this machine lost it, before Lightning
-        looks for a checkpoint there. root: the Trainer's directory, if local. Raises as opening a
-        pool."""
-        if not self._writes_files:
-            self._pooled.fetch(root, directory)
-            return
-        self._pooled.begin(root, None)
-        run, self._directory = self._pooled.run_of(directory), directory
+        looks for a checkpoint there. root: the Trainer's directory, if local. Raises as
+        ``portus.TrainingFiles.fetch``."""
+        self._root, self._directory = root, directory
+        run = self._run_of(directory)
         if run.links is not None:
             self._opened_files().fetch(run.name, run.links, directory)
 
@@ -414,34 +400,24 @@ class PortusIO(CheckpointIO):
         self._thread = _Thread()
         self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
         self._count = 0
-        self._pooled = PooledCheckpoints(self._pool, self._model, self._settings, self._keep)
         self.begin(None)
         stock.adopt(type(self), load=True)
-        place = self._shared()
-        is_pool = place is not None and not place.is_directory
-        self._writes_files = not is_pool and self._settings.can_mirror_files
-        if self._writes_files:
-            portus.TrainingFiles(self._settings)  # says what makes no sense, now
+        portus.register_reference_loader()
+        if self._pool_at is not None:
+            portus.allow(self._pool_at)  # every rank loads, and most of them never save
+        self._new_files()  # says what makes no sense, now
         INSTANCES.append(True)
 
-    def _save(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
-        if self._writes_files:
-            self._save_file(checkpoint, path, step)
-        elif portus.is_nested():
-            portus.write_file(checkpoint, path)  # nobody would commit it later
-        else:
-            now = self._over or is_last_chance(path)
-            self._note(self._pooled.save(checkpoint, path, step, wait=now))
-
     def _begin_files(self, directory: str) -> None:
-        run = self._pooled.run_of(directory)
+        run = self._run_of(directory)
         if run.links is not None:
             self._opened_files().begin(run.name, run.links, directory, self._resumed_step)
             self._has_begun = True
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
         with self._guard:  # AsyncCheckpointIO saves on a thread of its own, also while this closes
-            if not self._has_begun and self._settings.has_mirror:  # no callback said where
+            needs_name = self._settings.has_mirror or self._pool_at is not None
+            if not self._has_begun and needs_name:  # no callback said where
                 self._begin_files(self._directory or os.path.dirname(path))
             handle = self._opened_files().save(checkpoint, path, step)
             self._saved.pop(path, None)
@@ -487,14 +463,39 @@ class PortusIO(CheckpointIO):
         steps = (found.get(key) for key in _STEP_KEYS)
         return next((step for step in steps if isinstance(step, int)), None)
 
-    def _shared(self) -> portus.Place | None:
-        """What the user named, which other runs may share; None: the run has a place of its own."""
-        return self._pool or portus.Place.by_variable()
+    @property
+    def _pool_at(self) -> portus.Place | None:
+        """The pool, on a device or on storage hosts, that the user named; None: there is none."""
+        named = self._pool or portus.Place.by_variable()
+        return None if named is None or named.is_directory else named
+
+    def _run_of(self, directory: str) -> portus.Run:
+        """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
+        ``default_root_dir``, or in the working directory, and never among the checkpoints."""
+        roots = [] if self._root is None else [os.path.abspath(self._root)]
+        with contextlib.suppress(OSError):  # the working directory may be gone
+            here = os.getcwd()
+            if os.path.commonpath([here, directory]) == here:
+                roots.append(here)
+        return portus.Run.beside(
+            directory,
+            self._settings,
+            roots=roots,
+            otherwise=os.path.dirname(directory),
+            pool=self._pool,
+            name=self._model,
+            keep=self._keep,
+        )
+
+    def _new_files(self) -> portus.TrainingFiles:
+        return portus.TrainingFiles(
+            self._settings, pool=self._pool_at, is_named=self._model is not None
+        )
 
     def _opened_files(self) -> portus.TrainingFiles:
         with self._guard:
             if self._files is None:
-                self._files = portus.TrainingFiles(self._settings)
+                self._files = self._new_files()
             return self._files
 
     def _close(self) -> None:
@@ -503,7 +504,6 @@ class PortusIO(CheckpointIO):
             self._has_begun = False
             shards, self._shards = self._shards, None
             with contextlib.ExitStack() as closing:
-                closing.callback(self._pooled.close)
                 if files is not None:
                     closing.callback(files.close)
                 if shards is not None:

@@ -74,18 +74,11 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     return os.path.abspath(text)
 
 
-def choose_again(
-    copy: str,
-    before: Callable[[Any], None],
-    is_to_be_passed_over: Callable[[Any, str], bool],
-    lead: Callable[[Any, str], bool],
-) -> None:
+def choose(copy: str, before: Callable[[Any], None], chosen: Callable[[Any, str], None]) -> None:
     """Where a Trainer of this copy of Lightning looks for the checkpoint to resume from: call
-    ``before`` if that is the last one, or a path at which there is nothing; ask about the one that
-    it found, and have it look again if that is to be passed over. If there is nothing else that is
-    the last one, ``lead`` may let the path that was passed over lead to another.
-
-    A path that the user named is not asked about. Nothing happens where Lightning looks otherwise.
+    ``before`` if that is the last one, or a path at which there is nothing; and tell ``chosen``
+    which one it found, unless the user named the path. Nothing happens where Lightning looks
+    otherwise.
     """
     module = importlib.import_module(f"{copy}.trainer.connectors.checkpoint_connector")
     connector = getattr(module, "_CheckpointConnector", None)
@@ -97,17 +90,11 @@ def choose_again(
     def selected(self: Any, state_fn: Any, ckpt_path: Any, *more: Any, **named: Any) -> Any:
         if ckpt_path == "last" or _is_missing(ckpt_path):
             before(self.trainer)
-        passed = None
-        while True:  # ends: what is passed over is not found again
-            found = select(self, state_fn, ckpt_path, *more, **named)
-            if found is None and passed is not None and ckpt_path == "last":
-                return passed if lead(self.trainer, passed) else None
-            if found is None or ckpt_path not in (None, "last", "hpc"):
-                return found
-            local = local_path(found)
-            if local is None or not is_to_be_passed_over(self.trainer, local):
-                return found
-            passed = local
+        found = select(self, state_fn, ckpt_path, *more, **named)
+        local = local_path(found) if found is not None else None
+        if local is not None and ckpt_path in (None, "last", "hpc"):
+            chosen(self.trainer, local)
+        return found
 
     selected.portus_asks = True  # type: ignore[attr-defined]
     connector._select_ckpt_path = selected

@@ -22,7 +22,7 @@ from portus.index.records import Pointer, Rows, VersionRecord
 from portus.pipeline.parts import StorageRows, offsets_in, rows_of, shared, sources
 from portus.pipeline.plan import Before, Column, Feed, packed, placed
 from portus.spec import Extent, VersionInfo
-from portus.transport.base import Digests, Source, Sources, Stop
+from portus.transport.base import Crcs, Digests, Source, Sources, Stop
 from portus.transport.local import copy, same_bytes, stored
 
 
@@ -128,10 +128,14 @@ class PoolDraft:
         """Return 0: what is equal is shared."""
         return 0
 
-    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+    def copy(
+        self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
+    ) -> Digests:
+        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
+
         def move(moved: Sources) -> Digests:
             self._writer.touch(self._held[-1], lambda: not stop.is_set())
-            return copy(self._writer.medium, moved, stop)
+            return copy(self._writer.medium, moved, stop, crcs=crcs)
 
         return self.place(indices, address, move)
 

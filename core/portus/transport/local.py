@@ -62,6 +62,7 @@ __all__ = [
     "same_bytes",
     "stored",
     "storing",
+    "sum_sources",
 ]
 
 BATCH: Final = 128 << 20
@@ -182,15 +183,17 @@ def copy(
     stop: Stop,
     *,
     engine: Engine | None = None,
+    crcs: Crcs | None = None,
 ) -> Digests:
     """Copy ``sources`` into their extents of ``medium``, and return their digests.
 
-    The bytes count as stored, not as persisted. Blocks; the helper works in a thread of low
-    priority until ``stop.awaited``, then here and for big totals in a second one. Raises
-    ``StoppedError``, and what the medium raises. ``engine`` is for tests; by default the best.
+    crcs: a row for each digest, which is filled with the CRC32 of the same bytes. The bytes count
+    as stored, not as persisted. Blocks; the helper works in a thread of low priority until
+    ``stop.awaited``, then here and for big totals in a second one. Raises ``StoppedError``, and
+    what the medium raises. ``engine`` is for tests; by default the best.
     """
     segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
-    call = _Call(medium, engine or best_engine(), digests, stop)
+    call = _Call(medium, engine or best_engine(), digests, stop, crcs)
     if _is_mapped(medium):
         for batch in segments.batches(BATCH):
             _copy_mapped(call, medium, batch)
@@ -210,6 +213,16 @@ def hash_sources(
     for batch in segments.batches(BATCH):
         engine.move(batch, None, digests, stop)
     return digests
+
+
+def sum_sources(sources: Sequence[Source] | Sources) -> Crcs:
+    """The CRC32 of each unit of ``sources``; their extents are ignored. Blocks."""
+    segments, digests = cut(_columns(sources).require(addresses=True, extents=False))
+    crcs = np.zeros(len(digests), np.uint32)
+    columns = (segments.row, segments.address, segments.length)
+    for row, address, length in zip(*(each.tolist() for each in columns), strict=True):
+        crcs[row] = isal_zlib.crc32(_view(address, length), int(crcs[row]))
+    return crcs
 
 
 def same_bytes(
@@ -333,6 +346,7 @@ class _Call:
     engine: Engine
     digests: Digests
     stop: Stop
+    crcs: Crcs | None = None
 
 
 def _is_mapped(medium: Medium) -> TypeGuard[MappedMedium]:
@@ -359,7 +373,7 @@ def storing(medium: MappedMedium, segments: Segments) -> Iterator[Column]:
 
 def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
     with storing(medium, batch) as target:
-        call.engine.move(batch, target, call.digests, call.stop)
+        call.engine.move(batch, target, call.digests, call.stop, call.crcs)
 
 
 def _scratch(segments: Segments) -> Buffer:
@@ -374,7 +388,7 @@ def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
         _store_unit(call, batch, scratch)
         return
     runs = batch.runs(gap=1)
-    call.engine.move(batch, _places(batch, runs, scratch), call.digests, call.stop)
+    call.engine.move(batch, _places(batch, runs, scratch), call.digests, call.stop, call.crcs)
     for run, place in _laid(runs, scratch):
         call.stop.check()
         call.medium.store(run.offset, place)
@@ -382,14 +396,18 @@ def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
 
 def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
     """One big unit, from where it cannot change any more."""
-    hasher = xxhash.xxh3_128()
+    hasher, crc = xxhash.xxh3_128(), 0
     for address, offset, length in _rows(unit.pieces(STORE)):
         call.stop.check()
         ctypes.memmove(scratch.ctypes.data, address, length)
         hasher.update(scratch.data[:length])
+        if call.crcs is not None:
+            crc = isal_zlib.crc32(scratch.data[:length], crc)
         call.medium.store(offset, scratch.data[:length])
         call.stop.add(length)
     call.digests[unit.row[0]] = np.frombuffer(hasher.digest(), np.uint8)
+    if call.crcs is not None:
+        call.crcs[unit.row[0]] = crc
 
 
 def _arrive(call: _Call, segments: Segments, *, keep: bool) -> None:

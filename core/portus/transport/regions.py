@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.errors import TransportError
-from portus.transport.base import Column, Digests, Segments, Sources, Stop, cut, owners
+from portus.transport.base import Column, Crcs, Digests, Segments, Sources, Stop, cut, owners
 from portus.transport.cuda import Driver, driver
 from portus.transport.local import BATCH, best_engine
 from portus.transport.onesided import ALIGNMENT
@@ -277,12 +277,14 @@ def gathered(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column,
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The segments of some sources, those that are gathered apart, and the digests of all."""
+    """The segments of some sources, those that are gathered apart, and the digests and CRC32s of
+    all."""
 
     small: Segments
     place: Column
     big: Segments
     digests: Digests
+    crcs: Crcs
 
     @property
     def gathered_bytes(self) -> int:
@@ -295,12 +297,14 @@ class Parts:
         segments, digests = cut(sources)
         owner = owners(sources.length)[segments.row]
         chosen = is_small[owner]
-        return cls(_some(segments, chosen), place[owner][chosen], _some(segments, ~chosen), digests)
+        crcs = np.zeros(len(digests), np.uint32)
+        small, big = _some(segments, chosen), _some(segments, ~chosen)
+        return cls(small, place[owner][chosen], big, digests, crcs)
 
     def gather(self, stop: Stop) -> None:
         """Copy the small ones to their places, and note their digests. Raises ``StoppedError``."""
         if len(self.small):
-            best_engine().move(self.small, self.place, self.digests, stop)
+            best_engine().move(self.small, self.place, self.digests, stop, self.crcs)
 
     def scatter(self, stop: Stop) -> None:
         """The way back: from their places to where they belong."""
@@ -314,7 +318,7 @@ class Parts:
     def hash_big(self, stop: Stop) -> None:
         """Note the digests of the others. Raises ``StoppedError``."""
         for batch in self.big.batches(BATCH):
-            best_engine().move(batch, None, self.digests, stop)
+            best_engine().move(batch, None, self.digests, stop, self.crcs)
 
 
 def _some(segments: Segments, chosen: Flags) -> Segments:

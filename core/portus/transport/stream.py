@@ -25,6 +25,7 @@ from typing import Final
 
 import numpy as np
 import xxhash
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from portus.errors import PortusError, TransportError, UsageError
@@ -33,7 +34,7 @@ from portus.protocol.connection import Connection, Event, Forgotten, Payload
 from portus.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
 from portus.protocol.vocabulary import MessageKind
 from portus.spec import Extent
-from portus.transport.base import Column, Digests, Segments, Stop, StoppedError, memory
+from portus.transport.base import Column, Crcs, Digests, Segments, Stop, StoppedError, memory
 from portus.transport.budget import FREE, ConnectionBudget
 from portus.transport.local import best_engine, copy
 
@@ -211,9 +212,7 @@ class Link:
             raise ProtocolError(f"{self.name}: payload came in place of an answer")
         return event
 
-    def send_payload(
-        self, kind: MessageKind, data: memoryview, hasher: xxhash.xxh3_128 | None
-    ) -> None:
+    def send_payload(self, kind: MessageKind, data: memoryview, hasher: _Hasher | None) -> None:
         """One frame of plain bytes. Hashed on the way, it may change meanwhile: what is sent is
         what was hashed."""
         with self._or_end():
@@ -228,7 +227,7 @@ class Link:
                 self._put(piece)
                 self._put(memoryview(self.connection.sent(piece)))
 
-    def fill(self, target: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
+    def fill(self, target: memoryview, hasher: _Hasher | None) -> None:
         """Fill ``target`` with payload, of as many frames as it takes, hashed when it arrived.
 
         Raises ``InterruptedByError`` when a message comes in its place; the link is whole then.
@@ -254,7 +253,7 @@ class Link:
         while self.connection.digest_due:
             self.connection.feed(self._get(self.connection.wanted))
 
-    def _hash(self, piece: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
+    def _hash(self, piece: memoryview, hasher: _Hasher | None) -> None:
         if hasher is not None:
             start = time.perf_counter()
             hasher.update(piece)
@@ -508,16 +507,19 @@ class _Wait:
         self._link.pause(self._since_s, self._limit_s)
 
 
-def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
-    """Send segments of this process (whole units, in order) as DATA, and note their digests."""
+def give(
+    link: Link, segments: Segments, digests: Digests, stop: Stop, crcs: Crcs | None = None
+) -> None:
+    """Send segments of this process (whole units, in order) as DATA, and note their digests, and
+    their CRC32s in ``crcs``."""
     scratch = np.empty(min(GATHER, segments.size), np.uint8)
     for batch in segments.batches(GATHER):
         stop.check()
         if _is_small(batch):
-            best_engine().move(batch, _laid_out(batch, scratch), digests, stop)
+            best_engine().move(batch, _laid_out(batch, scratch), digests, stop, crcs)
             link.send_payload(DATA, scratch.data[: batch.size], None)
             continue
-        hasher = _Hasher(digests)
+        hasher = _Hasher(digests, crcs)
         for unit, address, _, length in _rows(batch):
             link.send_payload(DATA, memory(address, length), hasher.of(unit))
             hasher.note()
@@ -580,21 +582,30 @@ def drain(link: Link, size: int) -> None:
 
 
 class _Hasher:
-    """The digest of one unit after another."""
+    """The digest of one unit after another, and its CRC32 where that is wanted."""
 
-    def __init__(self, digests: Digests) -> None:
+    def __init__(self, digests: Digests, crcs: Crcs | None = None) -> None:
         self._digests: Final = digests
+        self._crcs: Final = crcs
         self._row = -1
 
-    def of(self, row: int) -> xxhash.xxh3_128:
-        """The hasher of that unit; units come in order."""
+    def of(self, row: int) -> _Hasher:
+        """This, for the unit of that row; units come in order."""
         if row != self._row:
-            self._row, self._hasher = row, xxhash.xxh3_128()
-        return self._hasher
+            self._row, self._hasher, self._crc = row, xxhash.xxh3_128(), 0
+        return self
+
+    def update(self, data: memoryview) -> None:
+        """Take in the next bytes of the unit."""
+        self._hasher.update(data)
+        if self._crcs is not None:
+            self._crc = isal_zlib.crc32(data, self._crc)
 
     def note(self) -> None:
-        """Write down the digest of the unit as it is now."""
+        """Write down what the unit has as it is now."""
         self._digests[self._row] = np.frombuffer(self._hasher.digest(), np.uint8)
+        if self._crcs is not None:
+            self._crcs[self._row] = self._crc
 
 
 class _Landing:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from portus.client.files.held import forget_deleted, is_deserted
-from portus.client.files.host import HostPool
+from portus.client.files.host import HostDraft, HostPool
 from portus.client.files.keeper import Keeper, keeper_of
 from portus.errors import MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
@@ -43,7 +43,7 @@ from portus.index.reader import PoolReader
 from portus.index.roots import successor_uuid
 from portus.media.local import LocalFiles
 from portus.media.names import fitting
-from portus.pipeline.draft import Draft, PoolDraft
+from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Snapshot
 
 _log: Final = logging.getLogger("portus")
@@ -89,7 +89,7 @@ class Home(Protocol):
     def keeper(self, pool: Pool) -> Keeper:
         """Return the keeper of the pool's reference files."""
 
-    def draft(self, snapshot: Snapshot) -> Draft:
+    def draft(self, snapshot: Snapshot) -> PoolDraft | HostDraft:
         """Where a save of ``snapshot`` goes; the pool is open."""
 
     def note_failure(self, text: str) -> None:
@@ -235,7 +235,7 @@ class FileHome:
     def keeper(self, pool: Pool) -> Keeper:
         return keeper_of(self.path, pool)
 
-    def draft(self, snapshot: Snapshot) -> Draft:
+    def draft(self, snapshot: Snapshot) -> PoolDraft | HostDraft:
         assert self._writer is not None
         return PoolDraft(self._writer, snapshot.length)
 
@@ -318,7 +318,7 @@ class HostHome:
     def keeper(self, pool: Pool) -> Keeper:
         return keeper_of(self._links_path, pool, address=self.path)
 
-    def draft(self, snapshot: Snapshot) -> Draft:
+    def draft(self, snapshot: Snapshot) -> PoolDraft | HostDraft:
         assert self._pool is not None
         return self._pool.draft(snapshot)
 

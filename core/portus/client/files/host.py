@@ -46,7 +46,7 @@ from portus.protocol.messages import (
 )
 from portus.protocol.vocabulary import Phase
 from portus.spec import Extent, VersionInfo
-from portus.transport.base import Digests, Sources, Stop, cut, owners, ranges
+from portus.transport.base import Crcs, Digests, Sources, Stop, cut, owners, ranges
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.transport.local import best_engine
@@ -335,12 +335,15 @@ class HostDraft:
         """Return 0: what is equal is shared."""
         return 0
 
-    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+    def copy(
+        self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
+    ) -> Digests:
+        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
         moved = _sources(address, self._lengths[indices])
 
         def send(link: Link) -> Digests:
             segments, digests = cut(moved)
-            give(link, segments, digests, stop)
+            give(link, segments, digests, stop, crcs)
             return digests
 
         self._ready(stop)
@@ -348,7 +351,10 @@ class HostDraft:
         if reached is None or not reached.has(indices, self._lengths):
             return self._offer(indices, send, stop)
         parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
-        return self._offer(indices, send, stop, parts)
+        digests = self._offer(indices, send, stop, parts)
+        if crcs is not None and digests is parts.digests:  # else ``send`` noted them
+            crcs[:] = parts.crcs
+        return digests
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
         def send(link: Link) -> Digests:

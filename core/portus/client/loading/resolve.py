@@ -214,7 +214,19 @@ def load_text(text: str, pools: KnownPools = POOLS) -> object:
         )
     if str(asked.get("map_location")) == "meta":
         return _use(reference, path, pools, _load_on_meta)
-    return _load(reference, path, pools)
+    weights_only = asked.get("weights_only")
+    if not isinstance(weights_only, bool):
+        return _load(reference, path, pools)
+
+    def load_safely(pool: ReadablePool, token: bytes, found: Reference) -> object:
+        from portus.client.loading.restore import load_part
+
+        return pool.use_version(
+            token,
+            lambda reader, entry: load_part(reader, entry, found.part, weights_only=weights_only),
+        )
+
+    return _use(reference, path, pools, load_safely)
 
 
 def _load_on_meta(pool: ReadablePool, token: bytes, found: Reference) -> object:

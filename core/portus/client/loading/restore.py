@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from portus.client.loading.loaded import note_loaded
+from portus.client.loading.open_file import OpenFile, files_opened
 from portus.client.loading.over import (
     Rename,
     check_codecs,
@@ -25,11 +26,13 @@ from portus.client.loading.over import (
     restore_over,
 )
 from portus.client.loading.patterns import Patterns, matcher
+from portus.client.loading.recognized import load_opened
 from portus.client.loading.restored import Restored
+from portus.client.loading.torch_file import restore_torch
 from portus.client.state.elsewhere import by_place
 from portus.client.state.state import unflatten
 from portus.client.state.tree import decode, leaf_nodes, tensor_index
-from portus.errors import CorruptionError, StaleError
+from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.checksum import UNIT, unit_counts
 from portus.format.layout import RecordKind
 from portus.index.in_place import InPlace
@@ -159,6 +162,10 @@ def load(
     Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if it was
     retired meanwhile, ``MediumError``; ``UsageError`` for a pattern that matches nothing.
     """
+    with files_opened(pool, entry) as files:
+        if files:
+            found = _loaded(files, entry.info, names, verify=verify)
+            return found if len(files) > 1 else next(iter(found.values()))
     keep = matcher(names)
     state = _load(pool, entry, keep, verify)
     if keep is not None:
@@ -234,6 +241,10 @@ def outlined(
 def load_on_meta(pool: PoolReader, entry: VersionEntry, part: str | None = None) -> object:
     """Return what ``load_part`` does, but with tensors on the device "meta", whose bytes are not
     read, and with stand-ins for objects of codecs."""
+    with files_opened(pool, entry, part) as files:
+        if files:
+            found = _loaded(files, entry.info, None, verify=True, map_location="meta")
+            return found if len(files) > 1 else next(iter(found.values()))
     with outlined(pool, entry, part, device="meta") as outline:
         return outline.state
 
@@ -266,13 +277,23 @@ def check_where(
 
 
 def load_part(
-    pool: PoolReader, entry: VersionEntry, part: str | None, *, verify: bool = True
+    pool: PoolReader,
+    entry: VersionEntry,
+    part: str | None,
+    *,
+    verify: bool = True,
+    weights_only: bool | None = None,
 ) -> object:
     """The value that the state, a dict, has for the key ``part``, and no more is read of it; all
-    of the state for None.
+    of the state for None. Of a version of files: what ``torch.load`` gives for the file ``part``,
+    with that ``weights_only``.
 
-    Raises as ``load``, and ``CorruptionError`` if there is no such key.
+    Raises as ``load``, and ``CorruptionError`` if there is no such key or file.
     """
+    with files_opened(pool, entry, part) as files:
+        if files:
+            found = _loaded(files, entry.info, None, verify=verify, weights_only=weights_only)
+            return found if len(files) > 1 else next(iter(found.values()))
     state = _part(_load(pool, entry, _within(part), verify), entry.info, part)
     note_loaded(entry.info)
     return state
@@ -312,11 +333,51 @@ def restore_into(
     table that is in another pool (``Elsewhere``), in the version or in ``state``, for a pattern
     that matches nothing, and as ``load``; then ``state`` is untouched.
     """
+    with files_opened(pool, entry) as files:
+        if len(files) > 1:
+            raise UsageError(
+                f"{named(entry.info)} has several files, {sorted(files)!r:.200}, and is restored "
+                "by the framework that saved it"
+            )
+        for file in files.values():
+            missing, unexpected = restore_torch(
+                file,
+                named(entry.info),
+                state,
+                strict=strict,
+                names=names,
+                rename=rename,
+                weights_only=None,
+                verify=verify,
+            )
+            note_loaded(entry.info)
+            return Restored(entry.info, missing, unexpected)
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
         missing, unexpected = restore_over(opened, state, strict=strict, names=names, rename=rename)
     note_loaded(current.info)
     return Restored(current.info, missing, unexpected)
+
+
+def _loaded(
+    files: Mapping[str, OpenFile],
+    info: VersionInfo,
+    names: Patterns,
+    *,
+    verify: bool,
+    weights_only: bool | None = None,
+    map_location: str = "cpu",
+) -> dict[str, object]:
+    """What is in the files of a version, by their names."""
+    settings: dict[str, object] = {"map_location": map_location}
+    if weights_only is not None:
+        settings["weights_only"] = weights_only
+    found = {
+        name: load_opened(file, named(info), names, verify=verify, settings=dict(settings))
+        for name, file in files.items()
+    }
+    note_loaded(info)
+    return found
 
 
 def _load(

@@ -8,19 +8,19 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.patterns import Patterns, matcher
-from portus.client.loading.stored_bytes import StoredBytes, reads
+from portus.client.loading.stored_bytes import StoredBytes
 from portus.errors import UsageError, printable
 from portus.image.safetensors import DTYPES
 from portus.image.safetensors_reader import read_safetensors
-from portus.media.file import PlainFile
 
 _DTYPES: Final = {code: getattr(torch, name, None) for name, code in DTYPES.items()}
 _KNOWN: Final = frozenset({"map_location", "weights_only"})
 
 
 def load_tensors(
-    file: PlainFile,
+    file: OpenFile,
     where: str,
     names: Patterns,
     *,

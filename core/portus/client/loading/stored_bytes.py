@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
-from portus.errors import CorruptionError, MediumError, printable
+from portus.client.loading.open_file import OpenFile
+from portus.errors import CorruptionError
 from portus.format.checksum import unit_counts
-from portus.image.stored import Read, StoredFile
-from portus.media.file import FileSystemTraits, PlainFile
-from portus.media.process import Descriptor
-from portus.spec import Extent
+from portus.image.stored import StoredFile
 from portus.transport.base import Column, Digests, Source, Stop, ranges
 from portus.transport.local import check, fetch
-
-_TRAITS: Final = FileSystemTraits(volatile=False, early=False)
-"""Of a file that is only read from."""
 
 
 class StoredBytes:
     """The bytes of the storages of ``found``, in ``file``, which the caller has open."""
 
-    def __init__(self, file: PlainFile, found: StoredFile) -> None:
+    def __init__(self, file: OpenFile, found: StoredFile) -> None:
         self._file: Final = file
         self._stored: Final = found
         self._units: Final = unit_counts(found.length)
@@ -39,17 +31,18 @@ class StoredBytes:
         """Compare some storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
         if self._stored.digests is not None:
             sources = [self._source(index, 0) for index in indices.tolist()]
-            self._compare(indices, check(self._file, sources, Stop()))
+            self._compare(indices, check(self._file.medium, sources, Stop()))
 
     def fetch(self, indices: Column, address: Column) -> None:
         """Read some storages to memory, verified. Raises ``CorruptionError``, ``MediumError``."""
         places = zip(indices.tolist(), address.tolist(), strict=True)
         sources = [self._source(index, at) for index, at in places]
-        self._compare(indices, fetch(self._file, sources, Stop()))
+        self._compare(indices, fetch(self._file.medium, sources, Stop()))
 
     def _source(self, index: int, address: int) -> Source:
         length = int(self._stored.length[index])
-        return Source(address, length, (Extent(int(self._stored.offset[index]), length),))
+        extents = self._file.extents(int(self._stored.offset[index]), length)
+        return Source(address, length, tuple(extents))
 
     def _compare(self, indices: Column, stored: Digests) -> None:
         """Raise ``CorruptionError`` if the units of some storages are not those that were saved."""
@@ -69,28 +62,3 @@ class StoredBytes:
             f"{found.name}: {' = '.join(places[:3])}: {length} bytes at "
             f"{offset} are not those that were saved. Load another checkpoint, and check the disk"
         )
-
-
-@contextlib.contextmanager
-def opened(where: str, *, as_torch: bool = True) -> Iterator[tuple[PlainFile, int]]:
-    """An open file, and its descriptor. as_torch: of a missing one, raise what torch raises."""
-    try:
-        descriptor = Descriptor(where, os.O_RDONLY)
-    except OSError as error:
-        if as_torch and isinstance(error, FileNotFoundError | PermissionError):
-            raise
-        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
-        yield file, descriptor.number
-
-
-def reads(file: PlainFile) -> Read:
-    """Return what reads an open file."""
-
-    def read(offset: int, length: int) -> bytes:
-        target = memoryview(bytearray(max(0, min(length, file.size - offset))))
-        if target:
-            file.load(offset, target)
-        return bytes(target)
-
-    return read

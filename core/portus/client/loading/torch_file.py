@@ -16,16 +16,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.over import Rename, restore_over
 from portus.client.loading.patterns import Patterns, matcher
-from portus.client.loading.stored_bytes import StoredBytes, opened, reads
+from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.state.state import flatten
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.image.key_paths import storage_places
 from portus.image.stored import Read
 from portus.image.torch_reader import TorchFile, read_record, read_torch
 from portus.image.torch_zip import DIGESTS, NOTE, ZIP
-from portus.media.file import PlainFile
 from portus.transport.base import Column, memory
 
 _PICKLE: Final = b"\x80"
@@ -34,15 +34,15 @@ _TAR: Final = (257, b"ustar")
 
 
 def load_torch(
-    file: PlainFile,
-    number: int,
+    file: OpenFile,
     where: str,
     names: Patterns,
     *,
     verify: bool,
     settings: dict[str, Any],
 ) -> Any:
-    """What ``torch.load`` returns of the open file ``number`` at ``where``; see ``load_file``."""
+    """What ``torch.load`` returns of the open file at ``where``; see ``load_file``. Of a file in a
+    pool ``mmap`` is ignored."""
     keep, found = matcher(names), _read(file, where, verify=verify)
     if found is None:
         if keep is not None:
@@ -52,9 +52,9 @@ def load_torch(
             )
         return torch.load(where, **settings)
     wanted = None if keep is None else _wanted(found, keep)
-    if settings.pop("mmap", False):
+    if settings.pop("mmap", False) and file.number is not None:
         StoredBytes(file, found).check_all()
-        same = f"/proc/self/fd/{number}"
+        same = f"/proc/self/fd/{file.number}"
         there = same if os.path.exists(same) else where
         state = torch.load(there, mmap=True, **settings)
     else:
@@ -66,44 +66,36 @@ def load_torch(
     return part
 
 
-def restore_file(
-    path: str | os.PathLike[str],
+def restore_torch(
+    file: OpenFile,
+    where: str,
     state: object,
     *,
-    strict: bool = True,
-    names: Patterns = None,
-    rename: Rename = None,
-    weights_only: bool | None = None,
-    verify: bool = True,
+    strict: bool,
+    names: Patterns,
+    rename: Rename,
+    weights_only: bool | None,
+    verify: bool,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy the file at ``path`` over the tensors of ``state``, and set its other leaves; see
-    ``over.restore_over``, also for what is returned and raised.
-
-    Storages are read straight into tensors that are plain blocks of memory. weights_only: as for
-    ``torch.load``. verify: False compares no digests of storages.
-    """
-    where = os.fspath(path)
+    """Copy the open file at ``where`` over ``state``; see ``checkpoint_file.restore_file``."""
     settings: dict[str, Any] = {"map_location": "cpu"}
     if weights_only is not None:
         settings["weights_only"] = weights_only
-    with opened(where) as (file, _):
-        found = _read(file, where, verify=verify)
-        verified = (
-            None if found is None else _Verified(file, found, _wanted(found, lambda _: False))
-        )
-        outline = torch.load(where, **settings) if verified is None else _loaded(verified, settings)
-        stored = _FileState(printable(where), outline, verified)
-        return restore_over(stored, state, strict=strict, names=names, rename=rename)
+    found = _read(file, where, verify=verify)
+    verified = None if found is None else _Verified(file, found, _wanted(found, lambda _: False))
+    outline = torch.load(where, **settings) if verified is None else _loaded(verified, settings)
+    stored = _FileState(printable(where), outline, verified)
+    return restore_over(stored, state, strict=strict, names=names, rename=rename)
 
 
-def note_of_torch(file: PlainFile, where: str) -> bytes | None:
+def note_of_torch(file: OpenFile, where: str) -> bytes | None:
     """Return the note of an open file of torch. Reads little of it. Raises ``CorruptionError``."""
     if _is_old(reads(file)):
         return None
     return read_record(reads(file), file.size, printable(where), NOTE)
 
 
-def has_digests_of_torch(file: PlainFile, where: str) -> bool:
+def has_digests_of_torch(file: OpenFile, where: str) -> bool:
     """Return whether an open file of torch has digests. Reads little of it. Raises
     ``CorruptionError``."""
     if _is_old(reads(file)):
@@ -111,7 +103,7 @@ def has_digests_of_torch(file: PlainFile, where: str) -> bool:
     return read_record(reads(file), file.size, printable(where), DIGESTS) is not None
 
 
-def _read(file: PlainFile, where: str, *, verify: bool = True) -> TorchFile | None:
+def _read(file: OpenFile, where: str, *, verify: bool = True) -> TorchFile | None:
     """What is in a file; None for one of an old format, which torch knows."""
     read = reads(file)
     try:
@@ -185,7 +177,7 @@ class _Verified(StoredBytes):
     wanted: the keys of storages to read; what memory for another one is filled with is undefined.
     """
 
-    def __init__(self, file: PlainFile, found: TorchFile, wanted: set[str] | None) -> None:
+    def __init__(self, file: OpenFile, found: TorchFile, wanted: set[str] | None) -> None:
         super().__init__(file, found)
         self.failure: PortusError | None = None
         """Why the last read failed."""

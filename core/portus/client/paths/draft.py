@@ -12,11 +12,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.client.loading.checkpoint_file import is_whole
+from portus.client.loading.recognized import is_whole
+from portus.client.pools.image_draft import ImageDraft
+from portus.client.pools.training_pool import TrainingPool
 from portus.directory.publisher import Publication, Publisher
 from portus.directory.system import Linux, System
-from portus.errors import MediumError, printable
+from portus.errors import AbandonedError, MediumError, printable
 from portus.format.checksum import DIGEST_SIZE
+from portus.format.reference import Reference
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
@@ -108,13 +111,8 @@ class FileDraft:
     def commit(
         self, labels: Labels, before: Before | None, retire: Collection[int]
     ) -> CommittedFile:
-        for file in self._files:
-            file.finish()
-        if self._ready is not None:
-            self._ready()
-        self._draft.publish(self._turn())
-        if self._committed is not None:
-            self._committed()
+        self.finish()
+        self.publish()
         return CommittedFile(
             VersionInfo(
                 model=labels.model,
@@ -129,11 +127,86 @@ class FileDraft:
             )
         )
 
+    def finish(self) -> None:
+        """Return when the files are durable, and may get their names. Raises ``PortusError``."""
+        for file in self._files:
+            file.finish()
+        if self._ready is not None:
+            self._ready()
+
+    def publish(self) -> None:
+        """Give the files their names. Raises ``PortusError``."""
+        self._draft.publish(self._turn())
+        if self._committed is not None:
+            self._committed()
+
     def release(self) -> None:
         with ExitStack() as stack:
             stack.callback(self._draft.abandon)
             for file in self._files:
                 stack.callback(file.close)
+
+
+class PooledDraft:
+    """See ``pipeline.draft.Draft``: a version in a pool, whose pointers get their names once it is
+    committed. Until then there is at their paths what was there before; so it is for ever if this
+    process dies in between, and the version stays in the pool without a pointer.
+
+    pointers: the draft of these files. replaced: the pointers that they replace.
+    """
+
+    def __init__(
+        self,
+        pool: TrainingPool,
+        draft: ImageDraft,
+        pointers: FileDraft,
+        replaced: Callable[[], Sequence[Reference]],
+    ) -> None:
+        self._pool: Final = pool
+        self._version: Final = draft
+        self._pointers: Final = pointers
+        self._replaced: Final = replaced
+
+    @property
+    def name(self) -> str:
+        return self._version.name
+
+    @property
+    def bounced_bytes(self) -> int:
+        return self._version.bounced_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._version.kept_bytes
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        return self._version.copy(indices, address, stop)
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        return self._version.copy_fed(indices, feeds, stop)
+
+    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+        return self._version.share(before, indices, address, stop)
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        return self._version.stored(storage, offset, length)
+
+    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+        replaced = self._replaced()
+        self._pointers.finish()
+        version = self._version.commit(labels, before, retire)
+        try:
+            self._pointers.publish()
+        except AbandonedError:
+            self._pool.retire(labels.token)
+            raise
+        for old in replaced:
+            self._pool.let_go(old)
+        return version
+
+    def release(self) -> None:
+        self._version.release()
+        self._pointers.release()
 
 
 def new_publisher() -> Publisher[Descriptor]:

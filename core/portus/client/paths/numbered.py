@@ -14,12 +14,11 @@ from portus.client.checkpointer import Checkpointer, place_of
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings, SettingsDict, mirror_of
-from portus.client.loading.checkpoint_file import load_file
+from portus.client.loading.checkpoint_file import load_file, restore_file
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
-from portus.client.loading.torch_file import restore_file
 from portus.client.paths.file_journal import JOURNALS, FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import is_blocking, join, leave, recover_left

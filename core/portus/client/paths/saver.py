@@ -30,8 +30,9 @@ from portus.client.files.pending import PENDING, Ticket
 from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
-from portus.client.paths.draft import FileDraft, new_publisher
+from portus.client.paths.draft import FileDraft, PooledDraft, new_publisher
 from portus.client.paths.new_file import JoinedStorages, NewFile
+from portus.client.pools.training_pool import TrainingPool
 from portus.client.state.contents import FileContents
 from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
@@ -46,12 +47,15 @@ from portus.errors import (
     UsageError,
     printable,
 )
+from portus.format.reference import Reference, encode
+from portus.image.image import Image, bytes_image
 from portus.media import calls
 from portus.media.file import OUT_OF_SPACE
 from portus.media.process import Descriptor
 from portus.pipeline.audit import Auditor
+from portus.pipeline.draft import CommittedVersion
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
-from portus.pipeline.plan import Snapshot
+from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Chore, Queue, Turn
 from portus.pipeline.run import Policy, Save
 from portus.writer.image_file import ImageFile
@@ -204,14 +208,21 @@ class SharedWriter:
 class FileSaver:
     """Saves to paths, with settings of their own. Threads may share it.
 
+    pool: None, or where the states go: at the paths are pointers to it then.
     raises_wrong_path: whether a path that no file can be put at is always an error of the call.
         Otherwise it is told as a save that failed, once one was committed: a training does not end
         because its file system was mounted read-only.
     """
 
     def __init__(
-        self, shared: SharedWriter, settings: Settings, *, raises_wrong_path: bool = False
+        self,
+        shared: SharedWriter,
+        settings: Settings,
+        *,
+        pool: TrainingPool | None = None,
+        raises_wrong_path: bool = False,
     ) -> None:
+        self._pool: Final = pool
         self._raises_wrong_path: Final = raises_wrong_path
         self._queue: Final = shared.queue
         self._publisher: Final = shared.publisher
@@ -275,6 +286,11 @@ class FileSaver:
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
 
+    def open_pool(self) -> None:
+        """Open the pool that states go to, if there is one. Raises as ``TrainingPool.open``."""
+        if self._pool is not None:
+            self._pool.open()
+
     def fence(self) -> None:
         """Block until no save in flight reads the caller's tensors."""
         self._fence.wait()
@@ -305,6 +321,8 @@ class FileSaver:
                 time.monotonic() - start,
             )
         self._fence.close()
+        if self._pool is not None:
+            self._pool.close()
         self._tell()
 
     def later(self, act: Callable[[], None]) -> None:
@@ -315,7 +333,22 @@ class FileSaver:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""
         directory, name = os.path.split(path)
         with PENDING.exempt():
-            self._publisher.remove(os.path.join(os.path.realpath(directory), name))
+            self._removed(os.path.join(os.path.realpath(directory), name))
+
+    def _removed(self, path: str) -> None:
+        """Remove a file, or a pointer and then the version that it alone led to."""
+        pointer = None if self._pool is None else self._pool.pointer_at(path)
+        self._publisher.remove(path)
+        if self._pool is not None and pointer is not None:
+            try:
+                self._pool.let_go(pointer)
+            except PortusError as error:
+                _log.warning(
+                    "portus: %s is removed, and what it led to stays in %s: %s",
+                    printable(path),
+                    self._pool.place,
+                    error,
+                )
 
     def remove_directory(self, path: str, telling: re.Pattern[str]) -> None:
         """Remove a directory, durably: its files one by one, those first whose names are
@@ -323,7 +356,7 @@ class FileSaver:
         with PENDING.exempt():
             try:
                 for file in files_below(os.path.realpath(path), telling):
-                    self._publisher.remove(file)
+                    self._removed(file)
                 shutil.rmtree(path)
             except FileNotFoundError:
                 return
@@ -371,7 +404,9 @@ class FileSaver:
     def _begin(self, new: Sequence[NewFile], extra: Extra) -> FileJob:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
         asked, images = order.asked(), [each.image() for each in new]
-        joined = JoinedStorages(new)
+        joined, pool = JoinedStorages(new), self._pool
+        if pool is not None:
+            pool.open()
         snapshot = self._snapshot(_name_of(new), joined, extra)
         unpublished = self._unpublished(new, extra)
         try:
@@ -379,29 +414,35 @@ class FileSaver:
                 ImageFile(
                     draft.file.number,
                     unpublished.path_of(draft),
-                    image,
+                    image if pool is None else self._pointer(pool, each, snapshot),
                     is_spare=draft.is_spare,
                     ring=self._ring,
                     ways=self._ways,
                     make_room=self._has_made_room,
                 )
-                for draft, image in zip(unpublished.files, images, strict=True)
+                for draft, image, each in zip(unpublished.files, images, new, strict=True)
             ]
             name = joined.describer()
-            draft = FileDraft(
+            file_draft = FileDraft(
                 unpublished,
                 files,
                 partial(_unless_newer, new, asked),
                 extra.ready,
                 extra.committed,
             )
+            draft: FileDraft | PooledDraft = file_draft
+            if pool is not None:
+                names = [os.path.basename(each.real) for each in new]
+                version = pool.draft(snapshot, names, images, self.make_room)
+                draft = PooledDraft(pool, version, file_draft, partial(_pointers_at, pool, new))
             policy = Policy(
                 describe=name,
                 audit=self._auditor.begin,
                 guilty=self._suspects.accuse,
                 changed=lambda indices: self._reports.inexact(extra.step, name, indices),
+                committed=_nothing_to_note if pool is None else partial(pool.committed, version),
             )
-            save = Save(snapshot, draft, _nothing_before, policy)
+            save = Save(snapshot, draft, partial(_before, pool, len(new)), policy)
         except BaseException:
             self._publisher.abandon(unpublished)
             raise
@@ -434,7 +475,7 @@ class FileSaver:
             address=planned.address,
             length=planned.length,
             late=planned.late,
-            steady=np.zeros(len(storages), np.bool_),
+            steady=self._steady(len(storages)),
             guarded=planned.guarded,
             feeds=feeds,
             changes=joined.changes,
@@ -442,6 +483,14 @@ class FileSaver:
             owners=storages,
             exposed=planned.exposed,
         )
+
+    def _steady(self, count: int) -> Flags:
+        """Which of ``count`` storages probably have not changed: files share nothing."""
+        return np.zeros(count, np.bool_) if self._pool is None else self._pool.steady(count)
+
+    @staticmethod
+    def _pointer(pool: TrainingPool, new: NewFile, snapshot: Snapshot) -> Image:
+        return bytes_image(encode(pool.pointer(new.real, snapshot)))
 
     # On the worker.
 
@@ -585,5 +634,17 @@ def _too_late(name: str, waited_s: float) -> AbandonedError:
     )
 
 
-def _nothing_before() -> None:
-    """Files share nothing."""
+def _before(pool: TrainingPool | None, files: int) -> Before | None:
+    """The version to share with; files share nothing."""
+    found = None if pool is None else pool.before(files)
+    return None if found is None else found.storages
+
+
+def _nothing_to_note(version: CommittedVersion, steady: Flags) -> None:
+    """Nothing is noted of files."""
+
+
+def _pointers_at(pool: TrainingPool, files: Sequence[NewFile]) -> list[Reference]:
+    """The pointers that are at the paths of ``files``."""
+    found = [pool.pointer_at(each.real) for each in files]
+    return [each for each in found if each is not None]

@@ -26,11 +26,13 @@ from portus.client.paths.file_journal import JOURNALS, FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of, files_below
+from portus.client.pools.training_pool import TrainingPool
 from portus.client.state.literal import LiteralContents
 from portus.directory.links import replace_link
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.image.image import bytes_image
+from portus.index.place import Place
 from portus.media import calls
 from portus.media.process import Descriptor
 from portus.pipeline.handle import SaveHandle
@@ -47,7 +49,11 @@ class TrainingFiles:
 
     settings: how to save. of_directories: checkpoints are directories. telling: the names of files
     that each of these has, and that are removed first: without them it is no checkpoint.
-    removed_elsewhere: another process removes them. Raises ``UsageError`` for what only pools have.
+    removed_elsewhere: another process removes them. pool: a device or a storage host, where the
+    states go; at the paths are pointers then, and a version goes with its last pointer. is_named:
+    the name of the training is one that a user gave, see ``TrainingPool``.
+
+    Raises ``UsageError`` for settings that make no sense there.
     """
 
     def __init__(
@@ -57,14 +63,15 @@ class TrainingFiles:
         of_directories: bool = False,
         telling: str = "",
         removed_elsewhere: bool = False,
+        pool: Place | None = None,
+        is_named: bool = True,
     ) -> None:
-        if settings.max_bytes is not None:
-            raise UsageError(
-                "max_bytes: checkpoints are files, which have no largest size together; "
-                "how many stay is said where they are made"
-            )
-        if settings.durable != 1:
-            raise UsageError("durable: checkpoints are files; only storage hosts have copies")
+        if pool is None:
+            _refuse_of_pools(settings)
+        settings.require_mirror_of_files("checkpoints are files", "save to that host: pool=")
+        self._pool_at: Final = pool
+        self._is_named: Final = is_named
+        self._name = "default"
         self._settings: Final = settings
         self._of_directories: Final = of_directories
         self._telling: Final = re.compile(telling)
@@ -98,11 +105,14 @@ class TrainingFiles:
         mirror, if the settings name one. resumed_step: of the checkpoint that it goes on from, if
         it does. The others, and what is raised: as of ``fetch``; and ``UsageError`` for a mirror
         that may not be written."""
+        self._name = name
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
         self._journal_at = name, os.path.join(place, JOURNALS)
         self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
         self._begin_journal()
+        if self._pool_at is not None:
+            self._opened()[0].open_pool()
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.begin()
@@ -219,7 +229,7 @@ class TrainingFiles:
     def remove(self, path: str) -> None:
         """Remove the file or the directory at ``path``, absolute, once the newest save that was
         asked for, or a later one, is committed; at once, if none is in flight."""
-        if self._is_open():
+        if self._is_open() or self._pool_at is not None:
             self._opened()[1].remove(path)
             return
         self._tell_mirror(path)
@@ -333,11 +343,16 @@ class TrainingFiles:
             self._process = os.getpid()
             self._saver = self._after = self._journal = self._mirror = None
         if self._saver is None or self._after is None:
-            saver = FileSaver(join(self), self._settings)
+            saver = FileSaver(join(self), self._settings, pool=self._pool())
             self._after = AfterCommit(partial(self._remove, saver), saver.later)
             self._saver = saver
             saver.make_room = self._make_room
         return self._saver, self._after
+
+    def _pool(self) -> TrainingPool | None:
+        if self._pool_at is None:
+            return None
+        return TrainingPool(self._pool_at, self._name, self._settings, is_named=self._is_named)
 
     def _remove(self, saver: FileSaver, path: str) -> None:
         self._tell_mirror(path)
@@ -397,6 +412,16 @@ class TrainingFiles:
             self._mirror.wake()  # links lead elsewhere now
         if self._journal is not None:
             self._journal.over(save)
+
+
+def _refuse_of_pools(settings: Settings) -> None:
+    if settings.max_bytes is not None:
+        raise UsageError(
+            "max_bytes: checkpoints are files, which have no largest size together; how many stay "
+            "is said where they are made"
+        )
+    if settings.durable != 1:
+        raise UsageError("durable: checkpoints are files; only storage hosts have copies")
 
 
 def _sync_below(directory: str) -> None:

@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
-from portus.client.loading.stored_bytes import opened, reads
+from portus.client.loading.open_file import OpenFile, opened, reads
 from portus.client.shards.directories import has_safetensors_of_torch, read_metadata
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import (
@@ -48,8 +48,6 @@ from portus.image.safetensors import SAVE, SUFFIX
 from portus.image.safetensors_reader import SafetensorsFile, read_safetensors
 from portus.image.stored import Read
 from portus.image.torch_reader import read_torch
-from portus.media.file import PlainFile
-from portus.spec import Extent
 from portus.transport.base import Digests, Source, Stop
 from portus.transport.local import fetch
 
@@ -78,10 +76,11 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Whole units of a file that go to memory: what they are to be (None: nobody knows), and what
-    is done then."""
+    """Whole units of a file that go to memory: where in the file they are, what they are to be
+    (None: nobody knows), and what is done then."""
 
     source: Source
+    offset: int
     digests: Digests | None
     name: str
     then: Callable[[], None]
@@ -204,7 +203,7 @@ class DirectoryReader(FileSystemReader):
         """Load from the file ``name``; False if stock torch wrote it."""
         path = os.path.join(self.directory, name)
         try:
-            with opened(path) as (file, _):
+            with opened(path) as file:
                 read = reads(file)
                 if name.endswith(SUFFIX):
                     shards = read_safetensors(read, file.size, printable(path))
@@ -249,7 +248,7 @@ class _Loading:
 
     def __init__(
         self,
-        file: PlainFile,
+        file: OpenFile,
         planner: LoadPlanner,
         block: Callable[[MetadataIndex], _Block],
         *,
@@ -347,15 +346,14 @@ class _Loading:
         wanted, self._wanted[:] = list(self._wanted), []
         self._buffered = 0
         filled = [each for each in wanted if each.source.length]
-        stored, at = fetch(self._file, [each.source for each in filled], Stop()), 0
+        stored, at = fetch(self._file.medium, [each.source for each in filled], Stop()), 0
         for each in filled:
             units = int(unit_counts(np.array([each.source.length]))[0])
             own, at = stored[at : at + units], at + units
             if each.digests is not None and not np.array_equal(own, each.digests):
-                offset = each.source.extents[0].offset
                 raise CorruptionError(
-                    f"{each.name}: {each.source.length} bytes at {offset} are not those that were "
-                    "saved. Load another checkpoint, and check the disk"
+                    f"{each.name}: {each.source.length} bytes at {each.offset} are not those that "
+                    "were saved. Load another checkpoint, and check the disk"
                 )
         for each in wanted:
             each.then()
@@ -372,9 +370,9 @@ class _Loading:
         digests = None
         if self._verify and storage.digests is not None:
             digests = storage.digests[begin // UNIT : -(-end // UNIT)]
-        extents = (Extent(storage.offset + begin, end - begin),)
-        source = Source(address, end - begin, extents if end > begin else ())
-        self._wanted.append(_Wanted(source, digests, storage.name, then))
+        extents = self._file.extents(storage.offset + begin, end - begin)
+        source = Source(address, end - begin, tuple(extents))
+        self._wanted.append(_Wanted(source, storage.offset + begin, digests, storage.name, then))
 
     def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
         self._planner.commit_tensor(item, target)

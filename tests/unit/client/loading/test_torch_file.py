@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.loading import stored_bytes, torch_file
+from portus.client.loading import open_file, torch_file
 from portus.client.loading.checkpoint_file import is_whole, load_file, verify_file
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.image.torch_reader import read_torch
@@ -189,7 +189,7 @@ class Counted(PlainFile):
 def test_a_part_is_what_matches_and_no_other_tensor_is_read(
     path: Path, names: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_bytes, "PlainFile", Counted)
+    monkeypatch.setattr(open_file, "PlainFile", Counted)
     Counted.read = 0
     part = load_file(path, names)
     whole = torch.load(path)

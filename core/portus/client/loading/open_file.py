@@ -1,0 +1,186 @@
+"""Checkpoint files that are open for reading: on a disk, or in a version of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
+
+from portus.errors import CorruptionError, MediumError, printable
+from portus.format.layout import RecordKind
+from portus.image.packed import PackedFile, decode_files
+from portus.image.stored import Read
+from portus.index.reader import PoolReader
+from portus.index.records import VersionEntry, VersionRecord
+from portus.media.base import Medium
+from portus.media.file import FileSystemTraits, PlainFile
+from portus.media.process import Descriptor
+from portus.spec import Extent
+
+_TRAITS: Final = FileSystemTraits(volatile=False, early=False)
+"""Of a file that is only read from."""
+
+
+class OpenFile(Protocol):
+    """A file of ``size`` bytes. ``number``: its descriptor; None for one that has none."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def number(self) -> int | None: ...
+
+    @property
+    def medium(self) -> Medium:
+        """What has its bytes."""
+
+    def extents(self, offset: int, length: int) -> Sequence[Extent]:
+        """Return where on the medium the bytes of a storage are."""
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``; all of it is in the file."""
+
+
+class DiskFile:
+    """See ``OpenFile``."""
+
+    def __init__(self, file: PlainFile, number: int) -> None:
+        self.medium: Final = file
+        self.number: Final[int | None] = number
+
+    @property
+    def size(self) -> int:
+        return self.medium.size
+
+    def extents(self, offset: int, length: int) -> Sequence[Extent]:
+        return (Extent(offset, length),)
+
+    def load(self, offset: int, target: memoryview) -> None:
+        self.medium.load(offset, target)
+
+
+class VersionFile:
+    """See ``OpenFile``: a file of a version, which is pinned meanwhile."""
+
+    number: Final = None
+
+    def __init__(
+        self, reader: PoolReader, record: VersionRecord, file: PackedFile, first: int, around: int
+    ) -> None:
+        """first: the storage of the version that is the first one of the file. around: the one
+        with the bytes around its storages."""
+        self.medium: Final = reader.medium
+        self.size: Final = file.size
+        self._record: Final = record
+        self._count: Final = len(file.length)
+        self._first: Final = first
+        self._around: Final = around
+        self._spans: Final = file.spans()
+        self._extents: Final[dict[int, Sequence[Extent]]] = {}
+
+    def extents(self, offset: int, length: int) -> Sequence[Extent]:
+        found: list[Extent] = []
+        for storage, inside, size in self._spans.within(offset, length):
+            found += _part(self._extents_of(storage), inside, inside + size)
+        return found
+
+    def load(self, offset: int, target: memoryview) -> None:
+        for extent in self.extents(offset, len(target)):
+            self.medium.load(extent.offset, target[: extent.length])
+            target = target[extent.length :]
+
+    def _extents_of(self, storage: int) -> Sequence[Extent]:
+        if storage not in self._extents:
+            index = self._around if storage == self._count else self._first + storage
+            self._extents[storage] = self._record.storage_extents(index)
+        return self._extents[storage]
+
+
+def files_in(reader: PoolReader, record: VersionRecord) -> list[PackedFile] | None:
+    """The files of a pinned version; None if it is one of something else. Raises
+    ``CorruptionError``, ``MediumError``."""
+    files = decode_files(reader.payload(record.tree, RecordKind.TREE))
+    if files is None:
+        return None
+    lengths = [length for each in files for length in each.length.tolist()]
+    lengths += [each.around for each in files]
+    if lengths != record.storages["length"].tolist():
+        info = record.info
+        raise CorruptionError(
+            f"{reader.medium.info.name}: {info.model}@{info.step}: the files of this version do "
+            "not have the storages that it has"
+        )
+    return files
+
+
+def file_in(
+    reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], number: int
+) -> VersionFile:
+    """The file of that number of a pinned version; ``files``: all of it."""
+    first = sum(len(each.length) for each in files[:number])
+    around = sum(len(each.length) for each in files) + number
+    return VersionFile(reader, record, files[number], first, around)
+
+
+@contextlib.contextmanager
+def files_opened(
+    reader: PoolReader, entry: VersionEntry, name: str | None = None
+) -> Iterator[dict[str, VersionFile]]:
+    """The files of a version by their names, or the file ``name`` alone; none if it is a version of
+    something else. The version is pinned inside. Raises ``CorruptionError``, also for a file that
+    it lacks, ``MediumError``, ``StaleError``."""
+    with reader.pinned(entry.info.id) as current:
+        record = reader.record(current)
+        files = files_in(reader, record)
+        if files is None:
+            yield {}
+            return
+        found = {
+            each.name: file_in(reader, record, files, number)
+            for number, each in enumerate(files)
+            if name in (None, each.name)
+        }
+        if name is not None and not found:
+            info = entry.info
+            raise CorruptionError(
+                f"{reader.medium.info.name}: {info.model}@{info.step}: expected a file {name!r}, "
+                f"found {[each.name for each in files]!r:.200}"
+            )
+        yield found
+
+
+@contextlib.contextmanager
+def opened(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
+    """A file at a path. as_torch: of a missing one, raise what torch raises."""
+    try:
+        descriptor = Descriptor(where, os.O_RDONLY)
+    except OSError as error:
+        if as_torch and isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
+    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
+        yield DiskFile(file, descriptor.number)
+
+
+def reads(file: OpenFile) -> Read:
+    """Return what reads an open file."""
+
+    def read(offset: int, length: int) -> bytes:
+        target = memoryview(bytearray(max(0, min(length, file.size - offset))))
+        if target:
+            file.load(offset, target)
+        return bytes(target)
+
+    return read
+
+
+def _part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
+    """Where the bytes ``start`` to ``end`` of what ``extents`` hold are."""
+    found, before = [], 0
+    for extent in extents:
+        low, high = max(start - before, 0), min(end - before, extent.length)
+        if low < high:
+            found.append(Extent(extent.offset + low, high - low))
+        before += extent.length
+    return found

@@ -1,0 +1,137 @@
+"""One open checkpoint file, of torch or safetensors, or one of a sharded checkpoint, recognized by
+its first or last bytes: loaded and verified."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from portus.client.loading.open_file import OpenFile, reads
+from portus.client.loading.patterns import Patterns
+from portus.client.loading.safetensors_file import load_tensors
+from portus.client.loading.stored_bytes import StoredBytes
+from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
+from portus.errors import PortusError, printable
+from portus.image.metadata_file import NAME as METADATA
+from portus.image.metadata_file import read_pickle
+from portus.image.rank_file import DISTCP, RANK_FILE, is_rank_file, read_rank_file
+from portus.image.safetensors import LENGTH_SIZE, SUFFIX
+from portus.image.safetensors_reader import is_safetensors, read_safetensors
+from portus.image.stored import Read, StoredFile
+from portus.image.torch_reader import read_torch
+from portus.image.torch_zip import ZIP
+
+_TORCH_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
+
+
+def load_opened(
+    file: OpenFile, where: str, names: Patterns, *, verify: bool, settings: dict[str, Any]
+) -> Any:
+    """Return what is in an open file; see ``load_file``. where: its path, for messages."""
+    load = load_tensors if _is_safetensors(reads(file), where) else load_torch
+    return load(file, where, names, verify=verify, settings=settings)
+
+
+def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | None = None) -> int:
+    """Verify an open file; see ``verify_file``. where: its path, for messages."""
+    shard = _shard_of(reads(file), file.size, where)
+    found = None if shard else outlined_in(reads(file), file.size, printable(where))
+    if pace is not None:
+        _drop_cached(file)
+    read = reads(file) if pace is None else _paced(reads(file), pace)
+    if shard is not None:
+        shard.verify(read)
+    elif found is not None and (pace is not None or found.digests is None):
+        found.verify(read)
+    elif found is not None:
+        StoredBytes(file, found).check_all()
+    return file.size
+
+
+def is_whole(number: int, name: str) -> bool:
+    """True if the open file is a checkpoint all of whose bytes are as they were saved, or one of
+    the other files beside checkpoints, which nothing verifies."""
+
+    def read(offset: int, length: int) -> bytes:
+        return os.pread(number, length, offset)
+
+    try:
+        shard = _shard_of(read, os.fstat(number).st_size, name)
+        if shard is not None:
+            shard.verify(read)
+            return True
+        is_other = os.path.splitext(name)[1] not in (SUFFIX, *_TORCH_SUFFIXES)
+        if is_other and not _is_safetensors(read, name) and read(0, len(ZIP)) != ZIP:
+            return True
+        outlined_in(read, os.fstat(number).st_size, name).verify(read)
+    except (PortusError, OSError):
+        return False
+    return True
+
+
+def note_of(file: OpenFile, where: str) -> bytes | None:
+    """Return the note of an open file; see ``read_note``."""
+    if _is_safetensors(reads(file), where):
+        note = read_safetensors(reads(file), file.size, printable(where)).note
+        return None if note is None else note.encode()
+    return note_of_torch(file, where)
+
+
+def has_digests_in(file: OpenFile, where: str) -> bool:
+    """Return whether an open file has digests; see ``has_digests``."""
+    shard = _shard_of(reads(file), file.size, where)
+    if shard is not None:
+        return shard.has_digests
+    if _is_safetensors(reads(file), where):
+        return read_safetensors(reads(file), file.size, printable(where)).digests is not None
+    return has_digests_of_torch(file, where)
+
+
+class _Shard(NamedTuple):
+    """A file of a sharded checkpoint. verify: reads all that has digests."""
+
+    has_digests: bool
+    verify: Callable[[Read], object]
+
+
+def _shard_of(read: Read, size: int, path: str) -> _Shard | None:
+    """What is known of a file of a directory of ``torch.distributed.checkpoint``, by its name; None
+    for another one. Raises ``CorruptionError``."""
+    name = os.path.basename(path)
+    if name == METADATA:
+        _, is_verified = read_pickle(read, size, printable(path))
+        return _Shard(is_verified, lambda _: None)
+    if not name.endswith(DISTCP):
+        return None
+    if not is_rank_file(read, size) and not RANK_FILE.fullmatch(name):
+        return _Shard(False, lambda _: None)
+    return _Shard(True, read_rank_file(read, size, printable(path)).verify)
+
+
+def _is_safetensors(read: Read, name: str) -> bool:
+    """Return whether a file is safetensors, by its first bytes, or its name if they say nothing."""
+    begin = read(0, LENGTH_SIZE + 1)
+    return is_safetensors(begin) or (name.endswith(SUFFIX) and not begin.startswith(ZIP))
+
+
+def outlined_in(read: Read, size: int, name: str) -> StoredFile:
+    """Return where everything is in the file that ``read`` reads; see ``outlined``."""
+    reader = read_safetensors if _is_safetensors(read, name) else read_torch
+    return reader(read, size, name)
+
+
+def _drop_cached(file: OpenFile) -> None:
+    if file.number is not None and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _paced(read: Read, pace: Callable[[int], object]) -> Read:
+    def paced(offset: int, length: int) -> bytes:
+        data = read(offset, length)
+        pace(len(data))
+        return data
+
+    return paced

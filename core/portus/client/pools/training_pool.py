@@ -1,0 +1,221 @@
+"""``TrainingPool``: where a training keeps its checkpoint files that no file system holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from portus.client.files.home import Home, Pool, home_of
+from portus.client.files.reference import read
+from portus.client.job.settings import Settings
+from portus.client.loading.open_file import files_in
+from portus.client.loading.resolve import POOLS
+from portus.client.pools.image_draft import (
+    CommittedImages,
+    ImageDraft,
+    SummingDraft,
+    packed_lengths,
+)
+from portus.errors import BusyError, CorruptionError, PortusError, StaleError
+from portus.format.layout import RecordKind
+from portus.format.reference import Reference
+from portus.image.image import Image
+from portus.image.packed import decode_files
+from portus.index.catalogue import Catalogue
+from portus.index.place import Place
+from portus.index.records import VersionEntry
+from portus.media import calls
+from portus.pipeline.draft import CommittedVersion
+from portus.pipeline.plan import Before, Flags, Snapshot
+
+_NAMES_MAX: Final = 64
+"""Trainings of one name that save to a storage host at once."""
+
+
+class TrainingPool:
+    """The versions of one training in a pool, on a device or on a storage host. At a checkpoint's
+    path is a *pointer*, a small file that loads follow. A version stays until its last pointer is
+    removed, or replaced, through this.
+
+    place: where the pool is; one device or one host. name: of the training there. is_named: a user
+    gave the name; else, where another process saves to a host under it, the next one is taken,
+    ``name~2``. settings: how to save.
+
+    The pool is opened by the first save, and stays open. Threads may share this.
+    """
+
+    def __init__(self, place: Place, name: str, settings: Settings, *, is_named: bool) -> None:
+        self.place: Final = place
+        self._name: Final = name
+        self._settings: Final = settings
+        self._may_be_next: Final = place.is_host and not is_named
+        self._number = 1
+        self._guard: Final = threading.RLock()
+        self._home: Home | None = None
+        self._pool: Pool | None = None
+        self._before: CommittedImages | None = None
+        self._steady: Flags | None = None
+        POOLS.allow(place)
+
+    @property
+    def model(self) -> str:
+        """What the training is called in the pool."""
+        return self._name if self._number == 1 else f"{self._name}~{self._number}"
+
+    @calls.marked
+    def open(self) -> Pool:
+        """Open the pool, or make it, if it is not open. Raises ``UsageError``, ``BusyError``,
+        ``MediumError``, ``CorruptionError``, ``TransportError``."""
+        with self._guard:
+            if self._pool is None:
+                self._home, self._pool = self._opened()
+                self._before = self._newest(self._pool)
+            return self._pool
+
+    def steady(self, count: int) -> Flags:
+        """Return which of ``count`` storages were equal in the versions before."""
+        known = self._steady
+        if known is None or len(known) != count:
+            return np.zeros(count, np.bool_)
+        return known
+
+    def before(self, files: int) -> CommittedImages | None:
+        """Return the newest version, if it has as many files: what may be shared."""
+        found = self._before
+        return found if found is not None and found.files == files else None
+
+    def draft(
+        self,
+        snapshot: Snapshot,
+        names: Sequence[str],
+        images: Sequence[Image],
+        make_room: Callable[[], bool],
+    ) -> ImageDraft:
+        """Begin a version of files. The pool is open. make_room: see ``ImageDraft``."""
+        assert self._home is not None
+        count = len(images)
+        none = np.zeros(count, np.int64)
+        whole = replace(
+            snapshot,
+            model=self.model,
+            address=np.concatenate([snapshot.address, none]),
+            length=packed_lengths(images),
+            late=np.concatenate([snapshot.late, np.ones(count, np.bool_)]),
+            steady=np.concatenate([snapshot.steady, np.zeros(count, np.bool_)]),
+            owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),
+        )
+        draft: SummingDraft = self._home.draft(whole)
+        return ImageDraft(draft, self.model, names, images, self.before(count), make_room)
+
+    def committed(self, draft: ImageDraft, version: CommittedVersion, steady: Flags) -> None:
+        """Note the newest version, that of ``draft``. steady: which of its storages equalled those
+        before."""
+        self._before, self._steady = draft.committed, steady
+
+    def pointer(self, path: str, snapshot: Snapshot) -> Reference:
+        """Return the pointer to be put at ``path``, absolute, for the file of that name in the
+        version of ``snapshot``. The pool is open."""
+        assert self._pool is not None
+        where = str(self.place)
+        relative = where
+        if not self.place.is_host:
+            relative = os.path.relpath(where, os.path.dirname(path)).replace(os.sep, "/")
+        return Reference(
+            id=os.urandom(16).hex(),
+            token=snapshot.token.hex(),
+            pool=self._pool.superblock.uuid.hex(),
+            pool_path=where,
+            pool_relative=relative,
+            model=self.model,
+            step=snapshot.step,
+            written_path=path,
+            written_ns=time.time_ns(),
+            part=os.path.basename(path),
+        )
+
+    def pointer_at(self, path: str) -> Reference | None:
+        """Return what is at ``path``, if it is a pointer that was put there, and leads to this
+        pool, or, before that is open, to any. Raises ``MediumError``."""
+        try:
+            found = read(path)
+        except CorruptionError:
+            return None
+        if found is None or found.written_path != path:
+            return None
+        pool = self._pool
+        return found if pool is None or found.pool == pool.superblock.uuid.hex() else None
+
+    def let_go(self, pointer: Reference) -> None:
+        """Remove the version of a pointer that was removed or replaced, if no other pointer leads
+        there. Opens the pool. Raises as ``open``."""
+        pool = self.open()
+        if pointer.pool != pool.superblock.uuid.hex():
+            return
+        entry = _entry_of(pool.catalogue(), bytes.fromhex(pointer.token))
+        if entry is None:
+            return
+        try:
+            with pool.pinned(entry.info.id) as current:
+                files = files_in(pool, pool.record(current)) or []
+        except StaleError:
+            return
+        where = os.path.dirname(pointer.written_path)
+        for each in files:
+            other = self.pointer_at(os.path.join(where, each.name))
+            if other is not None and other.token == pointer.token:
+                return
+        pool.retire([entry.info.id])
+
+    def retire(self, token: bytes) -> None:
+        """Remove a version, if it is there. The pool is open."""
+        assert self._pool is not None
+        entry = _entry_of(self._pool.catalogue(), token)
+        if entry is not None:
+            self._pool.retire([entry.info.id])
+
+    def close(self) -> None:
+        """Let go of the pool. A later save opens it again."""
+        with self._guard:
+            home, self._home, self._pool = self._home, None, None
+            self._before = self._steady = None
+            if home is not None:
+                home.close(made=True)
+
+    def _opened(self) -> tuple[Home, Pool]:
+        settings = self._settings
+        while True:  # ends: names are counted
+            home = home_of(self.place, self.model, settings.max_bytes, None, settings.durable)
+            try:
+                if not home.exists():
+                    home.create()
+                return home, home.open()
+            except BusyError:
+                if not self._may_be_next or self._number >= _NAMES_MAX:
+                    raise
+                self._number += 1
+
+    def _newest(self, pool: Pool) -> CommittedImages | None:
+        """The newest version, to share with; None if there is none that can be read."""
+        found = pool.catalogue().models.get(self.model)
+        if not found:
+            return None
+        try:
+            record = pool.record(found.versions[-1])
+            layout = bytes(pool.payload(record.layout, RecordKind.LAYOUT))
+            table = bytes(pool.payload(record.tree, RecordKind.TREE))
+            files = decode_files(table)
+        except PortusError:
+            return None
+        if files is None:
+            return None
+        return CommittedImages(Before(record, layout, table), len(files), None)
+
+
+def _entry_of(catalogue: Catalogue, token: bytes) -> VersionEntry | None:
+    return next((each for each in catalogue.entries() if each.info.token == token), None)
