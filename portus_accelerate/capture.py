@@ -48,8 +48,6 @@ class Capture:
         """Saves what was taken so far; returns when it is there."""
         self.removed: Final[list[str]] = []
         """Directories that are to go once the checkpoint is committed."""
-        self.deferred: Final[list[Callable[[], Any]]] = []
-        """What is to be done once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
         """By file name, as Accelerate says it; ``torch_name`` tells where its reference goes."""
         self.writes: Final[list[Callable[[], Any]]] = []
@@ -215,8 +213,7 @@ class Torch(ModuleType):
 
     def load(self, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.load``, and registered objects in files that were materialised."""
-        is_file = isinstance(f, str | os.PathLike) and not more
-        if _verifying.get() and is_file and not portus.is_reference(f):
+        if _verifying.get() and isinstance(f, str | os.PathLike) and not more:
             return portus.load(f, **named)
         return portus.decode_stand_ins(self._torch.load(f, *more, **named))
 

@@ -3,6 +3,10 @@
 Each process publishes its own files: the main one all but the random states of the others. What is
 in a directory appears in one step, and its random states with it; so a directory without those of
 the main process was never complete.
+
+With a pool the files of the main process are pointers to it: files of torch, which ``torch.load``
+follows. Weights in safetensors become files of torch for that; or they stay files, and are there
+before the pointers.
 """
 
 from __future__ import annotations
@@ -11,14 +15,14 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import portus
 from portus_accelerate import place, sharded
-from portus_accelerate.capture import Capture, capturing, verifying
+from portus_accelerate.capture import Capture, capturing, torch_name, verifying
 from portus_accelerate.engine_files import led
 from portus_accelerate.newest import NUMBERED, RANDOM, TELLING, why_incomplete
 from portus_accelerate.origin import note
@@ -32,8 +36,14 @@ class CheckpointFiles:
         self, settings: Settings, run_of: Callable[[str], portus.Run], *, is_writer: bool
     ) -> None:
         """is_writer: false in a process that saves its random states alone."""
-        alone = replace(settings, journal=False, mirror="none")  # one process sees to all files
+        # One process sees to all files, and has the pool.
+        alone = replace(
+            settings, pool=None, max_bytes=None, durable=1, journal=False, mirror="none"
+        )
         self._settings: Final = settings if is_writer else alone
+        named = settings.pool or portus.Place.by_variable() if is_writer else None
+        self._pool: Final = None if named is None or named.is_directory else named
+        self._plain: portus.TrainingFiles | None = None
         self._run_of: Final = run_of
         self._is_writer: Final = is_writer
         self._made: portus.TrainingFiles | None = None
@@ -82,10 +92,12 @@ class CheckpointFiles:
         *,
         now: bool,
         is_sharded: bool = False,
+        is_pooled: Callable[[str], bool] | None = None,
     ) -> tuple[Any, portus.SaveHandle | None]:
         """Begin to save what ``stock`` would write into ``directory``; what it returns, and the
         handle. add: puts what is ours into the capture. surplus: the directories that are to be
-        removed then. now: return when it is there. is_sharded: torch saves shards below it."""
+        removed then. now: return when it is there. is_sharded: torch saves shards below it.
+        is_pooled: with a pool, which files go there as they are; None: all, as files of torch."""
         self._begin(directory)
         handle: portus.SaveHandle | None = None
 
@@ -95,8 +107,12 @@ class CheckpointFiles:
             parts, removed = dict(capture.parts), list(capture.removed)
             capture.parts.clear()
             capture.removed.clear()
+            said = note(self._run_of(directory).name, step)
+            if self._pool is not None:
+                parts, files = _for_pool(parts, is_pooled)
+                if files:
+                    shards.append(self._plain_files.save_directory(directory, files, step, said))
             if parts:
-                said = note(self._run_of(directory).name, step)
                 handle = self._files.save_directory(
                     directory, parts, step, said, partial(_all_committed, directory, shards)
                 )
@@ -140,18 +156,33 @@ class CheckpointFiles:
         """Finish the saves in flight. Later ones open it again."""
         self._has_begun = False
         shards, self._shards = self._shards, None
-        try:
-            if shards is not None:
-                shards.close()
-        finally:
-            self._files.close()
+        plain, self._plain = self._plain, None
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._files.close)
+            for each in (plain, shards):
+                if each is not None:
+                    closing.callback(each.close)
 
     @property
     def _files(self) -> portus.TrainingFiles:
         """Raises ``UsageError`` for settings that only pools have."""
         if self._made is None:
-            self._made = portus.TrainingFiles(self._settings, of_directories=True, telling=TELLING)
+            self._made = portus.TrainingFiles(
+                self._settings,
+                of_directories=True,
+                telling=TELLING,
+                pool=self._pool,
+                is_named=self._settings.model is not None,
+            )
         return self._made
+
+    @property
+    def _plain_files(self) -> portus.TrainingFiles:
+        """For what is a file, though there is a pool."""
+        if self._plain is None:
+            alone = replace(self._settings, max_bytes=None, durable=1, journal=False, mirror="none")
+            self._plain = portus.TrainingFiles(alone, of_directories=True, telling=TELLING)
+        return self._plain
 
     def _opened_shards(self, directory: str) -> sharded.Shards:
         if self._shards is None:
@@ -185,11 +216,27 @@ def _has_shards(directory: str) -> bool:
     return os.path.isdir(directory) and (has_digests(directory) or not os.listdir(directory))
 
 
+def _for_pool(
+    parts: Mapping[str, Any], is_pooled: Callable[[str], bool] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The files of a checkpoint that go to the pool, all of them of torch, and those that stay
+    files."""
+    if is_pooled is not None:
+        pooled = {name: part for name, part in parts.items() if is_pooled(name)}
+        return pooled, {name: part for name, part in parts.items() if name not in pooled}
+    return {
+        torch_name(name): part.tensors if isinstance(part, portus.Safetensors) else part
+        for name, part in parts.items()
+    }, {}
+
+
 def _all_committed(directory: str, shards: Sequence[portus.SaveHandle]) -> None:
-    """Raises ``AbandonedError`` if shards of this checkpoint could not be saved: on the worker,
-    after these saves."""
+    """Raises ``AbandonedError`` if other files of this checkpoint could not be saved: on the
+    worker, after these saves."""
     if not all(each.committed for each in shards):
-        raise portus.AbandonedError(f"{directory}: save given up: its shards could not be saved")
+        raise portus.AbandonedError(
+            f"{directory}: save given up: other files of it could not be saved"
+        )
 
 
 def _twins(directory: str, names: Iterable[str]) -> list[str]:

@@ -5,7 +5,6 @@ what is saved stay Accelerate's own.
 
 name                             what changes for an Accelerator with a Saver
 ``Accelerator.__init__``         makes the Saver, if the flag is on
-``Accelerator.prepare``          room in the pool, if the place of checkpoints is known
 ``prepare_data_loader``          plain loaders are followed
 ``Accelerator.save_state``       what is written goes to the Saver; ``total_limit`` after the commit
 ``Accelerator.load_state``       waits for saves in flight; the newest that can be loaded
@@ -46,7 +45,7 @@ NEWEST: Final = (1, 15)
 
 _SAVER: Final = "_portus_saver"
 
-_NEEDED: Final = ("PoolCheckpointer", "is_reference", "materialize", "mend", "pack")
+_NEEDED: Final = ("TrainingFiles", "load", "pack", "read_note")
 """Of Portus: loaded before anything is changed, so that a package that it lacks is missed then."""
 
 
@@ -162,7 +161,6 @@ def _changes() -> list[tuple[Any, str, Any]]:
     accelerator = module.Accelerator
     changes = [
         (accelerator, "__init__", _made(accelerator.__init__)),
-        (accelerator, "prepare", _prepare(accelerator.prepare)),
         (
             accelerator,
             "prepare_data_loader",
@@ -229,18 +227,6 @@ def _made(stock: Callable[..., None]) -> Callable[..., None]:
             setattr(self, _SAVER, Saver(self, from_environment()))
 
     return __init__
-
-
-def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def prepare(self: Any, *positional: Any, **named: Any) -> Any:
-        prepared = stock(self, *positional, **named)
-        saver = _saver_of(self)
-        if saver is not None:
-            saver.make_room_for_what_was_prepared()
-        return prepared
-
-    return prepare
 
 
 def _prepare_data_loader(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """``Saver``: what stands between one ``Accelerator`` and its checkpoints.
 
-A checkpoint directory is one version in the pool: a dict from file name to content. At each file's
-name in the directory is a reference to its part, which ``torch.load`` follows, Accelerate's own
-``load_state`` too. So a checkpoint is there as a whole or not at all, whichever process dies when.
+Checkpoints are directories of files (``CheckpointFiles``), also where a pool has the bytes of the
+files. Shards of FSDP that go to storage hosts are groups of versions there (``sharded``).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import logging
 import numbers
 import os
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +20,12 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object, other
 
 import portus
-from portus_accelerate import data, deepspeed, intent, pacing, place, resume, sharded
-from portus_accelerate.beside import KEY, gathered, put_back
+from portus_accelerate import data, deepspeed, pacing, place, resume, sharded
 from portus_accelerate.capture import Capture, capturing, torch_name, verifying
-from portus_accelerate.cut_off import CutOff
-from portus_accelerate.ending import Ending
 from portus_accelerate.engine_files import EngineFiles
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.newest import RANDOM, why_incomplete
-from portus_accelerate.origin import has_references, of_others, origin_of, saying_of_what
-from portus_accelerate.peers import Peers
+from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.settings import ACCELERATE, Settings
 
 if TYPE_CHECKING:
@@ -69,27 +63,18 @@ class Saver:
         its = weakref.ref(accelerator)  # who follows a loader may outlive it
         self.training: Final = data.Training(lambda: getattr(its(), "_models", ()))
         self._settings: Final = settings
-        self._peers: Final = _peers_of(accelerator)
-        self._run: portus.Run | None = None
+        self._is_writer: Final = _is_writer(accelerator)
         self._count = 0
-        self._ending: Final = Ending(settings)
-        self._loaded: str | None = None
-        """Of a training that saves whole directories, on the process that does."""
+        self._has_saved = False
         self._goes_on_from: str | None = None
         """The own checkpoint that this training goes on from, on the same process."""
         self._uploaded: str | None = None
-        self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
-        self._cut_off: Final = CutOff(
-            accelerator, self._run_of, settings.pool, is_writer=self._peers.is_writer
-        )
-        self._handle: portus.SaveHandle | None = None
         self._handles: Final[deque[portus.SaveHandle]] = deque()
         self.logged: tuple[Any] | None = None
         """The step that the script logged last; None until it logs."""
         self._stats: Final[deque[portus.SaveStats]] = deque(maxlen=_STATS_MAX)
         self._metrics: dict[str, float] = {}
         self._over = False
-        self._watch: portus.PoolCheckpointer | None = None
         self._shards: GroupWriter | None = None
         self._cadence: portus.Cadence | None = None
         self._preemption: portus.Preemption | None = None
@@ -99,22 +84,14 @@ class Saver:
         self._passed_over: Final[set[str]] = set()
         """Checkpoints that not all processes had saved, or that are damaged."""
         if self.is_on():
-            if self.writes_files:
-                if settings.keep != portus.Keep(last=1):
-                    raise portus.UsageError(
-                        "keep: checkpoints are files, and total_limit (save_total_limit) says "
-                        "which of them stay; leave keep out"
-                    )
-                self._fetch_named()
-                self._files.prepare(place.roots(accelerator.project_dir))
-            self._cut_off.mend_all()  # of pools; whether this run is sharded may be known later
-            if not self.writes_files and (self._peers.is_writer or self._is_sharded()):
-                # Never saves, so it makes no file: while one is open, Portus learns which
-                # optimizer steps what, and the first save too is copied in the background.
-                nowhere = os.path.join(tempfile.gettempdir(), ".portus")
-                self._watch = portus.PoolCheckpointer(
-                    nowhere, f"watch-{os.urandom(8).hex()}", mirror="none"
+            if settings.keep != portus.Keep(last=1) and not self._saves_groups:
+                raise portus.UsageError(
+                    "keep: checkpoints are files, and total_limit (save_total_limit) says which of "
+                    "them stay; leave keep out"
                 )
+            self._fetch_named()
+            self._files.prepare(place.roots(accelerator.project_dir))
+            self._mend_groups()
 
     def __reduce__(self) -> tuple[type[Pickled], tuple[Settings]]:
         return Pickled, (self._settings,)
@@ -130,7 +107,7 @@ class Saver:
             return False
         kind = getattr(self._accelerator.distributed_type, "value", "")
         what = _BYPASSES.get(kind)
-        if kind == "DEEPSPEED" and not self.writes_files:
+        if kind == "DEEPSPEED" and self._pool_at is not None:
             what = "DeepSpeed, with a pool,"
         kind = sharded.kind_of(self._accelerator)
         if kind not in (None, sharded.SHARDED, sharded.FULL):
@@ -146,17 +123,20 @@ class Saver:
     def _files(self) -> CheckpointFiles:
         if self._made_files is None:
             self._made_files = CheckpointFiles(
-                self._settings, self._run_of, is_writer=self._peers.is_writer
+                self._settings, self._run_of, is_writer=self._is_writer
             )
         return self._made_files
 
     @property
-    def writes_files(self) -> bool:
-        """False if checkpoints go to a pool: on a device or a storage host, or mirrored to such a
-        host."""
+    def _pool_at(self) -> portus.Place | None:
+        """The pool, on a device or on storage hosts, that the user named; None: there is none."""
         named = self._settings.pool or portus.Place.by_variable()
-        is_pool = named is not None and not named.is_directory
-        return not is_pool and self._settings.can_mirror_files
+        return None if named is None or named.is_directory else named
+
+    @property
+    def _saves_groups(self) -> bool:
+        """True if shards go to storage hosts."""
+        return self._is_sharded() and self._pool_at is not None
 
     def cadence(self) -> portus.Cadence:
         """When the loop of the script saves, from the first call on."""
@@ -190,32 +170,15 @@ class Saver:
             return stock(asked)  # Accelerate says what is wrong
         directory = os.path.abspath(directory)
         limit, project.total_limit = project.total_limit, None
-        if self.writes_files:
-            try:
-                return self._save_as_files(stock, asked, directory, limit)
-            finally:
-                project.total_limit = limit
-        if portus.is_nested():
-            try:
-                return self._save_nested(
-                    lambda: stock(asked),
-                    directory,
-                    lambda capture: self._exchange(capture, directory),
-                )
-            finally:
-                project.total_limit = limit
-        self._ready(directory)
-        with self._cut_off.noted(directory, fills=False):
-            try:
-                with capturing() as capture, self._collecting() as shards:
+        try:
+            if self._saves_groups and not portus.is_nested():
+                with capturing() as capture, sharded.collecting() as shards:
                     location = stock(asked)
-            finally:
-                project.total_limit = limit
-            if shards:
                 self._save_shards(shards, capture, directory, limit)
-            else:
-                self._save(capture, directory, limit)
-        return location
+                return location
+            return self._save_as_files(stock, asked, directory, limit)
+        finally:
+            project.total_limit = limit
 
     def _save_as_files(
         self,
@@ -224,7 +187,7 @@ class Saver:
         directory: str,
         limit: int | None,
     ) -> Any:
-        is_main = self._peers.is_writer
+        is_main = self._is_writer
         location, handle = self._files.save(
             lambda: self._into(stock, asked, directory),
             directory,
@@ -234,17 +197,21 @@ class Saver:
             now=self._over,
             is_sharded=self._is_sharded() and not portus.is_nested(),
         )
-        if handle is not None:
-            self._note(handle)
+        self._note(handle)
         if self._over:
             self._files.close()
         return location
 
     def save_whole(
-        self, stock: Callable[[], Any], directory: str, add: Callable[[Capture], object]
+        self,
+        stock: Callable[[], Any],
+        directory: str,
+        add: Callable[[Capture], object],
+        is_pooled: Callable[[str], bool],
     ) -> None:
         """Save a checkpoint that every process writes by ``stock``, as ``save_state`` does. Old
-        ones that ``stock`` removes go after the commit. add: as of ``CheckpointFiles.save``."""
+        ones that ``stock`` removes go after the commit. add, is_pooled: as of
+        ``CheckpointFiles.save``."""
         directory = os.path.abspath(directory)
         if not portus.is_nested():
             self._files.wait()  # old ones are told by the times of directories
@@ -259,9 +226,9 @@ class Saver:
             list,
             now=self._over,
             is_sharded=self._is_sharded() and not portus.is_nested(),
+            is_pooled=is_pooled,
         )
-        if handle is not None:
-            self._note(handle)
+        self._note(handle)
 
     def agreed(self, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
         """The first of ``paths``, as the main process says them, that all processes find good."""
@@ -290,47 +257,6 @@ class Saver:
         finally:
             project.automatic_checkpoint_naming = True
 
-    def save_files(
-        self, stock: Callable[[], Any], directory: str, accepts: Callable[[str], bool]
-    ) -> None:
-        """Save a checkpoint that every process writes by ``stock``, some of its files into the
-        pool, as ``save_state`` does. What is to be done after the commit waits for
-        ``run_deferred``."""
-        directory = os.path.abspath(directory)
-
-        def exchange(capture: Capture) -> dict[str, Any]:
-            return self._peers.exchange(directory, dict(capture.parts), all_come=True)
-
-        if portus.is_nested():
-            self._save_nested(stock, directory, exchange, accepts)
-            return
-        self._ready(directory)
-        with self._cut_off.noted(directory, fills=True) as after_commit:
-            with capturing(accepts) as capture:
-                stock()
-            received = exchange(capture)
-            if self._peers.is_writer:
-                handle = None
-                if capture.parts or received:
-                    names = [torch_name(name) for name in (*capture.parts, *received)]
-                    mirrored = self._settings.has_mirror
-                    beside = gathered(directory, names) if mirrored else {}
-                    handle = self._store(capture, received, directory, beside)
-                else:
-                    _sync(directory)  # older checkpoints may go once this is there
-                self._deferred += [(handle, [*capture.deferred, *after_commit])]
-
-    def run_deferred(self) -> None:
-        """Do what waited for commits, of the saves that were committed."""
-        if portus.is_nested():
-            return  # the next save does it
-        waiting, self._deferred = self._deferred, []
-        for handle, actions in waiting:
-            if handle is not None:
-                self._await(handle)
-            for action in actions if handle is None or handle.committed else ():
-                action()
-
     def keep_out_of(self, directory: str) -> None:
         """All that is in ``directory`` is uploaded: no pool in it, unless one was named."""
         self._uploaded = os.path.abspath(directory)
@@ -338,43 +264,18 @@ class Saver:
     def begin(self, directory: str) -> None:
         """A training starts that saves beside ``directory``: put in order what is there."""
         self._over = False
-        self._ending.begin()
-        if self.writes_files:
-            self._files.prepare([os.path.dirname(os.path.abspath(directory))])
-        self._cut_off.mend(os.path.abspath(directory), uncommitted=True)
+        self._files.prepare([os.path.dirname(os.path.abspath(directory))])
 
     def goes_on_from(self, directory: str) -> None:
         """The training that begins goes on from its own checkpoint ``directory``."""
-        if self._peers.is_writer:
+        if self._is_writer:
             self._goes_on_from = os.path.abspath(directory)
 
     @property
     def saved_nothing_since(self) -> bool:
         """True if this training went on from a checkpoint, and saved none since; on the process
         that saves them."""
-        return self._goes_on_from is not None and self._ending.is_empty
-
-    def make_room(self, directory: str, size: int) -> None:
-        """Training is about to start, and checkpoints of about ``size`` bytes in the pool will be
-        like ``directory``: make room in the background, so that the first is as fast as others."""
-        is_done = self._checkpointer is not None or self._is_sharded() or self.writes_files
-        if is_done or not self._peers.is_writer:
-            return
-        try:
-            self._open(os.path.abspath(directory), size)
-        except portus.BusyError:
-            raise
-        except portus.PortusError as error:
-            _log.warning("Portus: cannot prepare for the first save: %s", error)
-
-    def make_room_for_what_was_prepared(self) -> None:
-        """Make room as ``make_room`` does, where Accelerate itself names the checkpoints."""
-        accelerator = self._accelerator
-        project = accelerator.project_configuration
-        if project.automatic_checkpoint_naming and accelerator._models and accelerator._optimizers:
-            first = os.path.join(accelerator.project_dir, "checkpoints", "checkpoint_0")
-            size = portus.expected_bytes(accelerator._models, accelerator._optimizers)
-            self.make_room(first, size)
+        return self._goes_on_from is not None and not self._has_saved
 
     def follow_data(self) -> None:
         """Know where the prepared loaders are from now on."""
@@ -383,23 +284,13 @@ class Saver:
                 count, fixed = self._accelerator.num_processes, self._settings.fixed_batch
                 data.follow(each, count, fixed, self.training)
 
-    def was_cut_off(self, directory: str) -> bool:
-        """True if ``directory`` was a checkpoint that was put aside, since it is not whole."""
-        return self._cut_off.was_cut_off(os.path.abspath(directory))
-
-    def has_saved(self, directory: str) -> bool:
-        """True if Portus has begun to save checkpoints beside ``directory``, in any process."""
-        return self._cut_off.has_saved(os.path.abspath(directory))
-
     def wait(self) -> None:
-        """Return when all saves are committed, or failed: see ``_await``. Unlike ``_drain``, not
-        for the room that is then made for the next save."""
+        """Return when all saves are committed, or failed; a failure is reported as ``on_error``
+        says."""
         for files in self._engines():
             files.wait()
         if self._made_files is not None:
             self._made_files.wait()
-        if self._handle is not None:
-            self._await(self._handle)
         if self._shards is not None:
             self._shards.wait()
 
@@ -407,18 +298,6 @@ class Saver:
         """What saves the engines of DeepSpeed."""
         found = [deepspeed.files_of(each) for each in self._accelerator._models]
         return [each for each in found if each is not None]
-
-    def _await(self, handle: portus.SaveHandle) -> None:
-        """Return when it is over; a failure is reported as ``on_error`` says. As long as nothing
-        was committed, the next save raises it, or the end."""
-        handle.join()
-        if self._settings.on_error == "raise":
-            handle.wait()
-        elif self._checkpointer is not None and self._checkpointer.has_committed:
-            try:
-                handle.wait()
-            except portus.PortusError as error:
-                _log.warning("Portus: a save failed; training continues: %s", error)
 
     def take_stats(self, *, wait: bool = False) -> list[portus.SaveStats]:
         """What the saves of this process cost that were committed since the last call. wait: for
@@ -440,16 +319,17 @@ class Saver:
         if best is not None and is_number and torch.as_tensor(value).numel() == 1:
             self._metrics = {best[0]: float(value)}  # type: ignore[arg-type]
 
-    def _note(self, handle: portus.SaveHandle) -> None:
+    def _note(self, handle: portus.SaveHandle | None) -> None:
         """Keep the handle of a save; of saves that have ended keep only their cost."""
+        if handle is None:
+            return
+        self._has_saved = True
         self._stats.extend(self.take_stats())
         self._handles.append(handle)
 
     def _drain(self) -> None:
         if self._made_files is not None:
             self._made_files.wait()
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
         if self._shards is not None:
             self._shards.wait()
 
@@ -462,11 +342,9 @@ class Saver:
             return self._load(stock, directory)
         above = os.path.join(self._accelerator.project_dir, "checkpoints")
         self._fetch_named()
-        if os.path.isdir(above) and self.writes_files:
+        if os.path.isdir(above):
             self._files.prepare([above])
-        candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
-        if self.writes_files:
-            candidates = self._as_main_says(candidates)
+        candidates = self._as_main_says(place.numbered(above)[::-1] if os.path.isdir(above) else [])
         failed: tuple[str, portus.PortusError] | None = None
         for candidate in self._most_complete_first(candidates):
             if failed is not None:
@@ -498,7 +376,7 @@ class Saver:
     def _has_all_processes(self, directory: str) -> bool:
         """Return whether every process finds its random states, if there were as many as now. The
         same on all."""
-        if not self.writes_files or has_references(directory) or why_incomplete(directory):
+        if self._saves_groups or why_incomplete(directory):
             return True  # whoever loads it says what it is
         count, index = self._accelerator.num_processes, self._accelerator.process_index
         try:
@@ -537,115 +415,16 @@ class Saver:
         with preemption or contextlib.nullcontext():  # whatever fails, signals are given back
             self._over = True
             self._cadence = None
-            self._stop_watching()
-            self.run_deferred()
             for files in self._engines():
                 files.close()
             if self._made_files is not None:
                 self._made_files.close()
-            self._cut_off.drop_note()
-            if self._run is not None:
-                self._run.close()
             if self._shards is not None:
                 shards, self._shards = self._shards, None
                 shards.close()
-            loaded, self._loaded = self._loaded, None
-            own, self._goes_on_from = self._goes_on_from, None
-            if loaded is not None and self._trains_in(loaded):
-                own = loaded
-            if own is not None and has_references(own):
-                self._ending.loaded(self._run_of(own), own)
-            self._ending.materialize()
+            self._goes_on_from = None
 
     # Saving.
-
-    def _save_nested(
-        self,
-        stock: Callable[[], Any],
-        directory: str,
-        exchange: Callable[[Capture], dict[str, Any]],
-        accepts: Callable[[str], bool] = lambda name: True,
-    ) -> Any:
-        """A signal handler interrupted Portus: real files, durable when this returns. Shards are
-        written by ``stock``."""
-        with capturing(accepts) as capture:
-            result = stock()
-        if self._is_sharded():
-            own = self._random_states(capture)
-            parts = capture.parts if self._peers.is_writer else own
-        else:
-            received = exchange(capture)
-            parts = {**received, **capture.parts} if self._peers.is_writer else {}
-        for name, part in parts.items():
-            portus.write_file(part, os.path.join(directory, torch_name(name)))
-        for name in os.listdir(directory):
-            if name.endswith(".safetensors") and name in parts:
-                os.unlink(os.path.join(directory, name))
-        portus.note_written(directory)
-        _sync(directory)
-        intent.take_back(directory)
-        for action in capture.deferred:
-            action()
-        self._handle = None
-        return result
-
-    def _stop_watching(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-
-    def _trains_in(self, directory: str) -> bool:
-        """True for a checkpoint of the training that this is; not of one that it only looks at, or
-        starts from."""
-        project = self._accelerator.project_dir
-        below = project is not None and directory.startswith(
-            os.path.join(os.path.abspath(project), "")
-        )
-        return below and bool(self._accelerator._optimizers)
-
-    def _save(self, capture: Capture, directory: str, limit: int | None) -> None:
-        received = self._exchange(capture, directory)
-        if self._peers.is_writer:
-            self._store(capture, received, directory)
-            self._rotate(directory, limit)
-            if self._over:
-                self.finish()
-
-    def _store(
-        self,
-        capture: Capture,
-        received: dict[str, Any],
-        directory: str,
-        beside: Mapping[str, torch.Tensor] | None = None,
-    ) -> portus.SaveHandle | None:
-        """Start to save; None if Portus cannot store it, and Accelerate has written it. beside:
-        what else is in the directory, for a mirror."""
-        parts = {**received, **capture.parts}
-        state = {**parts, KEY: beside} if beside else parts
-        step = self._step_of(directory)
-        references = {os.path.join(directory, torch_name(name)): name for name in parts}
-        try:
-            run = self._open(directory)
-            handle = run.use(
-                lambda checkpointer: checkpointer.save(
-                    state,
-                    step,
-                    reference=references,
-                    synchronous=self._over,
-                    metrics=self._metrics,
-                )
-            )
-        except portus.UsageError as error:
-            self._save_stock(capture, parts, directory, error)
-            return None
-        self._handle = handle
-        self._note(handle)
-        self._ending.saved(run, directory)
-        with _saying(f"what {directory} held before stays"):
-            for name in place.names_in(directory):
-                if name.endswith(".safetensors") and name in parts:
-                    self._remove(os.path.join(directory, name), after=handle)
-        return handle
 
     def _step_of(self, directory: str) -> int:
         """The number in its name, else how many were saved."""
@@ -653,18 +432,13 @@ class Saver:
         number = place.step_of(directory)
         return self._count if number is None else number
 
-    def _exchange(self, capture: Capture, directory: str) -> dict[str, Any]:
-        """The files of other processes, on the one that saves."""
-        naming = self._accelerator.project_configuration.automatic_checkpoint_naming
-        return self._peers.exchange(directory, self._random_states(capture), all_come=naming)
-
     def _random_states(self, capture: Capture) -> dict[str, Any]:
         """Return this process's generators and positions in data, by file name. The capture has
         them too."""
         own = capture.parts
         name = f"random_states_{self._accelerator.process_index}.pkl"
         if isinstance(own.get(name), dict):
-            states = not self._peers.is_writer
+            states = not self._is_writer
             own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
             if self._cadence is not None:
                 own[name][resume.KEY][_CADENCE] = self._cadence.state_dict()
@@ -675,15 +449,12 @@ class Saver:
     def _is_sharded(self) -> bool:
         return sharded.kind_of(self._accelerator) == sharded.SHARDED
 
-    def _collecting(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        return sharded.collecting() if self._is_sharded() else contextlib.nullcontext({})
-
     def _save_shards(
         self, shards: dict[str, Any], capture: Capture, directory: str, limit: int | None
     ) -> None:
         """Start to save this rank's shards, and its files. On every rank."""
         own = self._random_states(capture)
-        files = capture.parts if self._peers.is_writer else own
+        files = capture.parts if self._is_writer else own
         step = self._step_of(directory)
         writer = self._open_shards(directory)
         writer.synchronous = self._over
@@ -706,7 +477,7 @@ class Saver:
                 write()
             return
         self._note(handle)
-        if self._peers.is_writer:
+        if self._is_writer:
             for name in shards:  # Accelerate made it for what torch would have written
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(directory, name))
@@ -718,79 +489,26 @@ class Saver:
 
     def _open_shards(self, directory: str) -> GroupWriter:
         if self._shards is None:
-            if self._settings.materialize == "end" and self._peers.is_writer:
-                ACCELERATE.say_once(
-                    "Portus: sharded checkpoints stay in the pool, materialize='end' does not "
-                    "reach them. Before you copy or upload one: portus export"
-                )
             from portus.dcp import GroupWriter
 
-            run = self._run_of(directory)
-            if not run.place.is_host:
-                self._settings.require_mirror_of_files(
-                    "shards are saved to directories of files", "save to the storage host itself"
-                )
-            self._shards = GroupWriter.of(run)
+            self._shards = GroupWriter.of(self._run_of(directory))
             self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
-            self._stop_watching()
         return self._shards
 
-    # The pool.
-
-    @property
-    def _checkpointer(self) -> portus.PoolCheckpointer | None:
-        return None if self._run is None else self._run.checkpointer
-
-    def _ready(self, directory: str) -> None:
-        """A save to ``directory`` begins. Raises what opening a pool raises, before anything is in
-        that directory."""
-        self._cut_off.drop_note()
-        if self._is_sharded():
-            if self._peers.is_writer:
-                self._open_shards(directory)
-        elif self._peers.is_writer:
-            self._open(directory)
-
-    def _open(self, directory: str, size: int = 0) -> portus.Run:
-        """The run, with its pool; that is made now if there is none, and given room for states of
-        ``size`` bytes. Raises ``MediumError`` and the like."""
-        if self._run is None or self._run.checkpointer is None:
-            run = self._run_of(directory)
-            run.use(lambda checkpointer: checkpointer.prepare(size))
-            self._run = run
-            self._stop_watching()
-        return self._run
+    def _mend_groups(self) -> None:
+        """Put directories in order whose shards on storage hosts were cut off by a kill."""
+        pool = self._pool_at
+        if not self._saves_groups or pool is None:
+            return
+        for root in place.roots(self._accelerator.project_dir) if self._is_writer else ():
+            with _saying(f"{pool} could not be put in order"):
+                portus.mend(pool, uncommitted=True, links=os.path.join(root, ".portus"))
+        self._accelerator.wait_for_everyone()
 
     def _run_of(self, directory: str) -> portus.Run:
         """The run that saves the checkpoint ``directory``; nothing of it is opened."""
         project = self._accelerator.project_dir
         return place.run_of(directory, self._settings, project, self._uploaded)
-
-    def _remove(self, path: str, after: portus.SaveHandle | None = None) -> None:
-        assert self._checkpointer is not None
-        self._checkpointer.remove(path, after=after)
-
-    def _save_stock(
-        self, capture: Capture, parts: dict[str, Any], directory: str, error: portus.UsageError
-    ) -> None:
-        ACCELERATE.say_it_saves(error)
-        if self._checkpointer is not None:
-            self._checkpointer.wait()  # or a save in flight would replace the files
-        for name in parts:
-            path = os.path.join(directory, torch_name(name))
-            if os.path.isfile(path) and portus.is_reference(path):
-                os.unlink(path)
-        for write in capture.writes:
-            write()
-        for name in parts.keys() - capture.parts.keys():
-            torch.save(parts[name], os.path.join(directory, name))
-        _sync(directory)  # older checkpoints may go once this is there
-
-    def _rotate(self, directory: str, limit: int | None) -> None:
-        """``total_limit``: older checkpoints go once the new one is committed."""
-        with _saying("older checkpoints stay"):
-            for old in place.surplus(directory, limit):
-                self._remove(old)
 
     # Loading.
 
@@ -798,36 +516,20 @@ class Saver:
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
-        is_files = self.writes_files and not has_references(directory)
-        if not is_files:
-            self._settings.allow_mirror()
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
-        if is_files:
+        if not self._saves_groups:
             return self._files.load(stock, directory, is_sharded=self._is_sharded())
-        self._cut_off.mend(directory, uncommitted=False)
-        if not self._is_sharded():
-            found = stock(directory)
-            self._loaded = directory if self._peers.is_writer else None
-            return found
         with sharded.reading(directory):
             return stock(directory)
 
     def fetch_checkpoints(self, output: str) -> None:
-        """Fetch what a run without a pool has in its mirror, before ``Trainer`` looks for a
-        checkpoint in ``output``, and make its checkpoints whole. On every process. Raises as
-        opening a pool."""
+        """Fetch what the mirror has of a run that this machine lost, before ``Trainer`` looks for a
+        checkpoint in ``output``. On every process. Raises as ``portus.TrainingFiles.fetch``."""
         if not self._settings.has_mirror:
             return
         directory = os.path.join(os.path.abspath(output), "checkpoint-0")
         try:
-            if self.writes_files:
-                self._files.fetch(directory)
-            elif self._peers.is_writer and self._checkpointer is None:
-                run = self._run_of(directory)
-                try:
-                    run.use(lambda checkpointer: put_back(checkpointer, output))
-                finally:
-                    run.close()
+            self._files.fetch(directory)
         finally:
             self._accelerator.wait_for_everyone()
 
@@ -845,19 +547,13 @@ class Saver:
             self._fetch(directory)
 
     def _fetch(self, directory: str) -> None:
-        """The checkpoint ``directory`` is not here: fetch what a run without a pool has in its
-        mirror, and put its files back. On every process. Raises as opening a pool."""
+        """The checkpoint ``directory`` is not here: fetch what the mirror has of the run. On every
+        process. Raises as ``portus.TrainingFiles.fetch``."""
         if not self._settings.has_mirror:
             return
         try:
-            if self.writes_files:
+            if not self._saves_groups:
                 self._files.fetch(directory)
-            elif self._peers.is_writer and self._checkpointer is None and not self._is_sharded():
-                run = self._run_of(directory)
-                try:
-                    run.use(lambda checkpointer: None)
-                finally:
-                    run.close()
         finally:
             self._accelerator.wait_for_everyone()
 
@@ -879,9 +575,7 @@ def _positions_in(directory: str, process: int) -> Any:
     """What a process saved beside its generators; None if there is none, or nobody can tell."""
     path = os.path.join(directory, f"random_states_{process}.pkl")
     states: Any = None
-    if os.path.isfile(path) and portus.is_reference(path):
-        states = portus.load_reference(path)
-    elif os.path.isfile(path):
+    if os.path.isfile(path):
         try:
             with verifying():
                 states = (other.load if hasattr(other, "load") else portus.load)(path)
@@ -892,25 +586,12 @@ def _positions_in(directory: str, process: int) -> Any:
     return states.get(resume.KEY) if states else None
 
 
-def _peers_of(accelerator: Any) -> Peers:
+def _is_writer(accelerator: Any) -> bool:
+    """True in the process that saves what is saved once, or once for each node."""
     state = accelerator.state
-    everyone = range(state.num_processes)
     if not accelerator.project_configuration.save_on_each_node:
-        return Peers(state.process_index, 0, [rank for rank in everyone if rank != 0])
-    first = state.process_index - state.local_process_index
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes - first))
-    here = range(first, first + size)
-    return Peers(state.process_index, first, [rank for rank in here if rank != first])
-
-
-def _sync(directory: str) -> None:
-    """Return when the files in a directory, their names and its own survive power loss."""
-    for entry in (*os.scandir(directory), directory, os.path.dirname(directory)):
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        return bool(state.process_index == 0)
+    return bool(state.local_process_index == 0)
 
 
 @contextlib.contextmanager

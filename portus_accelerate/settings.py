@@ -21,22 +21,18 @@ VARIABLE: Final = "PORTUS_ACCELERATE_CONFIG"
 class Settings(portus.Settings):
     """The keys of ``portus_config:``; all may be left out.
 
-    pool: a pool file, or a directory for pool files. Default: ``$PORTUS_POOL``, or ``.portus``
-        beside the directory of the checkpoints.
+    pool: a device for persistent memory, a pool file on it, or the address of a storage host: the
+        files of checkpoints are pointers to it. Default: ``$PORTUS_POOL``, or none.
     model: the name of the run in the pool.
-    materialize: "end" turns the run's checkpoints into real files at ``end_training()``, or when
-        the program ends without it, the newest first. "none" leaves them as they are.
-    materialize_within: the longest time, in seconds, that the end waits for that. Checkpoints for
-        which time or space runs out stay as they are, and are listed.
     fixed_batch: what stays the same when a run resumes within an epoch with another number of
         processes: "local", the batch of each process, or "global", the number of samples in a step
         of all processes.
     every, max_overhead, mtbf: when to save, as in ``portus.Cadence``. If ``every`` is set,
         ``transformers.Trainer`` saves by it instead of ``save_steps``. Your own loops call
         ``portus_accelerate.should_save``, for which None means "auto".
-    keep: which versions stay in the pool without a checkpoint: a number (the newest ones), or a
-        mapping of the arguments of ``portus.Keep``, whose ``best`` uses the values that were logged
-        last. Versions that ``total_limit`` keeps stay in addition.
+    keep: which checkpoints of FSDP stay on storage hosts without a directory: a number (the newest
+        ones), or a mapping of the arguments of ``portus.Keep``, whose ``best`` uses the values that
+        were logged last. All else stays for as long as ``total_limit`` says.
     blocking: make each ``save_state`` return when its files are there.
     preempt_within: seconds, or a text like "90s", within which a job that receives SIGTERM or
         SIGUSR1 saves and exits; after that it is ended. This applies to ``transformers.Trainer``,
@@ -48,8 +44,6 @@ class Settings(portus.Settings):
 
     pool: portus.Place | None = None
     model: str | None = None
-    materialize: Literal["end", "none"] = "end"
-    materialize_within: float = 600.0
     fixed_batch: Literal["local", "global"] = "local"
     every: str | int | None = None
     max_overhead: float = portus.Cadence.MAX_OVERHEAD
@@ -66,7 +60,6 @@ class Settings(portus.Settings):
         if keep is None:
             raise portus.UsageError("keep: expected versions, 1 or more, or a mapping, found None")
         object.__setattr__(self, "keep", keep)
-        portus.checked_within(self.materialize_within)
         if self.preempt_within != "none":
             portus.Preemption(self.preempt_within)  # says what makes no sense, now
         if (self.every, self.max_overhead, self.mtbf) != (None, portus.Cadence.MAX_OVERHEAD, None):

@@ -8,8 +8,8 @@ saves, ``load_best_model_at_end``, pushes to a hub. Old checkpoints go after the
 
 A checkpoint that was cut off holds small files alone, and is passed over.
 
-With a pool (a device, a storage host, shards) weights are Trainer's own, the rest are
-references into the pool, and what was cut off is put aside when training starts.
+With a pool, on a device or a storage host, optimizer, scheduler, scaler and generators are pointers
+to it; weights stay files, since not only torch reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import portus
 from portus_accelerate import capture, pacing, place, trainer_data
 from portus_accelerate.newest import NAME, complete_in, is_complete, last, why_incomplete
 from portus_accelerate.saver import Saver
-from portus_accelerate.settings import ACCELERATE
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -68,7 +67,6 @@ def install() -> None:
     models: Any = sys.modules["transformers.modeling_utils"]
     changes = [
         (module, "torch", capture.Torch(module.torch)),
-        (module, "rotate_checkpoints", _rotate(module.rotate_checkpoints)),
         (module, "get_last_checkpoint", last(module.get_last_checkpoint)),
         (looking, "shutil", capture.Shutil(looking.shutil)),
         (models, "safe_save_file", capture.safe_save_of(models.safe_save_file)),
@@ -97,34 +95,22 @@ def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def save(self: Any, model: Any, trial: Any) -> None:
         saver = _saver_of(self)
-        if saver is None or (self.args.save_only_model and not saver.writes_files):
+        if saver is None:
             stock(self, model, trial)
             return
         folder = f"checkpoint-{self.state.global_step}"
         directory = os.path.join(self._get_output_dir(trial=trial), folder)
-        if saver.writes_files:
-            _patch_peft()
+        _patch_peft()
 
-            def add(current: capture.Capture) -> None:
-                for name, part in current.parts.items():
-                    if name.startswith(_RANDOM):
-                        trainer_data.add_to(part, self)
-
-            saver.save_whole(lambda: stock(self, model, trial), directory, add)
-            if _is_watched(self):
-                saver.wait()
-            return
-        saver.run_deferred()
-        accepts = _none if _pushes_all(self.args) else is_stored
-
-        def write() -> None:
-            stock(self, model, trial)
-            current = capture.current()
-            for name, part in () if current is None else current.parts.items():
+        def add(current: capture.Capture) -> None:
+            for name, part in current.parts.items():
                 if name.startswith(_RANDOM):
                     trainer_data.add_to(part, self)
 
-        saver.save_files(write, directory, accepts)
+        is_pooled = _none if _pushes_all(self.args) else is_stored
+        saver.save_whole(lambda: stock(self, model, trial), directory, add, is_pooled)
+        if _is_watched(self):
+            saver.wait()
 
     return save
 
@@ -162,7 +148,7 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def load(self: Any, *positional: Any, **named: Any) -> Any:
         saver = _saver_of(self)
-        if saver is None or not saver.writes_files:
+        if saver is None:
             return stock(self, *positional, **named)
         saver.wait()
         with capture.verifying():
@@ -179,26 +165,7 @@ def _pushes_all(arguments: Any) -> bool:
     """True if whole checkpoints are uploaded, while the next steps are made: what is in them has to
     be there then, as real files."""
     strategy = getattr(arguments.hub_strategy, "value", arguments.hub_strategy)
-    if not arguments.push_to_hub or strategy not in _WHOLE:
-        return False
-    ACCELERATE.say_once(
-        f"Portus: hub_strategy={strategy!r} uploads whole checkpoints, so Trainer writes all "
-        "of them itself, as real files; training waits for that. hub_strategy='every_save' "
-        "uploads weights only, and the rest goes through Portus"
-    )
-    return True
-
-
-def _rotate(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def rotate(*positional: Any, **named: Any) -> None:
-        current = capture.current()
-        if current is None or current.directory is not None:
-            stock(*positional, **named)
-        else:
-            current.deferred.append(lambda: stock(*positional, **named))
-
-    return rotate
+    return bool(arguments.push_to_hub and strategy in _WHOLE)
 
 
 def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,18 +180,14 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
         if resume_from_checkpoint:
             saver.fetch_checkpoints(self.args.output_dir)
         saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
-        if saver.writes_files:
-            chosen = _chosen_of_files(self, saver, resume_from_checkpoint)
-        else:
-            chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
+        chosen = _chosen(self, saver, resume_from_checkpoint)
         own = _own_checkpoint(self.args.output_dir, chosen)
-        if own is not None and (saver.writes_files or not self.args.save_only_model):
+        if own is not None:
             saver.goes_on_from(own)
         _follow_the_cadence(self, saver)
-        seen = saver.writes_files or not (self.args.save_only_model or _pushes_all(self.args))
         from portus_accelerate import leaving  # it needs transformers
 
-        with pacing.training(seen=seen), leaving.heard(self, saver.settings.preempt_within):
+        with pacing.training(seen=True), leaving.heard(self, saver.settings.preempt_within):
             try:
                 result = stock(self, chosen, *more, **named)
             except leaving.EvaluationLeft:
@@ -303,7 +266,7 @@ def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
     trainer.control = some.on_log(trainer.args, trainer.state, trainer.control, metrics)
 
 
-def _chosen_of_files(trainer: Any, saver: Saver, asked: Any) -> Any:
+def _chosen(trainer: Any, saver: Saver, asked: Any) -> Any:
     """What to resume from: the newest checkpoint that all processes finished, if none is named.
     Raises ``UsageError`` for one whose save was cut off."""
     if isinstance(asked, str | os.PathLike):
@@ -341,29 +304,6 @@ def _chosen_of_files(trainer: Any, saver: Saver, asked: Any) -> Any:
             found,
         )
     return found
-
-
-def _chosen(saver: Saver, output: str, asked: Any) -> Any:
-    """What to resume from, when what was asked for may have been put aside just now.
-
-    A script that looked for the newest checkpoint by itself, before, may have found one that is
-    not whole. Where nothing was ever committed, to go on means to begin.
-    """
-    module: Any = sys.modules["transformers.trainer"]
-    if isinstance(asked, str | os.PathLike) and not os.path.exists(asked):
-        path = os.path.abspath(os.fspath(asked))
-        above = os.path.dirname(path)
-        newest = module.get_last_checkpoint(above) if os.path.isdir(above) else None
-        if saver.was_cut_off(path) and _step(path) > _step(newest or ""):
-            then = f"the checkpoint before it, {newest}" if newest else "the beginning"
-            _log.error("Portus: %s was never committed; FALLING BACK to %s", path, then)
-            return newest
-    elif asked is True and saver.has_saved(os.path.join(output, "checkpoint-0")):
-        if os.path.isdir(output) and module.get_last_checkpoint(output) is not None:
-            return True
-        _log.error("Portus: no checkpoint in %s was ever committed; STARTING FROM SCRATCH", output)
-        return None
-    return asked
 
 
 def _step(path: str) -> int:

@@ -50,7 +50,7 @@ def prepared(
         use_stateful_dataloader=stateful, use_seedable_sampler=seedable
     )
     accelerator = Accelerator(cpu=True, project_dir=str(root), dataloader_config=loading)
-    portus_accelerate.enable(accelerator, model="net", materialize="none")
+    portus_accelerate.enable(accelerator, model="net")
     torch.manual_seed(7)
     return accelerator, [accelerator.prepare(each) for each in loaders]
 

@@ -29,7 +29,7 @@ def end_before_gloo_does(say: Say, root: str, rank: int) -> None:
     """Train, save and end, and let go of the model while gloo's own thread still has a tensor."""
     join(f"{root}/meeting", rank, 2)
     accelerator = Accelerator(cpu=True, project_dir=root)
-    portus_accelerate.enable(accelerator, materialize="none")
+    portus_accelerate.enable(accelerator)
     model = accelerator.prepare(Weight())
     accelerator.backward(model())
     accelerator.save_state(os.path.join(root, "step_1"))
@@ -57,15 +57,14 @@ def test_a_job_ends_though_gloo_still_holds_its_last_tensor(tmp_path: Path) -> N
             assert child.wait() == 0
 
 
-@pytest.mark.parametrize("kind", ["none", "end"], ids=["references", "real"])
 def test_a_training_is_titled_by_its_project_and_found_by_any_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = tmp_path / "out"
     monkeypatch.chdir(tmp_path)
     naming = ProjectConfiguration(str(project), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=naming)
-    portus_accelerate.enable(accelerator, materialize=kind)
+    portus_accelerate.enable(accelerator)
     model = accelerator.prepare(Weight())
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):

@@ -17,7 +17,6 @@ import pytest
 
 import portus
 import portus_accelerate
-from portus.testing.hosting import serving, url
 from portus_accelerate import FLAG, autoload
 from portus_accelerate.launching import _tell
 from portus_accelerate.settings import VARIABLE
@@ -227,25 +226,6 @@ def test_the_yaml_of_accelerate_launch_turns_it_on(
     assert b'"yaml"' in (portus.read_note(newest) or b"")
     assert losses(tmp_path) == stock
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
-
-
-@pytest.mark.long
-def test_the_memory_of_a_storage_host_that_the_yaml_names_is_the_mirror(
-    stock: list[str], tmp_path: Path, installed: Path
-) -> None:
-    config, root = tmp_path / "config.yaml", tmp_path / "run"
-    launcher = (*LAUNCH, "--config_file", str(config))
-    with serving("memory:64M") as server:
-        mirror = url(server)
-        ours = f"pool: {root}/pools, model: yaml, materialize: none, mirror: '{mirror}'"
-        config.write_text(f"{YAML}portus_config: {{{ours}}}\n")
-        for epochs in (1, 2):
-            done = run(root, installed, "--epochs", epochs, launcher=launcher)
-            assert done.returncode == 0, done.stderr
-            shutil.rmtree(root / "pools")  # the files of the checkpoints are there
-    assert f"are fetched from {mirror}" in done.stderr
-    found = losses(root)
-    assert found[:6] + found[7:] == stock, "line 6 is the end of the first one"
 
 
 @pytest.mark.parametrize("pool", ["portus://store:7117", "portus+unix:///run/portus.sock"])

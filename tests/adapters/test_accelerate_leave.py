@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
-import portus
 import portus_accelerate
 from portus.testing.nursery import Say, nursery
 from tests.adapters.trainings import SIZE, Weight
@@ -61,11 +60,6 @@ def test_a_resumed_run_leaves_nothing_beside_its_checkpoints(tmp_path: Path) -> 
     check(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.rglob(".portus")) == [".portus"]
     assert not list(tmp_path.glob(".portus/*.portus")), "no pool"
-
-
-def test_a_setting_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(portus.UsageError, match="materialize_within"):
-        portus_accelerate.enable(Accelerator(cpu=True), materialize_within=-1)
 
 
 def ends(say: Say, root: str) -> None:

@@ -31,7 +31,7 @@ def started(run: Path, mirror: str, *, named: bool) -> tuple[Accelerator, torch.
         state._reset_state()
     project = ProjectConfiguration(str(run), automatic_checkpoint_naming=not named, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=project)
-    portus_accelerate.enable(accelerator, mirror=mirror, materialize="none")
+    portus_accelerate.enable(accelerator, mirror=mirror)
     torch.manual_seed(1)
     return accelerator, accelerator.prepare(torch.nn.Linear(30, 40))
 

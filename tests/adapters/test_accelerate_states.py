@@ -25,7 +25,6 @@ from accelerate import Accelerator, checkpointing
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 from safetensors import safe_open
-from torch.distributed import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import portus
@@ -36,7 +35,7 @@ from portus.client.files.pending import PENDING
 from portus.client.paths import saver as paths_saver
 from portus.testing.nursery import nursery
 from portus.writer.image_file import ImageFile
-from portus_accelerate import capture, launching, patch, peers, resume, settings
+from portus_accelerate import launching, patch, resume, settings
 from tests.hosts import serving, url
 
 FILES = [
@@ -110,13 +109,6 @@ class Scene:
         self.schedule.step()
         self.counter.count += 1
 
-    @property
-    def checkpointer(self) -> portus.PoolCheckpointer:
-        """On a storage host."""
-        found = self.accelerator._portus_saver._checkpointer
-        assert isinstance(found, portus.PoolCheckpointer)
-        return found
-
     def wait(self) -> None:
         portus_accelerate.wait(self.accelerator)
 
@@ -136,9 +128,6 @@ def closed() -> Iterator[None]:
     yield
     while SCENES:
         saver = getattr(SCENES.pop().accelerator, "_portus_saver", None)
-        for each in (saver._checkpointer, saver._watch) if saver is not None else ():
-            if each is not None:
-                each.close()
         if saver is not None and saver._made_files is not None:
             with contextlib.suppress(portus.PortusError):
                 saver._made_files.close()
@@ -418,31 +407,6 @@ def test_a_training_that_commits_nothing_ends_as_a_failure(
     assert signal.getsignal(signal.SIGTERM) is before, "signals are given back"
 
 
-def test_what_waits_for_a_commit_is_not_done_where_the_save_failed(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    saver = scene.accelerator._portus_saver
-    done: list[str] = []
-
-    def save(name: str, value: torch.Tensor) -> None:
-        def stock() -> None:
-            (tmp_path / name).mkdir()
-            checkpointing.torch.save(value, tmp_path / name / "optimizer.pt")
-            current = capture.current()
-            assert current is not None
-            current.deferred.append(lambda: done.append(name))
-
-        saver.save_files(stock, str(tmp_path / name), lambda file: True)
-
-    save("checkpoint-1", torch.zeros(4))
-    saver.run_deferred()
-    assert done == ["checkpoint-1"]
-    writer, _ = scene.checkpointer._pool.open_or_create()
-    object.__setattr__(writer, "max_bytes", writer.medium.size)
-    save("checkpoint-2", torch.zeros(1 << 22))
-    saver.run_deferred()
-    assert done == ["checkpoint-1"]
-
-
 def flip(path: Path, found: bytes) -> None:
     data = path.read_bytes()
     assert data.count(found) == 1
@@ -642,9 +606,8 @@ def test_on_a_host_a_run_from_another_working_directory_keeps_what_was_saved_bef
             scene = Scene(run)
             scene.step()
             scene.accelerator.save_state(str(run / f"step_{number}"))
-            scene.checkpointer.wait()
             then[number] = scene.facts()
-            scene.checkpointer.close()
+            scene.accelerator.end_training()
         scene = Scene(run)
         for number, facts in then.items():
             scene.accelerator.load_state(str(run / f"step_{number}"))
@@ -761,9 +724,9 @@ def test_a_version_that_is_not_known_is_left_alone_and_that_is_said(
 def test_what_portus_lacks_is_missed_before_accelerate_is_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(portus, "PoolCheckpointer")  # it is looked up anew
-    monkeypatch.setitem(sys.modules, "portus.client.pool_checkpointer", None)  # as with no msgspec
-    with pytest.raises(ImportError, match="checkpointer"):
+    monkeypatch.delattr(portus, "TrainingFiles")  # it is looked up anew
+    monkeypatch.setitem(sys.modules, "portus.client.paths.training_files", None)  # no msgspec, say
+    with pytest.raises(ImportError, match="training_files"):
         patch.install()
 
 
@@ -804,56 +767,6 @@ def test_an_unknown_key_in_the_yaml_is_an_error(monkeypatch: pytest.MonkeyPatch)
     config = {"distributed_type": "NO", "portus_config": {"model": "a", "max_bytes": 1 << 30}}
     assert "portus_config" not in config_args.BaseConfig.process_config(config)
     assert settings.from_environment() == settings.Settings(model="a", max_bytes=1 << 30)
-
-
-def test_the_writer_gets_what_the_others_sent_and_waits_once_for_those_who_do_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = HashStore()
-    monkeypatch.setattr(peers, "_store", lambda: store)
-    monkeypatch.setattr(peers, "FIRST_S", 0.01)
-    writer, one, two = (peers.Peers(rank, 0, {1, 2}) for rank in range(3))
-    assert one.exchange("/a", {"x": torch.ones(2)}, all_come=False) == {}
-    assert list(writer.exchange("/a", {}, all_come=False)) == ["x"]
-    assert "ranks [2]" in caplog.text
-    one.exchange("/b", {"x": 1}, all_come=False)
-    assert writer.exchange("/b", {}, all_come=False) == {"x": 1}
-    one.exchange("/b", {"x": 2}, all_come=False)
-    two.exchange("/b", {"old": 2}, all_come=False)
-    two.exchange("/b", {"y": 2}, all_come=False)
-    assert writer.exchange("/b", {}, all_come=False) == {"x": 2, "y": 2}
-    assert store.num_keys() <= 1
-
-
-def test_a_process_that_came_late_once_is_waited_for_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = HashStore()
-    monkeypatch.setattr(peers, "_store", lambda: store)
-    monkeypatch.setattr(peers, "FIRST_S", 0.01)
-    writer, other = (peers.Peers(rank, 0, {1}) for rank in range(2))
-    assert writer.exchange("/step_1", {}, all_come=False) == {}
-    assert "ranks [1]" in caplog.text
-    other.exchange("/step_1", {"x": 1}, all_come=False)  # its data took long to load
-    later = threading.Timer(0.3, other.exchange, ("/step_2", {"x": 2}), {"all_come": False})
-    later.start()
-    assert writer.exchange("/step_2", {}, all_come=False) == {"x": 2}
-    later.join()
-    assert store.num_keys() <= 1
-
-
-def test_who_never_comes_to_one_kind_of_save_is_not_waited_for_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = HashStore()
-    monkeypatch.setattr(peers, "_store", lambda: store)
-    monkeypatch.setattr(peers, "FIRST_S", 0.01)
-    monkeypatch.setattr(peers, "LATER_S", 3600.0)  # whoever waits so long fails by time-out
-    writer, other = (peers.Peers(rank, 0, {1}) for rank in range(2))
-    for step in range(3):
-        other.exchange(f"/step_{step}", {"x": step}, all_come=False)
-        assert writer.exchange(f"/step_{step}", {}, all_come=False) == {"x": step}
-        assert writer.exchange("/best", {}, all_come=False) == {}
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ def reset() -> Iterator[None]:
 def accelerator_with(tracker: Tracker, root: Path, *, on: bool = True) -> Accelerator:
     made = Accelerator(cpu=True, project_dir=str(root), log_with=tracker)
     if on:
-        portus_accelerate.enable(made, materialize="none")
+        portus_accelerate.enable(made)
     made.init_trackers("run")
     made.prepare(torch.nn.Linear(3, 3))
     return made

@@ -158,7 +158,7 @@ class Accelerate:
     @staticmethod
     def train(order: Order) -> None:
         accelerator = accelerate.Accelerator(cpu=True, project_dir=order.run)
-        portus_accelerate.enable(accelerator, pool=order.pool, materialize="none")
+        portus_accelerate.enable(accelerator, pool=order.pool)
         model = Weight()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer = accelerator.prepare(model, optimizer)
