@@ -41,8 +41,9 @@ class CheckpointFiles:
             settings, pool=None, max_bytes=None, durable=1, journal=False, mirror="none"
         )
         self._settings: Final = settings if is_writer else alone
-        named = settings.pool or portus.Place.by_variable() if is_writer else None
-        self._pool: Final = None if named is None or named.is_directory else named
+        named = settings.pool or portus.Place.by_variable()
+        self._shards_at: Final = None if named is None or named.is_directory else named
+        self._pool: Final = self._shards_at if is_writer else None
         self._plain: portus.TrainingFiles | None = None
         self._run_of: Final = run_of
         self._is_writer: Final = is_writer
@@ -187,7 +188,7 @@ class CheckpointFiles:
     def _opened_shards(self, directory: str) -> sharded.Shards:
         if self._shards is None:
             run = self._run_of(directory)
-            self._shards = sharded.Shards(self._settings, run.name, run.links)
+            self._shards = sharded.Shards(self._settings, run.name, run.links, self._shards_at)
         return self._shards
 
     def _begin(self, directory: str) -> None:

@@ -33,7 +33,6 @@ def run_of(
         otherwise=otherwise,
         pool=settings.pool,
         name=settings.model,
-        keep=settings.keep,
     )
 
 

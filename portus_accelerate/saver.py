@@ -1,27 +1,25 @@
 """``Saver``: what stands between one ``Accelerator`` and its checkpoints.
 
 Checkpoints are directories of files (``CheckpointFiles``), also where a pool has the bytes of the
-files. Shards of FSDP that go to storage hosts are groups of versions there (``sharded``).
+files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import numbers
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from accelerate.utils import broadcast_object_list, gather_object, other
 
 import portus
 from portus_accelerate import data, deepspeed, pacing, place, resume, sharded
-from portus_accelerate.capture import Capture, capturing, torch_name, verifying
+from portus_accelerate.capture import Capture, verifying
 from portus_accelerate.engine_files import EngineFiles
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.newest import RANDOM, why_incomplete
@@ -29,7 +27,7 @@ from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.settings import ACCELERATE, Settings
 
 if TYPE_CHECKING:
-    from portus.dcp import GroupWriter
+    pass
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -73,9 +71,7 @@ class Saver:
         self.logged: tuple[Any] | None = None
         """The step that the script logged last; None until it logs."""
         self._stats: Final[deque[portus.SaveStats]] = deque(maxlen=_STATS_MAX)
-        self._metrics: dict[str, float] = {}
         self._over = False
-        self._shards: GroupWriter | None = None
         self._cadence: portus.Cadence | None = None
         self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
@@ -84,14 +80,8 @@ class Saver:
         self._passed_over: Final[set[str]] = set()
         """Checkpoints that not all processes had saved, or that are damaged."""
         if self.is_on():
-            if settings.keep != portus.Keep(last=1) and not self._saves_groups:
-                raise portus.UsageError(
-                    "keep: checkpoints are files, and total_limit (save_total_limit) says which of "
-                    "them stay; leave keep out"
-                )
             self._fetch_named()
             self._files.prepare(place.roots(accelerator.project_dir))
-            self._mend_groups()
 
     def __reduce__(self) -> tuple[type[Pickled], tuple[Settings]]:
         return Pickled, (self._settings,)
@@ -133,11 +123,6 @@ class Saver:
         named = self._settings.pool or portus.Place.by_variable()
         return None if named is None or named.is_directory else named
 
-    @property
-    def _saves_groups(self) -> bool:
-        """True if shards go to storage hosts."""
-        return self._is_sharded() and self._pool_at is not None
-
     def cadence(self) -> portus.Cadence:
         """When the loop of the script saves, from the first call on."""
         if self._cadence is None:
@@ -171,11 +156,6 @@ class Saver:
         directory = os.path.abspath(directory)
         limit, project.total_limit = project.total_limit, None
         try:
-            if self._saves_groups and not portus.is_nested():
-                with capturing() as capture, sharded.collecting() as shards:
-                    location = stock(asked)
-                self._save_shards(shards, capture, directory, limit)
-                return location
             return self._save_as_files(stock, asked, directory, limit)
         finally:
             project.total_limit = limit
@@ -291,8 +271,6 @@ class Saver:
             files.wait()
         if self._made_files is not None:
             self._made_files.wait()
-        if self._shards is not None:
-            self._shards.wait()
 
     def _engines(self) -> list[EngineFiles]:
         """What saves the engines of DeepSpeed."""
@@ -311,14 +289,6 @@ class Saver:
         self._stats.clear()
         return committed
 
-    def note_metrics(self, logged: Mapping[str, Any]) -> None:
-        """Keep, of what was logged, the metric that ``keep`` goes by, for the next checkpoints."""
-        best = self._settings.keep.best
-        value = None if best is None else logged.get(best[0])
-        is_number = isinstance(value, numbers.Real | torch.Tensor)
-        if best is not None and is_number and torch.as_tensor(value).numel() == 1:
-            self._metrics = {best[0]: float(value)}  # type: ignore[arg-type]
-
     def _note(self, handle: portus.SaveHandle | None) -> None:
         """Keep the handle of a save; of saves that have ended keep only their cost."""
         if handle is None:
@@ -330,8 +300,6 @@ class Saver:
     def _drain(self) -> None:
         if self._made_files is not None:
             self._made_files.wait()
-        if self._shards is not None:
-            self._shards.wait()
 
     def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
@@ -376,7 +344,7 @@ class Saver:
     def _has_all_processes(self, directory: str) -> bool:
         """Return whether every process finds its random states, if there were as many as now. The
         same on all."""
-        if self._saves_groups or why_incomplete(directory):
+        if why_incomplete(directory):
             return True  # whoever loads it says what it is
         count, index = self._accelerator.num_processes, self._accelerator.process_index
         try:
@@ -419,9 +387,6 @@ class Saver:
                 files.close()
             if self._made_files is not None:
                 self._made_files.close()
-            if self._shards is not None:
-                shards, self._shards = self._shards, None
-                shards.close()
             self._goes_on_from = None
 
     # Saving.
@@ -444,66 +409,8 @@ class Saver:
                 own[name][resume.KEY][_CADENCE] = self._cadence.state_dict()
         return {name: own[name]} if name in own else {}
 
-    # Shards: FSDP.
-
     def _is_sharded(self) -> bool:
         return sharded.kind_of(self._accelerator) == sharded.SHARDED
-
-    def _save_shards(
-        self, shards: dict[str, Any], capture: Capture, directory: str, limit: int | None
-    ) -> None:
-        """Start to save this rank's shards, and its files. On every rank."""
-        own = self._random_states(capture)
-        files = capture.parts if self._is_writer else own
-        step = self._step_of(directory)
-        writer = self._open_shards(directory)
-        writer.synchronous = self._over
-        scored: list[Any] = [self._metrics]
-        if self._settings.keep.best is not None:
-            broadcast_object_list(scored)  # what each process logged may be its own
-        try:
-            handle = writer.save_directory(
-                shards,
-                directory,
-                step=step,
-                metrics=scored[0],
-                files={torch_name(name): part for name, part in files.items()},
-            )
-        except portus.UsageError as error:
-            ACCELERATE.say_it_saves(error)
-            writer.wait()  # or a save in flight would replace the files
-            sharded.write_stock(shards, directory)
-            for write in capture.writes:
-                write()
-            return
-        self._note(handle)
-        if self._is_writer:
-            for name in shards:  # Accelerate made it for what torch would have written
-                with contextlib.suppress(OSError):
-                    os.rmdir(os.path.join(directory, name))
-            with _saying("older checkpoints stay"):
-                for old in place.surplus(directory, limit):
-                    writer.remove(old)
-        if self._over:
-            self.finish()
-
-    def _open_shards(self, directory: str) -> GroupWriter:
-        if self._shards is None:
-            from portus.dcp import GroupWriter
-
-            self._shards = GroupWriter.of(self._run_of(directory))
-            self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
-        return self._shards
-
-    def _mend_groups(self) -> None:
-        """Put directories in order whose shards on storage hosts were cut off by a kill."""
-        pool = self._pool_at
-        if not self._saves_groups or pool is None:
-            return
-        for root in place.roots(self._accelerator.project_dir) if self._is_writer else ():
-            with _saying(f"{pool} could not be put in order"):
-                portus.mend(pool, uncommitted=True, links=os.path.join(root, ".portus"))
-        self._accelerator.wait_for_everyone()
 
     def _run_of(self, directory: str) -> portus.Run:
         """The run that saves the checkpoint ``directory``; nothing of it is opened."""
@@ -517,10 +424,7 @@ class Saver:
             return stock(directory)
         directory = os.path.abspath(directory)
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
-        if not self._saves_groups:
-            return self._files.load(stock, directory, is_sharded=self._is_sharded())
-        with sharded.reading(directory):
-            return stock(directory)
+        return self._files.load(stock, directory, is_sharded=self._is_sharded())
 
     def fetch_checkpoints(self, output: str) -> None:
         """Fetch what the mirror has of a run that this machine lost, before ``Trainer`` looks for a
@@ -552,8 +456,7 @@ class Saver:
         if not self._settings.has_mirror:
             return
         try:
-            if not self._saves_groups:
-                self._files.fetch(directory)
+            self._files.fetch(directory)
         finally:
             self._accelerator.wait_for_everyone()
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Final, Literal
 
 import portus
@@ -30,9 +30,6 @@ class Settings(portus.Settings):
     every, max_overhead, mtbf: when to save, as in ``portus.Cadence``. If ``every`` is set,
         ``transformers.Trainer`` saves by it instead of ``save_steps``. Your own loops call
         ``portus_accelerate.should_save``, for which None means "auto".
-    keep: which checkpoints of FSDP stay on storage hosts without a directory: a number (the newest
-        ones), or a mapping of the arguments of ``portus.Keep``, whose ``best`` uses the values that
-        were logged last. All else stays for as long as ``total_limit`` says.
     blocking: make each ``save_state`` return when its files are there.
     preempt_within: seconds, or a text like "90s", within which a job that receives SIGTERM or
         SIGUSR1 saves and exits; after that it is ended. This applies to ``transformers.Trainer``,
@@ -50,16 +47,11 @@ class Settings(portus.Settings):
     mtbf: float | str | None = None
     preempt_within: float | str = 60.0
     blocking: bool = False
-    keep: portus.Keep = field(default_factory=lambda: portus.Keep(last=1))
 
     def __post_init__(self) -> None:
         portus.Settings.__post_init__(self)
         if self.pool is not None:  # as text in YAML and JSON
             object.__setattr__(self, "pool", portus.Place.named(self.pool))
-        keep = portus.Keep.of(self.keep)  # a mapping, in YAML and JSON
-        if keep is None:
-            raise portus.UsageError("keep: expected versions, 1 or more, or a mapping, found None")
-        object.__setattr__(self, "keep", keep)
         if self.preempt_within != "none":
             portus.Preemption(self.preempt_within)  # says what makes no sense, now
         if (self.every, self.max_overhead, self.mtbf) != (None, portus.Cadence.MAX_OVERHEAD, None):
@@ -93,5 +85,4 @@ def from_environment() -> Settings:
 def to_text(settings: Settings) -> str:
     """What ``from_environment`` reads."""
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
-    values["keep"] = settings.keep.as_mapping()
     return json.dumps({key: each for key, each in values.items() if each is not None}, default=str)

@@ -4,9 +4,6 @@ Accelerate hands the state of each model and of each optimizer to ``torch.distri
 by itself, into a subdirectory each. While ``save_state`` runs these calls go to ``Shards``, which
 saves the same directories in the background; the files of the main process appear after them, so
 without these nothing is a checkpoint. While ``load_state`` runs what is loaded is verified.
-
-On a storage host a checkpoint is one group, of all ranks' parts: there the calls are collected, and
-all of it is saved at once.
 """
 
 from __future__ import annotations
@@ -35,9 +32,12 @@ def kind_of(accelerator: Any) -> str | None:
 
 class Shards:
     """Saves the subdirectories of one ``Accelerator``'s checkpoints. Its methods are called on
-    every process. settings: how. name, links: see ``portus.TrainingFiles.begin``."""
+    every process. settings: how. name, links: see ``portus.TrainingFiles.begin``. pool: see
+    ``portus.dcp.PortusStorageWriter``."""
 
-    def __init__(self, settings: portus.Settings, name: str, links: str | None) -> None:
+    def __init__(
+        self, settings: portus.Settings, name: str, links: str | None, pool: portus.Place | None
+    ) -> None:
         from portus.dcp import PortusStorageWriter
 
         own: Any = {
@@ -45,7 +45,7 @@ class Shards:
             for field in dataclasses.fields(portus.Settings)
         }
         own |= {"journal": False, "mirror": "none"}  # the files of the checkpoint have these
-        self._writer: Final = PortusStorageWriter(model=name, links=links, **own)
+        self._writer: Final = PortusStorageWriter(model=name, links=links, pool=pool, **own)
 
     @contextlib.contextmanager
     def saving(self, step: int, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
@@ -97,53 +97,6 @@ def verifying() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[dict[str, Any]]:
-    """What this thread lets torch save inside, by the name of the subdirectory, is collected and
-    not saved."""
-    thread, stock = threading.get_ident(), _of_torch().save
-    found: dict[str, Any] = {}
-
-    def save(state_dict: dict[str, Any], **named: Any) -> Any:
-        path = _path_of(named, "storage_writer")
-        if path is None or threading.get_ident() != thread:
-            return stock(state_dict, **named)
-        found[os.path.basename(path)] = state_dict
-        return None
-
-    with _replaced("save", save):
-        yield found
-
-
-@contextlib.contextmanager
-def reading(directory: str) -> Iterator[None]:
-    """What this thread lets torch load inside from subdirectories of ``directory`` comes out of
-    its group. One that torch itself wrote is loaded as ever.
-
-    Raises ``UsageError`` for a group that is not complete, and ``CorruptionError`` for a damaged
-    one, on all ranks.
-    """
-    from portus.dcp import GroupReader, load
-
-    reader = GroupReader.at(directory)
-    if reader is None:
-        yield
-        return
-    thread, stock = threading.get_ident(), _of_torch().load
-
-    def load_part(state_dict: dict[str, Any], **named: Any) -> None:
-        path = _path_of(named, "storage_reader")
-        inside = path is not None and os.path.dirname(path) == os.path.abspath(directory)
-        if path is None or not inside or threading.get_ident() != thread:
-            stock(state_dict, **named)
-            return
-        more = {key: named[key] for key in ("planner", "process_group") if key in named}
-        load({os.path.basename(path): state_dict}, reader, **more)
-
-    with _replaced("load", load_part):
-        yield
-
-
-@contextlib.contextmanager
 def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Inside, torch's function ``name`` is ``function``."""
     of_torch = _of_torch()
@@ -153,14 +106,6 @@ def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(of_torch, name, stock)
-
-
-def write_stock(shards: dict[str, Any], directory: str) -> None:
-    """What Accelerate would have done with what was collected."""
-    of_torch = _of_torch()
-    for name, state in shards.items():
-        writer = of_torch.FileSystemWriter(os.path.join(directory, name))
-        of_torch.save(state, storage_writer=writer)
 
 
 def _of_torch() -> Any:

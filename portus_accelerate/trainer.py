@@ -249,7 +249,6 @@ def _logging(stock: Callable[..., None]) -> Callable[..., None]:
         saver = _saver_of(self)
         if saver is None:
             return
-        saver.note_metrics(logs)
         for stats in saver.take_stats(wait=is_last):
             _tell_trackers(self, stats.metrics())
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Final
@@ -68,13 +67,12 @@ class CompanionHooks:
             return
         self._ended, self._leaving, self._loaded = False, None, None
         self._data = None if stage == "fit" else self._data
-        known = weakref.ref(trainer)  # the plugin is the trainer's own
-        io.begin(stock.local_path(trainer.default_root_dir), lambda: _logged(known()))
+        io.begin(stock.local_path(trainer.default_root_dir))
         if _knows_shards(trainer.strategy):
             from portus_lightning import sharded  # it needs much of torch.distributed
 
             save = None if io.why_no_shards() else io.save_shards
-            sharded.attach(trainer.strategy, io.is_on, save, io.metrics, io.is_chosen)
+            sharded.attach(trainer.strategy, io.is_on, save, io.is_chosen)
         if stage == "fit" and io.is_on():
             self._data = data.TrainingData(trainer, io.fixed_batch)
             for message in warnings_for(trainer, io):
@@ -159,7 +157,7 @@ class CompanionHooks:
         """Put the generators back: after the iterators were made, before anything is drawn. From
         now on this callback is the first one: at the end, all files are there before others
         look."""
-        _expect(trainer, pl_module)
+        _expect(trainer)
         self._go_first(trainer)
         if self._data is not None:
             self._data.start()
@@ -281,23 +279,18 @@ def _trained(loops: Mapping[str, Any]) -> int:
     return found if isinstance(found, int) else -1
 
 
-def _logged(trainer: Any) -> Mapping[str, Any]:
-    return {} if trainer is None else trainer.callback_metrics
-
-
-def _expect(trainer: Any, pl_module: Any) -> None:
-    """Tell the plugin where checkpoints will go, and about how big they are."""
+def _expect(trainer: Any) -> None:
+    """Tell the plugin where checkpoints will go."""
     io = plugin_in_use(trainer)
     if io is None or bypass(trainer.strategy, io) or trainer.fast_dev_run:
         return
     local = _directories(trainer)
     if not local:
         return
-    expected = portus.expected_bytes([pl_module], trainer.optimizers)
     if _saves_shards(trainer.strategy):
-        io.expect_shards(local[0], expected)
+        io.expect_shards(local[0])
     elif trainer.is_global_zero:
-        io.expect(local[0], expected)
+        io.expect(local[0])
 
 
 def plugin_of(trainer: Any) -> PortusIO | None:
@@ -427,10 +420,6 @@ def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
         found.append(
             f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
             "They are as safe and as fast as without Portus"
-        )
-    elif _saves_shards(trainer.strategy) and io.saves_groups:
-        found.append(
-            "sharded checkpoints stay in the pool. Before you copy or upload one: portus export"
         )
     uploads = [type(each).__name__ for each in trainer.loggers if _uploads_each(each, trainer)]
     if uploads:

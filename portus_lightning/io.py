@@ -9,19 +9,17 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
-
-import torch
 
 import portus
 from portus_lightning import stock
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
-    from typing_extensions import TypeIs, Unpack
+    from typing_extensions import Unpack
 
-    from portus.dcp import GroupWriter, PortusStorageWriter
+    from portus.dcp import PortusStorageWriter
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
 
@@ -36,7 +34,6 @@ _KEPT: Final = (
     "_pool",
     "_model",
     "_settings",
-    "_keep",
     "_root",
     "_over",
 )
@@ -46,6 +43,7 @@ _GONE: Final = {
     "materialize": "checkpoints are real files; leave it out",
     "materialize_within": "checkpoints are real files; leave it out",
     "prepare": "files need no room ahead; leave it out",
+    "keep": "ModelCheckpoint(save_top_k=...) says which checkpoints stay; leave it out",
     "copy_to": "name a mirror: PortusIO(mirror='file:///path')",
     "copy_every_minutes": "name a mirror: PortusIO(mirror='file:///path')",
 }
@@ -76,19 +74,15 @@ class PortusIO(CheckpointIO):
         fixed_batch: What stays the same when a run resumes in the middle of an epoch with another
             number of ranks: "local", the batch of each rank, or "global", the number of samples in
             a step of all ranks, whatever batch the script names.
-        keep: Which sharded checkpoints stay on storage hosts without a directory: a number (the
-            newest ones), or a ``portus.Keep``, whose ``best`` uses the metrics that Lightning
-            logged. All else stays for as long as ``ModelCheckpoint(save_top_k=...)`` says.
         settings: How to save, and what to do about failures: see ``portus.Settings``.
     """
 
     _files: portus.TrainingFiles | None
     _chosen: str | None
     _directory: str | None
-    _logged: Callable[[], Mapping[str, Any]] | None
     _resumed_step: int | None
     _saved: dict[str, None]
-    _shards: GroupWriter | PortusStorageWriter | None
+    _shards: PortusStorageWriter | None
 
     def __init__(
         self,
@@ -97,7 +91,6 @@ class PortusIO(CheckpointIO):
         model: str | None = None,
         preempt_within: float | str | None = 60.0,
         fixed_batch: Literal["local", "global"] = "local",
-        keep: int | portus.Keep | None = 1,
         **settings: Unpack[portus.SettingsDict],
     ) -> None:
         for name in settings:
@@ -114,13 +107,7 @@ class PortusIO(CheckpointIO):
         self._pool: Final = None if pool is None else portus.Place.named(pool)
         self._model: Final = model
         self._settings: Final = portus.Settings(**settings)
-        self._keep: Final = portus.Keep.of(keep)
         self._start()
-        if keep != 1 and self._pool_at is None:
-            raise portus.UsageError(
-                "keep: checkpoints are files, and ModelCheckpoint(save_top_k=...) says which of "
-                "them stay; leave keep out"
-            )
 
     def save_checkpoint(
         self,
@@ -214,39 +201,34 @@ class PortusIO(CheckpointIO):
             return ""
         return f"{place} is one pool; shards go to a directory, or to a storage host"
 
-    def open_shards(self, directory: str) -> GroupWriter | PortusStorageWriter:
+    def open_shards(self, directory: str) -> PortusStorageWriter:
         """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
         rank, with the same directory. Raises the errors of opening a pool."""
         if self._shards is None:
-            from portus.dcp import GroupWriter, PortusStorageWriter
+            from portus.dcp import PortusStorageWriter
 
             run = self._run_of(directory)
-            if self._pool_at is None:
-                settings: Any = dataclasses.asdict(self._settings)
-                self._shards = PortusStorageWriter(model=run.name, links=run.links, **settings)
-            else:
-                self._shards = GroupWriter.of(run)
+            settings: Any = dataclasses.asdict(self._settings)
+            self._shards = PortusStorageWriter(
+                model=run.name, links=run.links, pool=self._pool_at, **settings
+            )
         return self._shards
 
-    def expect_shards(self, directory: str, size: int) -> None:
+    def expect_shards(self, directory: str) -> None:
         """Prepare as ``expect`` does, for a strategy that saves in shards. Call it on every rank,
         so that each sees its optimizers' steps before the first save."""
-        writer = self.open_shards(directory)
-        if _is_for_groups(writer):
-            writer.prepare(size)
+        self.open_shards(directory)
 
     def save_shards(
         self,
         shards: dict[str, Any],
         path: str,
         rest: dict[str, Any],
-        metrics: dict[str, float],
         *,
         is_first: bool,
     ) -> None:
         """Start saving this rank's shards; the directory is at ``path`` when this returns. Call it
         on every rank. rest: the part that is not sharded, which the first rank saves for all.
-        metrics: the result of ``metrics`` on the first rank.
 
         Raises ``UsageError`` for a value that cannot be stored, on all ranks.
         """
@@ -254,14 +236,8 @@ class PortusIO(CheckpointIO):
         files = {"meta.pt": rest} if is_first else {}
         now = self._over or is_last_chance(path)
         try:
-            if _is_for_groups(writer):
-                writer.synchronous = now
-                handle = writer.save_directory(
-                    shards, path, step=step, files=files, metrics=metrics
-                )
-            else:
-                now = now or not self._thread.is_late
-                handle = writer.save(shards, path, files=files, blocking=now)
+            now = now or not self._thread.is_late
+            handle = writer.save(shards, path, files=files, blocking=now, step=step)
         except portus.UsageError:
             writer.wait()  # or a save in flight would replace files of whoever saves it instead
             raise
@@ -271,30 +247,12 @@ class PortusIO(CheckpointIO):
 
     # For the companion callback.
 
-    def begin(
-        self, root: str | None, logged: Callable[[], Mapping[str, Any]] | None = None
-    ) -> None:
-        """A Trainer starts: saves may be in the background. ``root``: its directory, if local.
-        ``logged``: gives what it has logged by then, by name."""
-        self._root, self._logged = root, logged
+    def begin(self, root: str | None) -> None:
+        """A Trainer starts: saves may be in the background. ``root``: its directory, if local."""
+        self._root = root
         self._over = False
         self._resumed_step = None
         self._saved = {}  # files that this run saved and has not removed, oldest first
-
-    @property
-    def saves_groups(self) -> bool:
-        """True if sharded checkpoints go to storage hosts."""
-        return self._pool_at is not None
-
-    def metrics(self) -> dict[str, float]:
-        """What the checkpoint that is about to be saved scored, as far as ``keep`` asks for it."""
-        best = None if self._keep is None else self._keep.best
-        if best is None or self._logged is None:
-            return {}
-        value = self._logged().get(best[0])
-        if value is None or torch.as_tensor(value).numel() != 1:
-            return {}
-        return {best[0]: float(value)}
 
     def has_mirror(self) -> bool:
         """True if what is saved here is mirrored, also by $PORTUS_MIRROR."""
@@ -303,11 +261,7 @@ class PortusIO(CheckpointIO):
     def fetch_shards(self, root: str | None, directory: str) -> None:
         """The same as ``fetch`` for a strategy that saves in shards. On every rank."""
         self._root = root
-        writer = self.open_shards(directory)
-        if _is_for_groups(writer):
-            writer.prepare(0)
-        else:
-            writer.fetch(directory)
+        self.open_shards(directory).fetch(directory)
 
     @contextlib.contextmanager
     def saving(self, *, is_late: bool) -> Iterator[None]:
@@ -326,14 +280,14 @@ class PortusIO(CheckpointIO):
         """Have ``link`` lead to ``target`` as soon as that is there. Raises ``OSError`` where no
         link can be made."""
         shards = self._shards if os.path.isdir(target) else None
-        if shards is not None and not _is_for_groups(shards):
+        if shards is not None:
             shards.link(link, target)
         else:
             self._opened_files().link(link, target)
 
-    def expect(self, directory: str, size: int) -> None:
-        """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``. Raises
-        what opening a pool raises: better now than at the first save, hours later."""
+    def expect(self, directory: str) -> None:
+        """Training starts, and checkpoints will go to ``directory``. Raises what opening a pool
+        raises: better now than at the first save, hours later."""
         self._directory = directory
         self._begin_files(directory)
 
@@ -484,7 +438,6 @@ class PortusIO(CheckpointIO):
             otherwise=os.path.dirname(directory),
             pool=self._pool,
             name=self._model,
-            keep=self._keep,
         )
 
     def _new_files(self) -> portus.TrainingFiles:
@@ -515,10 +468,6 @@ stock.adopt(PortusIO, load=False)
 
 INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 """Not empty once a ``PortusIO`` was made in this process."""
-
-
-def _is_for_groups(writer: GroupWriter | PortusStorageWriter) -> TypeIs[GroupWriter]:
-    return hasattr(writer, "save_directory")
 
 
 def is_last_chance(path: str) -> bool:

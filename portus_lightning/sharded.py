@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from torch.distributed.checkpoint import state_dict as of_torch
 
 import portus
-from portus.dcp import GroupReader, has_digests, load, load_newest
+from portus.dcp import has_digests, load, load_newest
 from portus_lightning import stock
 
 _log: Final = logging.getLogger("portus_lightning")
@@ -39,7 +39,6 @@ class Saves(Protocol):
         shards: dict[str, Any],
         path: str,
         rest: dict[str, Any],
-        metrics: dict[str, float],
         *,
         is_first: bool,
     ) -> None:
@@ -58,16 +57,15 @@ def attach(
     strategy: Any,
     is_on: Callable[[], bool],
     save: Saves | None,
-    metrics: Callable[[], dict[str, float]],
     is_chosen: Callable[[str], bool],
 ) -> None:
-    """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``, with what
-    ``metrics`` gives on the first rank. is_chosen: whether Lightning chose a path to go on from.
+    """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``. is_chosen:
+    whether Lightning chose a path to go on from.
 
     A second call replaces what the first one did: a Trainer may be used again.
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
-    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save, metrics, is_chosen)
+    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save, is_chosen)
     strategy.load_checkpoint = own.load_checkpoint
     if save is not None and is_sharded(strategy):
         strategy.save_checkpoint = own.save_checkpoint
@@ -85,14 +83,12 @@ class _Sharded:
         key: str,
         is_on: Callable[[], bool],
         save: Saves | None,
-        metrics: Callable[[], dict[str, float]],
         is_chosen: Callable[[str], bool],
     ) -> None:
         self._strategy: Final = strategy
         self._key: Final = key
         self._is_on: Final = is_on
         self._save: Final = save
-        self._metrics: Final = metrics
         self._is_chosen: Final = is_chosen
 
     def _stock(self, name: str) -> Callable[..., Any]:
@@ -104,8 +100,7 @@ class _Sharded:
     ) -> None:
         """Save a checkpoint, in place of the strategy's own method, which saves what Portus
         cannot."""
-        said = self._strategy.broadcast((filepath, self._metrics()))
-        path, metrics = stock.local_path(said[0]), said[1]
+        path = stock.local_path(self._strategy.broadcast(filepath))
         if path is None or storage_options is not None or not self._is_on() or not self._save:
             self._stock("save_checkpoint")(checkpoint, filepath, storage_options)
             return
@@ -121,7 +116,7 @@ class _Sharded:
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(path)  # as Lightning does: a directory takes the place of a file
         try:
-            self._save(shards, path, rest, metrics, is_first=self._strategy.global_rank == 0)
+            self._save(shards, path, rest, is_first=self._strategy.global_rank == 0)
         except portus.UsageError as error:
             stock.LIGHTNING.say_it_saves(error)
             self._stock("save_checkpoint")(checkpoint, filepath)
@@ -132,15 +127,9 @@ class _Sharded:
         is_chosen = path is not None and self._strategy.broadcast(self._is_chosen(path))
         if path is not None and (is_chosen or has_digests(path)):
             return self._load_directory(path, is_chosen=is_chosen)
-        reader = None if path is None else GroupReader.at(path, fall_back=True)
-        if reader is None:
-            result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
-            assert isinstance(result, dict)
-            return result
-        self._load(lambda state: load(state, reader))
-        rest = reader.file(META)
-        assert isinstance(rest, dict)
-        return rest
+        result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
+        assert isinstance(result, dict)
+        return result
 
     def _load_directory(self, path: str, *, is_chosen: bool) -> dict[str, Any]:
         """Load from torch's own directory, and return what is not sharded. If Lightning chose it,

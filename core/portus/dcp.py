@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from portus.client.dcp.face import PortusStorageReader as PortusStorageReader
 from portus.client.dcp.face import PortusStorageWriter as PortusStorageWriter
-from portus.client.dcp.group_writer import GroupWriter as GroupWriter
-from portus.client.dcp.group_writer import groups as groups
 from portus.client.dcp.rank_files import FilesOfRank as FilesOfRank
 from portus.client.dcp.rank_files import LatestFile as LatestFile
 from portus.client.dcp.rank_files import RankFiles as RankFiles
@@ -18,20 +16,14 @@ from portus.client.dcp.whole_calls import load as load
 from portus.client.dcp.whole_calls import load_newest as load_newest
 from portus.client.dcp.whole_calls import save as save
 from portus.client.shards.directories import has_digests as has_digests
-from portus.client.shards.group_reader import GroupReader as GroupReader
-from portus.index.groups import Group as Group
 
 __all__ = [
     "FilesOfRank",
-    "Group",
-    "GroupReader",
-    "GroupWriter",
     "LatestFile",
     "PortusStorageReader",
     "PortusStorageWriter",
     "RankFiles",
     "async_save",
-    "groups",
     "has_digests",
     "load",
     "load_newest",

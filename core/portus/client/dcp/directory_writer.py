@@ -49,7 +49,7 @@ from portus.directory.claim import SeriesClaim
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME, metadata_image
 from portus.index.groups import ID_SIZE
-from portus.index.place import DEFAULT_DIRECTORY
+from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.pipeline.handle import SaveHandle
 
 _log: Final = logging.getLogger("portus")
@@ -102,7 +102,8 @@ class DirectoryWriter(StorageWriter):
     directory: where to save if a save names no ``checkpoint_id``. keep: how many complete
         directories stay of those whose names differ in their numbers alone; None: all. name: of the
         run, in the journal and the mirror. links: the directory for the journal; None: ``.portus``
-        beside the checkpoints. layout: of the directories.
+            beside the checkpoints. layout: of the directories. pool: storage hosts, over which the
+        files of the ranks are spread; in the directories are pointers to them.
     """
 
     def __init__(
@@ -114,14 +115,18 @@ class DirectoryWriter(StorageWriter):
         keep: int | None = None,
         links: str | None = None,
         layout: DirectoryLayout = TORCH,
+        pool: Place | None = None,
     ) -> None:
         super().__init__()
+        if pool is not None and not pool.is_host:
+            raise UsageError(
+                f"pool: {pool} is one pool, with one writer; shards go to directories of files, or "
+                "to storage hosts"
+            )
+        self._pool: Final = pool
         self._default: Final = directory
         self._layout: Final = layout
         self._settings: Final = settings or Settings()
-        self._settings.require_mirror_of_files(
-            "shards are saved to directories of files", "save to the storage host itself"
-        )
         self._name: Final = name
         self._keep: Final = keep
         self._links: Final = links
@@ -252,6 +257,7 @@ class DirectoryWriter(StorageWriter):
             keep=self._keep,
             links=self._links,
             layout=self._layout,
+            pool=self._pool,
         )
         return made, (self._default, self._settings)
 
@@ -453,7 +459,10 @@ class DirectoryWriter(StorageWriter):
                 settings,
                 of_directories=True,
                 telling=re.escape(NAME),
-                removed_elsewhere=not self._is_first,
+                removed_elsewhere=not self._is_first and self._pool is None,
+                pool=self._pool,
+                is_named=self._name is not None,
+                rank=_rank(),
             )
         return self._files
 

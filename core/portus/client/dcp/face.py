@@ -1,5 +1,5 @@
-"""``PortusStorageWriter`` and ``PortusStorageReader``: torch's own checkpoint directories; where
-shards go to storage hosts, groups there."""
+"""``PortusStorageWriter`` and ``PortusStorageReader``: torch's own checkpoint directories, also
+where storage hosts have the bytes of their files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from portus.client.dcp.directory_writer import DirectoryWriter
-from portus.client.dcp.group_writer import GroupWriter
 from portus.client.dcp.whole_calls import save_with
 from portus.client.job.settings import Settings
+from portus.client.loading.resolve import allow
 from portus.client.shards.directory_reader import DirectoryReader
-from portus.client.shards.group_reader import GroupReader
-from portus.client.shards.layouts import LAYOUTS, TORCH, DirectoryLayout
-from portus.directory.links import replace_link
+from portus.client.shards.layouts import LAYOUTS, TORCH
 from portus.errors import UsageError
-from portus.index.keep import Keep
 from portus.index.place import Place, PlaceName
 from portus.pipeline.handle import SaveHandle
 
@@ -41,14 +38,14 @@ class PortusStorageWriter(StorageWriter):
     that directory, as torch's own storage would, and returns when it is complete; ``save`` returns
     before.
 
-    place: the directory to save to where a save has no ``checkpoint_id``. Or the address of a
-        storage host (``portus://host:7117``), or a list of several: then ``checkpoint_id`` is a
-        name there. None: ``$PORTUS_POOL`` if that is a storage host.
+    place: the directory to save to where a save has no ``checkpoint_id``; or ``pool``.
     model: the name of the run, in the journal, in the mirror and on a storage host.
-    links: the directory for the journal, and on a storage host for the links, see ``Checkpointer``;
-        None: ``.portus`` beside the checkpoints.
+    links: the directory for the journal; None: ``.portus`` beside the checkpoints.
     keep: how many complete checkpoints stay, of directories whose names differ in their numbers
-        alone; None: all. On a storage host a ``portus.Keep`` too, and 2 if nothing is said.
+        alone; None: all.
+    pool: the address of a storage host (``portus://host:7117``), or a list of several: the files of
+        ranks go there, spread over them, and in the directories are pointers to them. None:
+        ``$PORTUS_POOL`` if that is a storage host.
     layout: of directories; ``"torch"``, or ``"safetensors"``: as torch's
         ``HuggingFaceStorageWriter`` writes them with ``save_distributed``, for tensors alone.
     settings: as of ``portus.Checkpointer``.
@@ -59,23 +56,29 @@ class PortusStorageWriter(StorageWriter):
         place: PlaceName | None = None,
         model: str | None = None,
         *,
-        keep: int | Keep | None = None,
+        keep: int | None = None,
         links: str | None = None,
         layout: Literal["torch", "safetensors"] = "torch",
+        pool: PlaceName | None = None,
         **settings: Unpack[SettingsDict],
     ) -> None:
         super().__init__()
-        host = _host_of(place)
+        named = _host_of(place)
+        hosts = named or _host_of(pool)
         laid = LAYOUTS.get(layout)
-        if laid is None or (host is not None and laid is not TORCH):
-            expected = " or ".join(LAYOUTS) if host is None else "torch, for a storage host"
+        if laid is None or (hosts is not None and laid is not TORCH):
+            expected = " or ".join(LAYOUTS) if hosts is None else "torch, for a storage host"
             raise UsageError(f"layout: expected {expected}, found {layout!r:.200}")
-        self._writer: Final[DirectoryWriter | GroupWriter] = (
-            _directory_writer(place, model, keep, links, laid, Settings(**settings))
-            if host is None
-            else GroupWriter(
-                place, model or "default", keep=2 if keep is None else keep, links=links, **settings
-            )
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise UsageError(f"keep: expected 1 or more, found {keep!r:.200}")
+        self._writer: Final = DirectoryWriter(
+            None if named is not None else _path_of(place),
+            Settings(**settings),
+            name=model,
+            keep=keep,
+            links=links,
+            layout=laid,
+            pool=hosts,
         )
 
     def save(
@@ -86,7 +89,6 @@ class PortusStorageWriter(StorageWriter):
         files: Mapping[str, object] | None = None,
         blocking: bool = False,
         step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
@@ -95,30 +97,15 @@ class PortusStorageWriter(StorageWriter):
         checkpoint_id: the directory. files: further states that are to be torch files in it, by
             their names; those of the rank that coordinates count. blocking: return when the
             checkpoint is complete. step: of training; None: the number at the end of the name of
-            the directory. metrics: on a storage host, of the save. process_group: all ranks of the
-            job, with a backend for tensors on the CPU; None: the job's own. fenced: tensors that
-            nobody writes before ``fence`` was called; for directories.
+            the directory. process_group: all ranks of the job, with a backend for tensors on the
+            CPU; None: the job's own. fenced: tensors that nobody writes before ``fence`` was
+            called.
 
         Returns the handle of this rank's part; on the rank that coordinates, of the whole
-        checkpoint in a directory. Raises as ``portus.dcp.async_save``.
+        checkpoint. Raises as ``portus.dcp.async_save``.
         """
-        writer = self._writer
-        if isinstance(writer, GroupWriter):
-            if step is None:
-                raise UsageError("step: expected the training step of this state, found none")
-            if files or blocking:
-                raise UsageError("files and blocking are for directories, not for storage hosts")
-            return writer.save(
-                state,
-                step=step,
-                checkpoint_id=checkpoint_id,
-                metrics=metrics,
-                process_group=process_group,
-            )
-        if metrics:
-            raise UsageError("metrics: directories have none; leave it out")
         return save_with(
-            writer,
+            self._writer,
             state,
             checkpoint_id,
             files=files,
@@ -132,16 +119,12 @@ class PortusStorageWriter(StorageWriter):
         """Fetch what the mirror has of the run that saves to the directory ``checkpoints``, if the
         settings name a mirror and this machine lacks the newest of it. Call it on every rank, and
         have the others wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
-        if isinstance(self._writer, DirectoryWriter):
-            self._writer.fetch(os.fspath(checkpoints))
+        self._writer.fetch(os.fspath(checkpoints))
 
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to the directory ``target``, both absolute, once that is complete.
         Call it on the rank that coordinates. Raises ``OSError`` where no link can be made."""
-        if isinstance(self._writer, DirectoryWriter):
-            self._writer.link(link, target)
-        else:
-            replace_link(link, target)
+        self._writer.link(link, target)
 
     def remove(self, directory: str | os.PathLike[str]) -> None:
         """Remove a checkpoint directory as soon as the newest save so far, or a later one, is
@@ -205,30 +188,19 @@ class PortusStorageWriter(StorageWriter):
 class PortusStorageReader(StorageReader):
     """Loads what ``PortusStorageWriter`` saved, or torch's own storage, verified.
 
-    place: the checkpoint directory, where a load has no ``checkpoint_id``; or the storage host, or
-        a list of them. None: ``$PORTUS_POOL`` if that is a storage host. model, step: of the save
-        on a storage host; None: the newest. verify: False compares no digests of tensors.
+    place: the checkpoint directory, where a load has no ``checkpoint_id``. verify: False compares
+        no digests of tensors.
+
+    Storage hosts are asked if they are allowed: see ``portus.allow``.
     """
 
-    def __init__(
-        self,
-        place: PlaceName | None = None,
-        model: str | None = None,
-        *,
-        step: int | None = None,
-        verify: bool = True,
-    ) -> None:
+    def __init__(self, place: PlaceName | None = None, *, verify: bool = True) -> None:
         super().__init__()
-        host = _host_of(place)
-        if host is None and (model is not None or step is not None):
-            raise UsageError(
-                "model and step say what to load from a storage host; a directory is named by "
-                "checkpoint_id"
-            )
-        self._reader: Final[DirectoryReader | GroupReader] = (
-            DirectoryReader(_path_of(place), verify=verify)
-            if host is None
-            else GroupReader(place, model or "default", step=step)
+        hosts = _host_of(place)
+        if hosts is not None:
+            allow(hosts)
+        self._reader: Final = DirectoryReader(
+            None if hosts is not None else _path_of(place), verify=verify
         )
 
     @classmethod
@@ -264,27 +236,10 @@ class PortusStorageReader(StorageReader):
 
 
 def _host_of(place: PlaceName | None) -> Place | None:
-    """The storage hosts that are meant; None for a directory."""
+    """The storage hosts that are named; None for a directory."""
     found = Place.by_variable() if place is None else Place.named(place)
     return found if found is not None and found.is_host else None
 
 
 def _path_of(place: PlaceName | None) -> str | None:
     return None if place is None else Place.named(place).path
-
-
-def _directory_writer(
-    place: PlaceName | None,
-    model: str | None,
-    keep: int | Keep | None,
-    links: str | None,
-    layout: DirectoryLayout,
-    settings: Settings,
-) -> DirectoryWriter:
-    if isinstance(keep, Keep):
-        raise UsageError("keep: expected a number for directories, found a portus.Keep")
-    if keep is not None and keep < 1:
-        raise UsageError(f"keep: expected 1 or more, found {keep}")
-    return DirectoryWriter(
-        _path_of(place), settings, name=model, keep=keep, links=links, layout=layout
-    )

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,7 @@ from portus.client.job.settings import Settings, mirror_of
 from portus.client.paths.training_files import TrainingFiles
 from portus.client.shards.directories import complete_in
 from portus.client.shards.directory_reader import DirectoryReader
-from portus.client.shards.group_reader import GroupReader, reason_of
-from portus.client.shards.group_reader import load as load_group
 from portus.errors import CorruptionError, PortusError, UsageError, printable
-from portus.index.groups import Group
 from portus.index.place import DEFAULT_DIRECTORY
 from portus.pipeline.handle import SaveHandle
 
@@ -102,11 +99,6 @@ def _writer() -> DirectoryWriter:
     return _writers[0]
 
 
-@overload
-def load(state: dict[str, Any], checkpoint_id: GroupReader, **more: Any) -> Group: ...
-
-
-@overload
 def load(
     state: dict[str, Any],
     checkpoint_id: str | os.PathLike[str],
@@ -114,29 +106,15 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     verify: bool = True,
     **more: Any,
-) -> None: ...
-
-
-def load(
-    state: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | GroupReader,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    verify: bool = True,
-    **more: Any,
-) -> Group | None:
+) -> None:
     """Load the directory ``checkpoint_id`` into ``state``, as ``dcp.load`` does, and compare every
     byte with its digest. Call it on every rank.
 
-    checkpoint_id: also a ``GroupReader``: then the newest complete group that verifies is loaded,
-        and returned. verify: False compares no digests of tensors. more: further arguments of
-        ``dcp.load``.
+    verify: False compares no digests of tensors. more: further arguments of ``dcp.load``.
 
     Raises ``NoCheckpointError`` if there is none, ``CorruptionError`` (``state`` may be changed in
     part by then), and ``UsageError`` if ``state`` does not fit.
     """
-    if isinstance(checkpoint_id, GroupReader):
-        return load_group(state, checkpoint_id, process_group=process_group, **more)
     reader = DirectoryReader(checkpoint_id, verify=verify)
     try:
         with _perhaps_alone():
@@ -147,7 +125,14 @@ def load(
             raise found from error
         told = "; ".join(f"rank {rank}: {why[0]}" for rank, why in sorted(error.failures.items()))
         raise UsageError(f"{printable(os.fspath(checkpoint_id))} was not loaded: {told}") from error
-    return None
+
+
+def reason_of(error: CheckpointException) -> BaseException:
+    """What went wrong on the lowest rank that says so in our words; else ``error`` itself."""
+    for _, failure in sorted(error.failures.items()):
+        if isinstance(failure[0], PortusError):
+            return failure[0]
+    return error
 
 
 def load_newest(

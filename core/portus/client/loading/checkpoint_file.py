@@ -51,7 +51,7 @@ def load_file(
             f"{printable(where)}: expected a file of torch.save, found a directory; portus.open "
             "reads a pool"
         )
-    return _used(
+    return use_file(
         where, lambda file: load_opened(file, where, names, verify=verify, settings=dict(settings))
     )
 
@@ -73,7 +73,7 @@ def restore_file(
     ``torch.load``. verify: False compares no digests of storages.
     """
     where = os.fspath(path)
-    return _used(
+    return use_file(
         where,
         lambda file: restore_torch(
             file,
@@ -92,14 +92,14 @@ def read_note(path: str | os.PathLike[str]) -> bytes | None:
     """Return what whoever saved a file noted in it; None if nothing. Reads little of the file.
     Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
     where = os.fspath(path)
-    return _used(where, lambda file: note_of(file, where))
+    return use_file(where, lambda file: note_of(file, where))
 
 
 def has_digests(path: str | os.PathLike[str]) -> bool:
     """Return whether a file has digests of its storages, as one that Portus saved. Reads little of
     it. Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
     where = os.fspath(path)
-    return _used(where, lambda file: has_digests_in(file, where), as_torch=False)
+    return use_file(where, lambda file: has_digests_in(file, where), as_torch=False)
 
 
 def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | None = None) -> int:
@@ -110,19 +110,19 @@ def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | No
     the file is read from the disk then. Raises ``CorruptionError``, ``MediumError``.
     """
     where = os.fspath(path)
-    return _used(where, lambda file: verify_opened(file, where, pace), as_torch=False)
+    return use_file(where, lambda file: verify_opened(file, where, pace), as_torch=False)
 
 
 def outlined(path: str | os.PathLike[str]) -> StoredFile:
     """Return where everything is in a file of safetensors, or of torch 1.6 or newer. Raises
     ``CorruptionError``, ``MediumError``."""
     where = os.fspath(path)
-    return _used(
+    return use_file(
         where, lambda file: outlined_in(reads(file), file.size, printable(where)), as_torch=False
     )
 
 
-def _used(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:
+def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:
     """What ``act`` gives for the file at a path, or for the file in a pool that a pointer there
     leads to. as_torch: see ``opened``."""
     with opened(where, as_torch=as_torch) as file:

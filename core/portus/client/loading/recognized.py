@@ -14,6 +14,7 @@ from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.errors import PortusError, printable
+from portus.format.reference import SIZE_MAX, decode
 from portus.image.metadata_file import NAME as METADATA
 from portus.image.metadata_file import read_pickle
 from portus.image.rank_file import DISTCP, RANK_FILE, is_rank_file, read_rank_file
@@ -51,14 +52,17 @@ def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | No
 
 
 def is_whole(number: int, name: str) -> bool:
-    """True if the open file is a checkpoint all of whose bytes are as they were saved, or one of
-    the other files beside checkpoints, which nothing verifies."""
+    """True if the open file is a checkpoint all of whose bytes are as they were saved, or a
+    pointer, or one of the other files beside checkpoints, which nothing verifies."""
 
     def read(offset: int, length: int) -> bytes:
         return os.pread(number, length, offset)
 
     try:
-        shard = _shard_of(read, os.fstat(number).st_size, name)
+        size = os.fstat(number).st_size
+        if size <= SIZE_MAX and decode(read(0, size)) is not None:
+            return True
+        shard = _shard_of(read, size, name)
         if shard is not None:
             shard.verify(read)
             return True

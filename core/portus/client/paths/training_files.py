@@ -51,7 +51,8 @@ class TrainingFiles:
     that each of these has, and that are removed first: without them it is no checkpoint.
     removed_elsewhere: another process removes them. pool: a device or a storage host, where the
     states go; at the paths are pointers then, and a version goes with its last pointer. is_named:
-    the name of the training is one that a user gave, see ``TrainingPool``.
+    the name of the training is one that a user gave, see ``TrainingPool``. rank: of this process,
+    where each of a job saves files of its own there.
 
     Raises ``UsageError`` for settings that make no sense there.
     """
@@ -65,12 +66,14 @@ class TrainingFiles:
         removed_elsewhere: bool = False,
         pool: Place | None = None,
         is_named: bool = True,
+        rank: int | None = None,
     ) -> None:
         if pool is None:
             _refuse_of_pools(settings)
         settings.require_mirror_of_files("checkpoints are files", "save to that host: pool=")
         self._pool_at: Final = pool
         self._is_named: Final = is_named
+        self._rank: Final = rank
         self._name = "default"
         self._settings: Final = settings
         self._of_directories: Final = of_directories
@@ -352,7 +355,14 @@ class TrainingFiles:
     def _pool(self) -> TrainingPool | None:
         if self._pool_at is None:
             return None
-        return TrainingPool(self._pool_at, self._name, self._settings, is_named=self._is_named)
+        name = self._name if self._rank is None else f"{self._name}/rank-{self._rank}"
+        return TrainingPool(
+            self._pool_at,
+            name,
+            self._settings,
+            is_named=self._is_named,
+            rank=self._rank or 0,
+        )
 
     def _remove(self, saver: FileSaver, path: str) -> None:
         self._tell_mirror(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from portus.client.files.home import Home, Pool, home_of
+from portus.client.files.host import HostPool
 from portus.client.files.reference import read
 from portus.client.job.settings import Settings
 from portus.client.loading.open_file import files_in
@@ -43,20 +45,25 @@ class TrainingPool:
     path is a *pointer*, a small file that loads follow. A version stays until its last pointer is
     removed, or replaced, through this.
 
-    place: where the pool is; one device or one host. name: of the training there. is_named: a user
-    gave the name; else, where another process saves to a host under it, the next one is taken,
-    ``name~2``. settings: how to save.
+    place: where the pool is: a device, a host, or several hosts, of which each rank of a job saves
+    to one. name: of the training there. is_named: a user gave the name; else, where another process
+    saves to a host under it, the next one is taken, ``name~2``. settings: how to save.
 
     The pool is opened by the first save, and stays open. Threads may share this.
     """
 
-    def __init__(self, place: Place, name: str, settings: Settings, *, is_named: bool) -> None:
-        self.place: Final = place
+    def __init__(
+        self, place: Place, name: str, settings: Settings, *, is_named: bool, rank: int = 0
+    ) -> None:
+        self.place: Final = place.of_rank(rank)
+        self._places: Final = [str(each) for each in place.hosts] or [str(place)]
         self._name: Final = name
         self._settings: Final = settings
         self._may_be_next: Final = place.is_host and not is_named
         self._number = 1
         self._guard: Final = threading.RLock()
+        self._is_made = False
+        """True if the pool was made here: it goes away again if nothing is saved to it."""
         self._home: Home | None = None
         self._pool: Pool | None = None
         self._before: CommittedImages | None = None
@@ -140,25 +147,27 @@ class TrainingPool:
         )
 
     def pointer_at(self, path: str) -> Reference | None:
-        """Return what is at ``path``, if it is a pointer that was put there, and leads to this
-        pool, or, before that is open, to any. Raises ``MediumError``."""
+        """Return what is at ``path``, if it is a pointer that was put there, and leads to one of
+        the places. Raises ``MediumError``."""
         try:
             found = read(path)
         except CorruptionError:
             return None
-        if found is None or found.written_path != path:
-            return None
-        pool = self._pool
-        return found if pool is None or found.pool == pool.superblock.uuid.hex() else None
+        is_own = found is not None and found.written_path == path
+        return found if is_own and found.pool_path in self._places else None
 
     def let_go(self, pointer: Reference) -> None:
         """Remove the version of a pointer that was removed or replaced, if no other pointer leads
         there. Opens the pool. Raises as ``open``."""
-        pool = self.open()
-        if pointer.pool != pool.superblock.uuid.hex():
+        if pointer.pool_path == str(self.place):
+            self._let_go(self.open(), pointer)
             return
+        with contextlib.closing(HostPool(pointer.pool_path)) as pool:
+            self._let_go(pool, pointer)
+
+    def _let_go(self, pool: Pool, pointer: Reference) -> None:
         entry = _entry_of(pool.catalogue(), bytes.fromhex(pointer.token))
-        if entry is None:
+        if entry is None or pointer.pool != pool.superblock.uuid.hex():
             return
         try:
             with pool.pinned(entry.info.id) as current:
@@ -185,14 +194,15 @@ class TrainingPool:
             home, self._home, self._pool = self._home, None, None
             self._before = self._steady = None
             if home is not None:
-                home.close(made=True)
+                home.close(made=self._is_made)
 
     def _opened(self) -> tuple[Home, Pool]:
         settings = self._settings
         while True:  # ends: names are counted
             home = home_of(self.place, self.model, settings.max_bytes, None, settings.durable)
             try:
-                if not home.exists():
+                self._is_made = not home.exists()
+                if self._is_made:
                     home.create()
                 return home, home.open()
             except BusyError:

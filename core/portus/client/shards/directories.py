@@ -14,7 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from portus.client.loading.checkpoint_file import has_digests as has_digests_of
-from portus.client.loading.open_file import opened, reads
+from portus.client.loading.checkpoint_file import use_file
+from portus.client.loading.open_file import reads
 from portus.errors import (
     CorruptionError,
     NoCheckpointError,
@@ -83,8 +84,9 @@ def read_metadata(directory: str) -> Metadata:
     ``CorruptionError``, ``MediumError``, and ``UsageError`` if another torch wrote them."""
     path = os.path.join(directory, NAME)
     try:
-        with opened(path) as file:
-            data, is_verified = read_pickle(reads(file), file.size, printable(path))
+        data, is_verified = use_file(
+            path, lambda file: read_pickle(reads(file), file.size, printable(path))
+        )
     except FileNotFoundError as error:
         raise NoCheckpointError(_why_none(directory)) from error
     try:

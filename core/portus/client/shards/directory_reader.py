@@ -23,7 +23,8 @@ from torch.futures import Future
 
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
-from portus.client.loading.open_file import OpenFile, opened, reads
+from portus.client.loading.checkpoint_file import use_file
+from portus.client.loading.open_file import OpenFile, reads
 from portus.client.shards.directories import has_safetensors_of_torch, read_metadata
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import (
@@ -203,36 +204,41 @@ class DirectoryReader(FileSystemReader):
         """Load from the file ``name``; False if stock torch wrote it."""
         path = os.path.join(self.directory, name)
         try:
-            with opened(path) as file:
-                read = reads(file)
-                if name.endswith(SUFFIX):
-                    shards = read_safetensors(read, file.size, printable(path))
-                    if self._save is None and shards.digests is None:
-                        return False
-                    self._require_same_save(shards)
-                    loading = _Loading(file, planner, self._block, verify=self._verify)
-                    for item in items:
-                        loading.load_shard(item, shards)
-                    loading.flush()
-                    return True
-                match = RANK_FILE.fullmatch(name)
-                if match is None and not is_rank_file(read, file.size):
-                    return False
-                found = read_rank_file(read, file.size, printable(path))
-                if match is None or int(match[2]) != found.save:
-                    raise CorruptionError(
-                        f"{printable(path)}: the file is that of the save {found.save}: it was "
-                        "renamed, or copied from another checkpoint"
-                    )
-                loading = _Loading(file, planner, self._block, verify=self._verify)
-                for item in sorted(items, key=self._offset_of):
-                    loading.load(item, found, self.storage_data[item.storage_index])
-                loading.flush()
-                return True
+            return use_file(path, lambda file: self._load_from(file, path, items, planner))
         except FileNotFoundError as error:
             raise CorruptionError(
                 f"{printable(path)}: the file of a rank is missing; the checkpoint cannot be loaded"
             ) from error
+
+    def _load_from(
+        self, file: OpenFile, path: str, items: Sequence[ReadItem], planner: LoadPlanner
+    ) -> bool:
+        """Load from an open file; False if stock torch wrote it."""
+        read, name = reads(file), os.path.basename(path)
+        if name.endswith(SUFFIX):
+            shards = read_safetensors(read, file.size, printable(path))
+            if self._save is None and shards.digests is None:
+                return False
+            self._require_same_save(shards)
+            loading = _Loading(file, planner, self._block, verify=self._verify)
+            for item in items:
+                loading.load_shard(item, shards)
+            loading.flush()
+            return True
+        match = RANK_FILE.fullmatch(name)
+        if match is None and not is_rank_file(read, file.size):
+            return False
+        found = read_rank_file(read, file.size, printable(path))
+        if match is None or int(match[2]) != found.save:
+            raise CorruptionError(
+                f"{printable(path)}: the file is that of the save {found.save}: it was renamed, or "
+                "copied from another checkpoint"
+            )
+        loading = _Loading(file, planner, self._block, verify=self._verify)
+        for item in sorted(items, key=self._offset_of):
+            loading.load(item, found, self.storage_data[item.storage_index])
+        loading.flush()
+        return True
 
     def _require_same_save(self, found: SafetensorsFile) -> None:
         save = found.metadata.get(SAVE)
