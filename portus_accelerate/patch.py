@@ -321,7 +321,6 @@ def _logging(stock: Callable[..., Any]) -> Callable[..., Any]:
         if saver is None:
             return stock(self, values, step, *more, **named)
         saver.logged = (step,)
-        saver.note_metrics(values)
         if step is None:  # trackers count calls then: another one would be another step
             for stats in saver.take_stats()[-1:]:
                 values = {**stats.metrics(), **values}

@@ -51,8 +51,6 @@ class Checkpointer:
     model: a name for the run in a pool; a directory has one run, and takes none.
     keep: which checkpoints to keep: a number (the newest ones), or a ``portus.Keep``; None keeps
         all. The commit of a newer one removes the others.
-    links: with a storage host, a local directory with a hard link to each reference file; None:
-        ``.portus`` in the current directory.
     settings: how to save, and what to do about failures: see ``portus.Settings``.
 
     Raises ``UsageError``, and ``BusyError``, ``MediumError`` or ``CorruptionError`` if a pool
@@ -65,7 +63,6 @@ class Checkpointer:
         model: str = "default",
         *,
         keep: int | Keep | None = 2,
-        links: str | None = None,
         **settings: Unpack[SettingsDict],
     ) -> Own:
         """Return one that saves to ``directory``, whatever kind of place that is."""
@@ -89,8 +86,7 @@ class Checkpointer:
 
         Tensors stay the caller's. Those that only an optimizer's step writes are copied after this
         returns; do not write them by hand before ``fence()`` or the next step. All others are
-        copied before it returns. In a directory everything that ``torch.save`` accepts is
-        accepted; in a pool, nested dicts and lists of tensors and plain values.
+        copied before it returns. Everything that ``torch.save`` accepts is accepted.
 
         step: the training step of this state, from 0 on. A checkpoint of the same step is replaced.
         synchronous: return when the checkpoint is durable, or has failed.
@@ -109,8 +105,8 @@ class Checkpointer:
 
         step: which one; None loads the newest.
         names: shell patterns of key paths (``"model.*"``): load only that part of the state.
-        settings: with a directory, those of ``torch.load``: ``map_location``, ``weights_only`` and
-            others. A pool takes none, and loads to the CPU.
+        settings: those of ``torch.load``: ``map_location``, ``weights_only``, and with a directory
+            others.
 
         Blocks until the saves in flight are over. Raises ``UsageError`` if there is no such
         checkpoint or nothing in it matches a pattern, ``CorruptionError`` if it does not verify, or
@@ -138,7 +134,7 @@ class Checkpointer:
         strict: raise ``UsageError``, which lists them, if tensors are missing or unexpected.
         names: restore only key paths that match these shell patterns.
         rename: a dict or function from key paths of the checkpoint to those of ``state``.
-        weights_only: with a directory, as for ``torch.load``.
+        weights_only: as for ``torch.load``.
 
         Values other than tensors that ``state`` lacks are added only if the whole checkpoint is
         requested: ``strict``, no ``names``, no ``rename``. Everything is verified before anything
@@ -208,7 +204,7 @@ class Checkpointer:
 
 
 _OF_DIRECTORIES: Final = ("portus.client.paths.numbered", "DirectoryCheckpointer")
-_OF_POOLS: Final = ("portus.client.pool_checkpointer", "PoolCheckpointer")
+_OF_POOLS: Final = ("portus.client.paths.pooled", "PoolCheckpointer")
 
 
 def place_of(directory: str | os.PathLike[str] | None) -> Place:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -153,7 +153,12 @@ def say_fallen_back(name: str, failure: Exception, step: int, commit: int) -> No
 
 
 def load(
-    pool: PoolReader, entry: VersionEntry, names: Patterns = None, *, verify: bool = True
+    pool: PoolReader,
+    entry: VersionEntry,
+    names: Patterns = None,
+    *,
+    verify: bool = True,
+    **settings: Any,
 ) -> object:
     """The state of one version, on the CPU, in memory of its own; or the part that matches.
 
@@ -164,7 +169,7 @@ def load(
     """
     with files_opened(pool, entry) as files:
         if files:
-            found = _loaded(files, entry.info, names, verify=verify)
+            found = _loaded(files, entry.info, names, verify=verify, **settings)
             return found if len(files) > 1 else next(iter(found.values()))
     keep = matcher(names)
     state = _load(pool, entry, keep, verify)
@@ -324,6 +329,7 @@ def restore_into(
     strict: bool,
     names: Patterns,
     rename: Rename,
+    weights_only: bool | None = None,
     verify: bool = True,
 ) -> Restored:
     """Copy one version over the tensors of ``state``, and set its other leaves.
@@ -347,7 +353,7 @@ def restore_into(
                 strict=strict,
                 names=names,
                 rename=rename,
-                weights_only=None,
+                weights_only=weights_only,
                 verify=verify,
             )
             note_loaded(entry.info)
@@ -366,7 +372,7 @@ def _loaded(
     *,
     verify: bool,
     weights_only: bool | None = None,
-    map_location: str = "cpu",
+    map_location: Any = "cpu",
 ) -> dict[str, object]:
     """What is in the files of a version, by their names."""
     settings: dict[str, object] = {"map_location": map_location}

@@ -23,8 +23,8 @@ class FileJournal:
         self._journal.on_first_step(self._begin_at)
 
     def begun(self, path: str, save: Save) -> None:
-        """A save to ``path``, absolute, is sure to end."""
-        self._journal.asked(save.token, save.step, path)
+        """A save to ``path``, absolute, is sure to end; empty: it has no path."""
+        self._journal.asked(save.token, save.step, path or None)
 
     def over(self, save: Save) -> None:
         """Record that a save has ended, and how. On the worker."""

@@ -63,12 +63,11 @@ class DirectoryCheckpointer(Checkpointer):
         model: str = "default",
         *,
         keep: int | Keep | None = 2,
-        links: str | None = None,
         **settings: Unpack[SettingsDict],
     ) -> None:
         self._is_closed = True  # until it is made
         place = place_of(directory)
-        _refuse_names(place, model, links)
+        _refuse_names(place, model)
         self._keep: Final = Keep.of(keep)
         self.settings: Final = _checked(place.path, Settings(**settings))
         """How it saves and loads."""
@@ -321,15 +320,13 @@ def _place_of_journal(directory: str) -> str | None:
     return os.path.join(directory, FOLDER, JOURNALS) if os.path.isdir(directory) else None
 
 
-def _refuse_names(place: Place, model: str, links: str | None) -> None:
+def _refuse_names(place: Place, model: str) -> None:
     where = printable(place.path)
     if model != "default":
         raise UsageError(
             f"model: {where} is a directory, which has the checkpoints of one run; found "
             f"{model!r:.200}. Name a directory for each run, without model="
         )
-    if links is not None:
-        raise UsageError(f"links: {where} is a directory, whose checkpoints are files; omit links")
 
 
 def _checked(path: str, settings: Settings) -> Settings:

@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -32,6 +32,7 @@ from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
 from portus.client.paths.draft import FileDraft, PooledDraft, new_publisher
 from portus.client.paths.new_file import JoinedStorages, NewFile
+from portus.client.pools.image_draft import ImageDraft
 from portus.client.pools.training_pool import TrainingPool
 from portus.client.state.contents import FileContents
 from portus.client.state.named_tensors import named_tensors
@@ -53,7 +54,7 @@ from portus.media import calls
 from portus.media.file import OUT_OF_SPACE
 from portus.media.process import Descriptor
 from portus.pipeline.audit import Auditor
-from portus.pipeline.draft import CommittedVersion
+from portus.pipeline.draft import CommittedVersion, Draft
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Chore, Queue, Turn
@@ -91,6 +92,7 @@ class Extra:
     follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
     a directory whose hidden folder has the drafts, if it is above the files and on their file
     system; else their own directory has them. removed_elsewhere: see ``Publisher.begin``.
+    metrics: of a version in a pool. retire: the versions there that go with the commit, by id.
     """
 
     step: int = _STEP
@@ -103,6 +105,8 @@ class Extra:
     follows_links: bool = True
     base: str | None = None
     removed_elsewhere: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    retire: Callable[[], Collection[int]] = tuple
 
 
 class ToSave(NamedTuple):
@@ -262,7 +266,21 @@ class FileSaver:
             if not self.goes_on_after(error):
                 raise
             return self.refuse(error, time.perf_counter() - start)
-        new = _new_files(files, targets, extra)
+        return self._saved(_new_files(files, targets, extra), extra, start)
+
+    def _refuse_nested(self, name: str, state: object, extra: Extra) -> SaveHandle:
+        raise calls.refused(f"save of step {extra.step} to a pool")
+
+    @calls.entry_or(_refuse_nested)
+    def save_version(self, name: str, state: object, extra: Extra) -> SaveHandle:
+        """Begin to save ``state`` as a version of the pool that is a file called ``name``, without
+        a pointer. Raises as ``portus.save``."""
+        start = time.perf_counter()
+        self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
+        new = NewFile(name, "", contents_of(state)(), extra.note)
+        return self._saved([new], extra, start)
+
+    def _saved(self, new: Sequence[NewFile], extra: Extra, start: float) -> SaveHandle:
         turn = Turn(sum(each.size for each in new), self, extra.step)
         if not self._queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
@@ -306,6 +324,11 @@ class FileSaver:
         if not self._queue.on_worker() and not self._queue.catch_up(timeout):
             raise TimeoutError(f"saves were not over after {timeout} s")
         self._tell()
+
+    def catch_up(self) -> None:
+        """Block until all saves so far are over. Raises nothing."""
+        if not self._queue.on_worker():
+            self._queue.catch_up()
 
     def _tell(self) -> None:
         """Report failures that nobody heard of."""
@@ -408,6 +431,9 @@ class FileSaver:
         if pool is not None:
             pool.open()
         snapshot = self._snapshot(_name_of(new), joined, extra)
+        if pool is not None and not new[0].real:
+            version = pool.draft(snapshot, [new[0].said], images, self.make_room)
+            return self._begun(new, joined, snapshot, version, version, extra)
         unpublished = self._unpublished(new, extra)
         try:
             files = [
@@ -422,31 +448,48 @@ class FileSaver:
                 )
                 for draft, image, each in zip(unpublished.files, images, new, strict=True)
             ]
-            name = joined.describer()
-            file_draft = FileDraft(
+            pointers = FileDraft(
                 unpublished,
                 files,
                 partial(_unless_newer, new, asked),
                 extra.ready,
                 extra.committed,
             )
-            draft: FileDraft | PooledDraft = file_draft
-            if pool is not None:
-                names = [os.path.basename(each.real) for each in new]
-                version = pool.draft(snapshot, names, images, self.make_room)
-                draft = PooledDraft(pool, version, file_draft, partial(_pointers_at, pool, new))
-            policy = Policy(
-                describe=name,
-                audit=self._auditor.begin,
-                guilty=self._suspects.accuse,
-                changed=lambda indices: self._reports.inexact(extra.step, name, indices),
-                committed=_nothing_to_note if pool is None else partial(pool.committed, version),
-            )
-            save = Save(snapshot, draft, partial(_before, pool, len(new)), policy)
+            if pool is None:
+                return self._begun(new, joined, snapshot, pointers, None, extra)
+            names = [os.path.basename(each.real) for each in new]
+            version = pool.draft(snapshot, names, images, self.make_room)
+            draft = PooledDraft(pool, version, pointers, partial(_pointers_at, pool, new))
+            return self._begun(new, joined, snapshot, draft, version, extra)
         except BaseException:
             self._publisher.abandon(unpublished)
             raise
-        tickets = [PENDING.add(each.real, save.join) for each in new]
+
+    def _begun(
+        self,
+        new: Sequence[NewFile],
+        joined: JoinedStorages,
+        snapshot: Snapshot,
+        draft: Draft,
+        version: ImageDraft | None,
+        extra: Extra,
+    ) -> FileJob:
+        """The save into ``draft``; what may not wait is copied. version: what goes to the pool."""
+        name, pool = joined.describer(), self._pool
+        policy = Policy(
+            retire=extra.retire,
+            describe=name,
+            audit=self._auditor.begin,
+            guilty=self._suspects.accuse,
+            changed=lambda indices: self._reports.inexact(extra.step, name, indices),
+            committed=(
+                _nothing_to_note
+                if pool is None or version is None
+                else partial(pool.committed, version)
+            ),
+        )
+        save = Save(snapshot, draft, partial(_before, pool, len(new)), policy)
+        tickets = [PENDING.add(each.real, save.join) for each in new if each.real]
         job = FileJob(save, tickets, partial(self._after, then=extra.then))
         if extra.begun is not None:
             extra.begun(save)
@@ -482,6 +525,7 @@ class FileSaver:
             alive=(storages, feeds),
             owners=storages,
             exposed=planned.exposed,
+            metrics=extra.metrics,
         )
 
     def _steady(self, count: int) -> Flags:
@@ -500,6 +544,8 @@ class FileSaver:
             self._auditor.use_huge_pages(lambda: not self._queue.has_more())
         else:
             self._reports.failed(save)
+            if self._pool is not None:
+                self._pool.note_failure(save)
             if isinstance(save.error, MediumError) and save.error.errno in OUT_OF_SPACE:
                 self._publisher.drop_spare()
         if then is not None:

@@ -35,6 +35,7 @@ from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.pipeline.draft import CommittedVersion
 from portus.pipeline.plan import Before, Flags, Snapshot
+from portus.pipeline.run import Save
 
 _NAMES_MAX: Final = 64
 """Trainings of one name that save to a storage host at once."""
@@ -153,8 +154,9 @@ class TrainingPool:
             found = read(path)
         except CorruptionError:
             return None
-        is_own = found is not None and found.written_path == path
-        return found if is_own and found.pool_path in self._places else None
+        if found is None or found.written_path != path or found.pool_path not in self._places:
+            return None
+        return found
 
     def let_go(self, pointer: Reference) -> None:
         """Remove the version of a pointer that was removed or replaced, if no other pointer leads
@@ -187,6 +189,18 @@ class TrainingPool:
         entry = _entry_of(self._pool.catalogue(), token)
         if entry is not None:
             self._pool.retire([entry.info.id])
+
+    def journal(self) -> str | None:
+        """Return the directory of the journals of this pool; None if it is not open."""
+        with contextlib.suppress(PortusError):
+            return None if self._home is None else self._home.journal()
+        return None
+
+    def note_failure(self, save: Save) -> None:
+        """Put on record, where ``portus ls`` finds it, that a save failed. Raises nothing."""
+        if self._home is not None:
+            when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            self._home.note_failure(f"{self.model}@{save.step} at {when}: {save.error}")
 
     def close(self) -> None:
         """Let go of the pool. A later save opens it again."""
