@@ -28,7 +28,6 @@ def run_of(
         otherwise = os.path.dirname(uploaded) if _is_inside(above, uploaded) else above
     return portus.Run.beside(
         above,
-        settings,
         roots=fit,
         otherwise=otherwise,
         pool=settings.pool,

@@ -433,7 +433,6 @@ class PortusIO(CheckpointIO):
                 roots.append(here)
         return portus.Run.beside(
             directory,
-            self._settings,
             roots=roots,
             otherwise=os.path.dirname(directory),
             pool=self._pool,

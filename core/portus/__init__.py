@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from portus._autoload import register_reference_loader as register_reference_loader
     from portus._autoload import (
-        this_is_a_reference_run_portus_materialize as this_is_a_reference_run_portus_materialize,
+        this_is_a_pointer_run_portus_export as this_is_a_pointer_run_portus_export,
     )
     from portus.client.checkpointer import Checkpointer as Checkpointer
     from portus.client.job.cadence import Cadence as Cadence
@@ -21,37 +21,22 @@ if TYPE_CHECKING:
     from portus.client.job.preemption import times_preempted as times_preempted
     from portus.client.job.settings import Settings as Settings
     from portus.client.job.settings import SettingsDict as SettingsDict
-    from portus.client.leaving.in_turn import Remaining as Remaining
-    from portus.client.leaving.in_turn import checked_within as checked_within
-    from portus.client.leaving.in_turn import materialize_at_end as materialize_at_end
-    from portus.client.leaving.in_turn import materialize_in_turn as materialize_in_turn
-    from portus.client.leaving.in_turn import remaining_references as remaining_references
-    from portus.client.leaving.in_turn import saved_in as saved_in
-    from portus.client.leaving.in_turn import say_remaining as say_remaining
-    from portus.client.leaving.materialize import materialize as materialize
-    from portus.client.leaving.nested import note_written as note_written
-    from portus.client.leaving.nested import write_file as write_file
     from portus.client.loaders.cursor import DataCursor as DataCursor
     from portus.client.loaders.seeded import SeededDataset as SeededDataset
     from portus.client.loading.checkpoint_file import read_note as read_note
     from portus.client.loading.resolve import allow as allow
     from portus.client.loading.resolve import is_reference as is_reference
-    from portus.client.loading.resolve import load_reference as load_reference
     from portus.client.loading.resolve import read_reference as read_reference
     from portus.client.loading.stock import Framework as Framework
     from portus.client.loading.stock import is_disabled as is_disabled
     from portus.client.loading.view import PoolView as PoolView
-    from portus.client.mend import lead_back as lead_back
-    from portus.client.mend import lead_to_newest as lead_to_newest
-    from portus.client.mend import mend as mend
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
     from portus.client.paths.face import save_safetensors as save_safetensors
+    from portus.client.paths.pooled import PoolCheckpointer as PoolCheckpointer
     from portus.client.paths.saver import Safetensors as Safetensors
     from portus.client.paths.training_files import TrainingFiles as TrainingFiles
-    from portus.client.pool_checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.client.run import Run as Run
-    from portus.client.run import expected_bytes as expected_bytes
     from portus.client.state.codecs import decode_stand_ins as decode_stand_ins
     from portus.client.state.codecs import register_codec as register_codec
     from portus.client.state.pack import pack as pack
@@ -99,12 +84,11 @@ _MODULE_OF: Final = {
     "MediumError": "portus.errors",
     "NoCheckpointError": "portus.errors",
     "Place": "portus.index.place",
-    "PoolCheckpointer": "portus.client.pool_checkpointer",
+    "PoolCheckpointer": "portus.client.paths.pooled",
     "PoolView": "portus.client.loading.view",
     "PortusError": "portus.errors",
     "RANDOMNESS_BYTES": "portus.client.state.randomness",
     "Preemption": "portus.client.job.preemption",
-    "Remaining": "portus.client.leaving.in_turn",
     "Run": "portus.client.run",
     "SaveHandle": "portus.pipeline.handle",
     "SaveStats": "portus.pipeline.handle",
@@ -122,39 +106,25 @@ _MODULE_OF: Final = {
     "capture_randomness": "portus.client.state.randomness",
     "check": "portus.index.check",
     "checked_cadence": "portus.client.job.cadence",
-    "checked_within": "portus.client.leaving.in_turn",
     "decode_stand_ins": "portus.client.state.codecs",
-    "expected_bytes": "portus.client.run",
     "is_disabled": "portus.client.loading.stock",
     "is_nested": "portus.media.calls",
     "is_reference": "portus.client.loading.resolve",
     "load": "portus.client.paths.face",
-    "load_reference": "portus.client.loading.resolve",
     "local_path": "portus.index.place",
-    "materialize": "portus.client.leaving.materialize",
-    "materialize_at_end": "portus.client.leaving.in_turn",
-    "materialize_in_turn": "portus.client.leaving.in_turn",
-    "lead_back": "portus.client.mend",
-    "lead_to_newest": "portus.client.mend",
-    "mend": "portus.client.mend",
-    "note_written": "portus.client.leaving.nested",
     "open": "portus.client.loading.view:PoolView",
     "pack": "portus.client.state.pack",
     "read_reference": "portus.client.loading.resolve",
     "register_codec": "portus.client.state.codecs",
     "register_reference_loader": "portus._autoload",
-    "remaining_references": "portus.client.leaving.in_turn",
     "replace_link": "portus.directory.links",
     "restore_randomness": "portus.client.state.randomness",
     "read_note": "portus.client.loading.checkpoint_file",
     "save": "portus.client.paths.face",
     "save_safetensors": "portus.client.paths.face",
-    "saved_in": "portus.client.leaving.in_turn",
-    "say_remaining": "portus.client.leaving.in_turn",
-    "this_is_a_reference_run_portus_materialize": "portus._autoload",
+    "this_is_a_pointer_run_portus_export": "portus._autoload",
     "times_preempted": "portus.client.job.preemption",
     "unpack": "portus.client.state.pack",
-    "write_file": "portus.client.leaving.nested",
 }
 
 

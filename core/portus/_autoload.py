@@ -7,7 +7,7 @@ imports nothing: what it loads, every program on the machine pays for (under 2 m
 from __future__ import annotations
 
 
-def this_is_a_reference_run_portus_materialize(text: str) -> object:
+def this_is_a_pointer_run_portus_export(text: str) -> object:
     """What ``torch.load`` calls for a reference file; ``text`` is the string in it.
 
     Named so that a machine without Portus prints what to do. Returns the verified state, on the
@@ -19,10 +19,8 @@ def this_is_a_reference_run_portus_materialize(text: str) -> object:
 
 
 # torch knows an allowed global by these two names, and so does pickle: portus offers it.
-this_is_a_reference_run_portus_materialize.__module__ = "portus"
-this_is_a_reference_run_portus_materialize.__qualname__ = (
-    "this_is_a_reference_run_portus_materialize"
-)
+this_is_a_pointer_run_portus_export.__module__ = "portus"
+this_is_a_pointer_run_portus_export.__qualname__ = "this_is_a_pointer_run_portus_export"
 
 
 def register() -> None:
@@ -30,7 +28,7 @@ def register() -> None:
     try:
         from torch.serialization import add_safe_globals
 
-        add_safe_globals([this_is_a_reference_run_portus_materialize])
+        add_safe_globals([this_is_a_pointer_run_portus_export])
     except ImportError:  # torch is older, or not whole: its load then says what it does not know
         return
 

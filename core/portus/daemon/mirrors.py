@@ -2,7 +2,6 @@
 
 What is committed to the pool of a tenant is copied below ``URL/TENANT``, each model by a copier of
 its own (``mirror.copier``). The mirror has what the pool has, no more: clients decide what stays.
-What holds versions on record goes along.
 
 A pool that is new gets all that its mirror has, when it is opened, so before anybody is let in. A
 model whose history went on elsewhere is named, and not saved here; the others are.
@@ -14,20 +13,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final, Protocol
 
 from portus.daemon.events import tell
-from portus.errors import MediumError, PortusError, TransportError, UsageError
-from portus.format.reference import Reference, encode
-from portus.index.holds import PoolHolds
+from portus.errors import MediumError, TransportError, UsageError
 from portus.index.pool import PoolWriter
 from portus.mirror.address import StoreAddress
 from portus.mirror.copier import Copier, Joined
 from portus.mirror.mirror import models
-from portus.mirror.objects import Referred
 from portus.mirror.opening import configured_key, open_store
 from portus.mirror.store import Store, UnwritableError
 from portus.protocol.address import is_tenant
@@ -53,10 +49,6 @@ class CopiedPool(Protocol):
     @property
     def writer(self) -> PoolWriter:
         """The writer of the pool, which is open."""
-
-    @property
-    def holds(self) -> PoolHolds:
-        """What is on record to lead to its versions."""
 
 
 class MirroredPool(CopiedPool, Protocol):
@@ -244,42 +236,10 @@ class TenantMirror:
 
 
 class TenantPool(Joined):
-    """The pool of a tenant, and what is on record to lead to its versions."""
+    """The pool of a tenant."""
 
     def __init__(self, model: str, hosted: CopiedPool) -> None:
         super().__init__(model, hosted.writer)
-        self._hosted: Final = hosted
-
-    def references(self) -> Mapping[str, Referred]:
-        return {
-            each.written_path: Referred(
-                each.written_path, bytes.fromhex(each.token), each.part, each.id
-            )
-            for each in self._hosted.holds.references()
-            if each.model == self._model
-        }
-
-    def put_back(self, said: Referred, info: VersionInfo) -> None:
-        """Put a reference file on record again. The file itself is where it was, or nowhere."""
-        if not said.id:
-            return  # of a run with a pool of its own: there are no files of it here
-        reference = Reference(
-            id=said.id,
-            token=said.token.hex(),
-            pool=self.writer.superblock.uuid.hex(),
-            pool_path=_NOWHERE,
-            pool_relative=_NOWHERE,
-            model=info.model,
-            step=info.step,
-            written_path=said.path,
-            written_ns=info.time_ns,
-            part=said.part,
-        )
-        try:
-            self._hosted.holds.keep(said.id, encode(reference))
-        except PortusError as error:
-            text = f"{self._hosted.tenant}: {said.path} is not on record any more: {error}"
-            tell(logging.WARNING, "log", text)
 
 
 def lag_s(missing: Collection[VersionInfo]) -> float:

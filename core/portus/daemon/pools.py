@@ -25,14 +25,12 @@ from portus.index.check import CheckOptions, Severity, check_file
 from portus.index.directory import (
     create_pool,
     is_at,
-    links_directory,
     make_directory,
     on_disk,
     open_writer,
     pools_at,
     writer_of,
 )
-from portus.index.holds import PoolHolds
 from portus.index.place import Place
 from portus.index.pool import PoolWriter, format_pool
 from portus.index.reader import PoolReader
@@ -81,13 +79,10 @@ class Quotas:
 class Hosted:
     """A pool, its tenant, and what is going on in it. Thread-safe."""
 
-    def __init__(
-        self, tenant: str, writer: PoolWriter, holds: PoolHolds, path: str | None = None
-    ) -> None:
+    def __init__(self, tenant: str, writer: PoolWriter, path: str | None = None) -> None:
         """path: of the pool; None: in memory."""
         self.tenant: Final = tenant
         self.writer: Final = writer
-        self.holds: Final = holds
         self.path: Final = path
         self.mirror: TenantMirror | None = None
         """Where it is copied to; None: nowhere."""
@@ -277,8 +272,7 @@ class Pools:
             if hosted is None:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
-                holds = PoolHolds(pool and links_directory(pool), LocalFiles())
-                hosted = Hosted(tenant, self._writer(tenant), holds, pool)
+                hosted = Hosted(tenant, self._writer(tenant), pool)
                 self._attach(hosted)
                 with self._guard:
                     self._open[tenant] = hosted

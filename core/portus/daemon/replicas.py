@@ -268,16 +268,16 @@ class Replica:
 
 
 class _Following(TenantPool, Follower):
-    """The pool of a tenant, and what is on record to lead to its versions."""
+    """The pool of a tenant that follows."""
+
+    def __init__(self, model: str, hosted: CopiedPool) -> None:
+        super().__init__(model, hosted)
+        self._hosted: Final = hosted
 
     def shed(self, versions: Collection[VersionInfo]) -> None:
-        tokens = {info.token.hex() for info in versions}
         steps = ", ".join(str(info.step) for info in versions)
         text = f"{self._hosted.tenant}: model {self._model!r}: steps {steps} do not count any more"
         tell(logging.WARNING, "retired", f"{text}: it went on elsewhere meanwhile")
-        for each in self._hosted.holds.references():
-            if each.model == self._model and each.token in tokens:
-                self._hosted.holds.let_go(each.id)
         self.writer.retire({info.id for info in versions})
 
 

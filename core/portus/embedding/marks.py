@@ -8,13 +8,11 @@ from typing import Final
 
 import torch
 
-from portus.client.files.pins import pins_of
 from portus.client.loading.elsewhere import within
 from portus.client.state.elsewhere import Elsewhere
 from portus.embedding.committer import Committer
 from portus.embedding.elsewhere import marked
 from portus.embedding.store import TableStore
-from portus.index.place import Place
 
 _log: Final = logging.getLogger("portus")
 
@@ -88,7 +86,4 @@ class Marks:
         if self._keep is None:
             return []
         gone = self._store.marks()[: -self._keep + 1 or None]
-        pool = self._store.pool
-        pins = pins_of(Place.named(pool.medium.info.name), pool)
-        pinned = {each.reference.token for each in pins}
-        return [each.info.id for each in gone if each.info.token.hex() not in pinned]
+        return [each.info.id for each in gone]

@@ -1,4 +1,4 @@
-"""The reference file: a small file that torch can load, and that leads to a version in a pool.
+"""The pointer: a small file that torch can load, and that leads to a version in a pool.
 
 It is a real torch file (a zip archive, nothing compressed, about 1.5 KiB)::
 
@@ -16,19 +16,16 @@ and is not is damaged (``CorruptionError``); one that carries none is somebody e
 from __future__ import annotations
 
 import json
-import re
 import struct
 import zlib
-from collections.abc import Container
 from dataclasses import dataclass, fields
 from typing import Final
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import DIGEST_SIZE, digest
-from portus.spec import VersionInfo
 
 GLOBAL_MODULE: Final = "portus"
-GLOBAL_NAME: Final = "this_is_a_reference_run_portus_materialize"
+GLOBAL_NAME: Final = "this_is_a_pointer_run_portus_export"
 """What torch calls with the string; the name is what a machine without Portus prints."""
 
 SIZE_MAX: Final = 128 << 10
@@ -37,33 +34,21 @@ SIZE_MAX: Final = 128 << 10
 HEAD_SIZE: Final = 256
 """Bytes; a reference is longer, and says within them that it is one."""
 
-_PIN_PATH: Final = "/portus-pin/"
-"""Where the file of a pin would be: nowhere."""
-
-_PIN_NAME: Final = re.compile(r"[0-9a-f]{32}")
-_PIN_POOL: Final = "portus://pin"
-"""The way from there to the pool: none."""
-
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
-FORMAT: Final = 3
-"""The newest. A reference has the lowest format that can say what it says: 1, or 2 with a part, or
-3 with a version in flight."""
+FORMAT: Final = 4
+"""1 to 3 were never released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a reference file says.
+    """What a pointer says.
 
-    ``id``, ``token``, ``in_flight``, ``fallback`` and ``pool`` are 32 lower-case hex digits. ``id``
-    is the reference's own, and names its hard link. ``token`` names the version it leads to, which
-    may not be committed yet; ``fallback`` the version to use if it never is, with its step (None:
-    there was none). ``in_flight`` names a version that was still being saved then, with its step:
-    if it was committed, it is to be used before ``fallback``, which its commit may have retired.
-    ``pool`` is the pool's identity, ``pool_path`` its absolute path and
-    ``pool_relative`` its path from the directory of the reference (POSIX slashes). ``written_path``
-    is where the reference was first put, absolute; ``written_ns`` is Unix time in nanoseconds.
-    ``part`` is the key of the state, a dict, whose value the reference leads to (None: all of it).
+    ``id``, ``token`` and ``pool`` are 32 lower-case hex digits. ``id`` is the pointer's own.
+    ``token`` names the version that it leads to, and ``part`` the file in that. ``pool`` is the
+    pool's identity, ``pool_path`` its absolute path, or its address, and ``pool_relative`` its path
+    from the directory of the pointer (POSIX slashes). ``written_path`` is where the pointer was
+    put, absolute; ``written_ns`` is Unix time in nanoseconds.
 
     Raises ``UsageError`` for fields that cannot be stored.
     """
@@ -77,11 +62,7 @@ class Reference:
     step: int
     written_path: str
     written_ns: int
-    fallback: str | None = None
-    fallback_step: int | None = None
-    in_flight: str | None = None
-    in_flight_step: int | None = None
-    part: str | None = None
+    part: str
 
     def __post_init__(self) -> None:
         for name in ("id", "token", "pool"):
@@ -89,56 +70,9 @@ class Reference:
         for name in ("pool_path", "pool_relative", "written_path"):
             _check_text(name, getattr(self, name), PATH_MAX)
         _check_text("model", self.model, NAME_MAX)
-        if self.part is not None:
-            _check_text("part", self.part, NAME_MAX)
+        _check_text("part", self.part, NAME_MAX)
         for name in ("step", "written_ns"):
             _check_integer(name, getattr(self, name))
-        for name in ("fallback", "in_flight"):
-            token, step = getattr(self, name), getattr(self, f"{name}_step")
-            if (token is None) != (step is None):
-                raise UsageError(f"reference: {name} and {name}_step go together")
-            if token is not None:
-                _check_hex(name, token)
-                _check_integer(f"{name}_step", step)
-
-    @property
-    def is_pin(self) -> bool:
-        """True if it stands for no file: a person wants the version to stay."""
-        return self.written_path.startswith(_PIN_PATH)
-
-    @property
-    def instead(self) -> list[tuple[str, int]]:
-        """Versions to use if ``token`` was never committed, best first: token and step."""
-        pairs = ((self.in_flight, self.in_flight_step), (self.fallback, self.fallback_step))
-        return [(token, step) for token, step in pairs if token is not None and step is not None]
-
-    def leads_to(self, there: Container[str]) -> str | None:
-        """The token of the version that it leads to, of those that are ``there``."""
-        tokens = (self.token, *(token for token, _ in self.instead))
-        return next((token for token in tokens if token in there), None)
-
-
-def pin_of(info: VersionInfo, pool: bytes, pool_path: str, name: str, now_ns: int) -> Reference:
-    """A pin of a version of the pool of that identity. To a Portus that knows no pins it is a
-    reference whose file is not where it was: it holds what it leads to. name: its id. now_ns: Unix
-    time in nanoseconds."""
-    return Reference(
-        id=name,
-        token=info.token.hex(),
-        pool=pool.hex(),
-        pool_path=pool_path,
-        pool_relative=_PIN_POOL,
-        model=info.model,
-        step=info.step,
-        written_path=_PIN_PATH + name,
-        written_ns=now_ns,
-    )
-
-
-def pin_at(path: str) -> str | None:
-    """The name of the pin of which that is the ``written_path``; None for all other paths."""
-    name = path.removeprefix(_PIN_PATH)
-    return name if name != path and _PIN_NAME.fullmatch(name) else None
 
 
 def encode(reference: Reference) -> bytes:
@@ -164,7 +98,7 @@ def decode(data: bytes) -> Reference | None:
     text = _find_text(data)
     reference = decode_text(text)
     if _archive(text) != data:
-        raise CorruptionError("reference file: damaged outside its text")
+        raise CorruptionError("pointer: damaged outside its text")
     return reference
 
 
@@ -172,31 +106,30 @@ def decode_text(text: str) -> Reference:
     """What the string in a reference file says. Raises as ``decode`` does."""
     body = text[2 * DIGEST_SIZE :]
     if not body.isascii() or digest(body.encode()).hex() != text[: 2 * DIGEST_SIZE]:
-        raise CorruptionError("reference file: the checksum of its text does not match")
+        raise CorruptionError("pointer: the checksum of its text does not match")
     try:
         said = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"reference file: its text is not JSON: {error}") from error
+        raise CorruptionError(f"pointer: its text is not JSON: {error}") from error
     if not isinstance(said, dict):
-        raise CorruptionError("reference file: its text is not a JSON object")
+        raise CorruptionError("pointer: its text is not a JSON object")
     return _from_fields(said, body)
 
 
 def _from_fields(said: dict[str, object], body: str) -> Reference:
     number = said.pop("portus", None)
-    if type(number) is not int or number < 1:
-        raise CorruptionError(f"reference file: format number {number!r}, expected 1 to {FORMAT}")
+    if type(number) is not int or number < FORMAT:
+        raise CorruptionError(f"pointer: format number {number!r}, expected {FORMAT}")
     if number > FORMAT:
         raise UsageError(
-            f"reference file: format {number}, this Portus reads up to {FORMAT}: "
-            "upgrade portus-checkpoint"
+            f"pointer: format {number}, this Portus reads up to {FORMAT}: upgrade portus-checkpoint"
         )
     try:
         reference = Reference(**said)  # type: ignore[arg-type]  # __post_init__ checks each
     except (TypeError, UsageError) as error:
-        raise CorruptionError(f"reference file: fields out of range: {error}") from error
+        raise CorruptionError(f"pointer: fields out of range: {error}") from error
     if _body(reference) != body:
-        raise CorruptionError("reference file: its text is not in canonical form")
+        raise CorruptionError("pointer: its text is not in canonical form")
     return reference
 
 
@@ -206,16 +139,8 @@ def _text(reference: Reference) -> str:
 
 
 def _body(reference: Reference) -> str:
-    said: dict[str, object] = {"portus": 1}
+    said: dict[str, object] = {"portus": FORMAT}
     said |= {field.name: getattr(reference, field.name) for field in fields(reference)}
-    if reference.part is None:
-        del said["part"]
-    else:
-        said["portus"] = 2
-    if reference.in_flight is None:
-        del said["in_flight"], said["in_flight_step"]
-    else:
-        said["portus"] = 3
     # Pure ASCII, so a path that is not UTF-8 (surrogates) goes there and back unchanged.
     return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
@@ -255,9 +180,9 @@ _CALL: Final = b"\x85R."
 """TUPLE1, REDUCE, STOP."""
 
 _README: Final = (
-    b"This file is a Portus reference: the checkpoint itself is in the pool named in data.pkl.\n"
+    b"This file is a pointer of Portus: the checkpoint itself is in the pool named in data.pkl.\n"
     b"torch.load reads it through Portus (pip install portus-checkpoint).\n"
-    b"To put a real torch file in its place: portus materialize PATH\n"
+    b"To make a file of it: portus export PATH FILE\n"
 )
 _TAIL_MARK: Final = _README[:64]
 _PICKLE_NAME: Final = b"archive/data.pkl"
@@ -271,7 +196,7 @@ def _find_text(data: bytes) -> str:
     raw = data[_TEXT_START : _TEXT_START + length]
     if len(raw) != length or not raw.isascii():
         raise CorruptionError(
-            f"reference file: expected a text of {length} bytes at byte {_TEXT_START}, found "
+            f"pointer: expected a text of {length} bytes at byte {_TEXT_START}, found "
             f"{len(raw)} bytes, or not ASCII"
         )
     return raw.decode("ascii")

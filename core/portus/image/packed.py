@@ -20,7 +20,7 @@ from portus.errors import CorruptionError
 from portus.image.image import Column, Image, Literal
 
 _KEY: Final = "$files"
-"""The only key of a table."""
+"""The first key of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,36 +96,47 @@ class Spans:
         return found
 
 
-def encode_files(files: Sequence[PackedFile]) -> bytes:
-    """The table of a version of files."""
-    said = [
+@dataclass(frozen=True, slots=True)
+class FileTable:
+    """The files of a version. ``directory``: absolute, the one that has their pointers; empty if
+    they have none."""
+
+    files: Sequence[PackedFile]
+    directory: str = ""
+
+
+def encode_table(table: FileTable) -> bytes:
+    """The bytes of a table in a pool."""
+    files = [
         {
             "name": each.name,
             "offset": _encoded(each.offset),
             "length": _encoded(each.length),
             "size": each.size,
         }
-        for each in files
+        for each in table.files
     ]
-    return json.dumps({_KEY: said}, separators=(",", ":")).encode()
+    said = {_KEY: files, "directory": table.directory}
+    return json.dumps(said, separators=(",", ":")).encode()
 
 
-def decode_files(table: bytes | memoryview) -> list[PackedFile] | None:
-    """The files of a version; None if it is a version of something else. Raises
+def decode_table(data: bytes | memoryview) -> FileTable | None:
+    """The table of a version; None if it is a version of something else. Raises
     ``CorruptionError``."""
-    if bytes(table[: len(_KEY) + 3]) != f'{{"{_KEY}"'.encode():
+    if bytes(data[: len(_KEY) + 3]) != f'{{"{_KEY}"'.encode():
         return None
     try:
-        said = json.loads(bytes(table))[_KEY]
-        return [
+        said = json.loads(bytes(data))
+        files = [
             PackedFile(
                 str(each["name"]),
                 int(each["size"]),
                 _decoded(each["offset"]),
                 _decoded(each["length"]),
             )
-            for each in said
+            for each in said[_KEY]
         ]
+        return FileTable(files, str(said["directory"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(f"table of files: {type(error).__name__}: {error}") from error
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -35,7 +35,7 @@ from portus.mirror.behind import PAUSE_MAX_S, READ_ALONE, Behind, ElsewhereError
 from portus.mirror.fetching import fill, missing, place_of
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
-from portus.mirror.objects import Added, Fact, Referred, Removed, State, Unreferred
+from portus.mirror.objects import Added, Fact, Removed, State
 from portus.mirror.opening import configured_key
 from portus.mirror.store import Store, UnwritableError
 from portus.spec import VersionInfo
@@ -188,7 +188,7 @@ class Copier(Behind):
         )
 
     def _fill(self, state: State, joined: Joined) -> None:
-        found = missing(state, joined.infos(), everything=self._is_whole)
+        found = missing(state, joined.infos())
         if found:
             _log.warning(
                 "portus: %s: %d versions of model %r, %d bytes, are fetched from %s",
@@ -198,14 +198,7 @@ class Copier(Behind):
                 sum(each.size for each in found),
                 self.address,
             )
-        done = fill(
-            self._mirror,
-            state,
-            joined.writer,
-            joined.put_back,
-            joined.infos,
-            everything=self._is_whole,
-        )
+        done = fill(self._mirror, state, joined.writer, joined.infos)
         self._unread.update({each.token for each in found} - {each.token for each in done})
 
     # While it saves.
@@ -274,11 +267,11 @@ class Copier(Behind):
         if not (joined.is_claimed and self._mirror.is_claimed):
             self._claim(joined)
         while True:  # ends: each turn but the last mirrors something
-            state, (infos, references) = self._mirror.state, joined.read()
+            state, infos = self._mirror.state, joined.infos()
             there = {each.token for each in state.versions} | self._skipped
             missing = [info for info in infos if info.token not in there]
             new = missing[-1] if missing else None
-            facts = self._facts(state, infos, new, references)
+            facts = self._facts(state, infos)
             if new is not None:
                 self._copy(joined, new, facts)
             elif facts:
@@ -379,25 +372,10 @@ class Copier(Behind):
                 raise StoppedError("the run continues in another pool")
             yield stop
 
-    def _facts(
-        self,
-        state: State,
-        infos: Sequence[VersionInfo],
-        new: VersionInfo | None,
-        references: Mapping[str, Referred],
-    ) -> list[Fact]:
-        """What is to be said besides: which versions go, and what became of reference files."""
-        kept = self._kept(state, infos)
-        gone = {each.token for each in state.versions} - kept
-        there = {each.token for each in state.versions} - gone
-        if new is not None:
-            there.add(new.token)
-        known = {each.path: each for each in state.references if each.token not in gone}
-        wanted = {path: each for path, each in references.items() if each.token in there}
-        facts: list[Fact] = [Removed(token) for token in sorted(gone)]
-        facts += [each for path, each in wanted.items() if known.get(path) != each]
-        facts += [Unreferred(path) for path in known.keys() - references.keys()]
-        return facts
+    def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
+        """What is to be said besides: which versions go."""
+        gone = {each.token for each in state.versions} - self._kept(state, infos)
+        return [Removed(token) for token in sorted(gone)]
 
     def _kept(self, state: State, infos: Sequence[VersionInfo]) -> set[bytes]:
         """The tokens of the versions that are to be mirrored: what the pool has, and what ``keep``
@@ -436,19 +414,8 @@ class Joined:
         """The name of the pool, for messages."""
         return self.writer.medium.info.name
 
-    def read(self) -> tuple[list[VersionInfo], Mapping[str, Referred]]:
-        """``infos`` and ``references`` of one moment. Raises ``MediumError``."""
-        return self.infos(), self.references()
-
-    def references(self) -> Mapping[str, Referred]:
-        """The reference files that lead to its versions, by path. Raises ``MediumError``."""
-        return {}
-
     def require_alone(self, state: State, newest: Added) -> None:
         """Raise ``UsageError`` if it is not to be filled from a mirror that says ``state``."""
-
-    def put_back(self, said: Referred, info: VersionInfo) -> None:
-        """Put a reference file back that another pool had. Raises ``MediumError``."""
 
     def is_behind(self, state: State, own: Sequence[VersionInfo]) -> bool:
         """True if a mirror has the newer history. own: ``infos``."""

@@ -1,8 +1,7 @@
 """What a mirror has of a model, into a pool that has nothing of its own.
 
-The newest version, and those that reference files lead to, oldest first, each by an ordinary commit
-under its token; then the files, where they were. Whoever is killed in it does the rest when it is
-done again, since all that is there is in the mirror too.
+All versions, oldest first, each by an ordinary commit under its token. Whoever is killed in it does
+the rest when it is done again, since all that is there is in the mirror too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Final
 from portus.errors import CorruptionError
 from portus.index.pool import PoolWriter
 from portus.mirror.mirror import Mirror
-from portus.mirror.objects import Added, Referred, State
+from portus.mirror.objects import Added, State
 from portus.pipeline.transfer import transferred
 from portus.spec import VersionInfo
 from portus.transport.base import Stop
@@ -25,43 +24,32 @@ Advanced = Callable[[int], None]
 """Told of bytes that are in the pool now, besides those before."""
 
 
-PutBack = Callable[[Referred, VersionInfo], None]
-"""Puts the reference file that was said back, to a version that is here."""
-
-
 def place_of(added: Added) -> tuple[int, int]:
     """Where a version is in the history of its mirror."""
     return added.term, added.commit
 
 
-def missing(state: State, own: Collection[VersionInfo], *, everything: bool = False) -> list[Added]:
-    """What of a mirror a pool with the versions ``own`` is to get, oldest first. everything: all of
-    it, also what no reference file leads to."""
-    newest = state.newest
-    wanted = {newest.token} if newest is not None else set()
-    wanted |= {each.token for each in (state.versions if everything else state.references)}
-    wanted -= {info.token for info in own}
-    return sorted((each for each in state.versions if each.token in wanted), key=place_of)
+def missing(state: State, own: Collection[VersionInfo]) -> list[Added]:
+    """What of a mirror a pool with the versions ``own`` lacks, oldest first."""
+    tokens = {info.token for info in own}
+    return sorted((each for each in state.versions if each.token not in tokens), key=place_of)
 
 
 def fill(
     mirror: Mirror,
     state: State,
     writer: PoolWriter,
-    put_back: PutBack,
     infos: Callable[[], Sequence[VersionInfo]],
     advanced: Advanced | None = None,
-    *,
-    everything: bool = False,
 ) -> list[Added]:
-    """Fetch what is ``missing``, and put the files back; which versions were fetched. infos: gives
-    the versions of the model that are here by then. Blocks.
+    """Fetch what is ``missing``; which versions were fetched. infos: gives the versions of the
+    model that are here by then. Blocks.
 
     An older version that is damaged in the mirror is left out, with an error in the log. Raises
     ``CorruptionError`` for the newest one, and what the mirror and the pool raise.
     """
     done = []
-    for each in missing(state, infos(), everything=everything):
+    for each in missing(state, infos()):
         try:
             with mirror.opened_as(each) as (reader, entry):
                 transferred(reader, entry.info.id, writer, Stop(), advanced)
@@ -70,8 +58,4 @@ def fill(
             if each == state.newest:
                 raise
             _log.error("portus: step %d cannot be fetched from the mirror: %s", each.step, error)
-    here = {info.token: info for info in infos()}
-    for said in state.references:
-        if said.token in here:
-            put_back(said, here[said.token])
     return done

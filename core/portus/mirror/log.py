@@ -42,14 +42,12 @@ from portus.mirror.objects import (
     Filed,
     Gone,
     LogEntry,
-    Referred,
     Removed,
     Seal,
     SealError,
     State,
     Term,
     Unfiled,
-    Unreferred,
     entry_name,
     entry_number,
 )
@@ -309,7 +307,6 @@ def folded(state: State, number: int, entry: LogEntry | None) -> State:
 def _with_facts(state: State, entry: LogEntry) -> State:
     terms = list(state.terms)
     versions = {each.token: each for each in state.versions}
-    references = {each.path: each for each in state.references}
     gone = {each.manifest: each for each in state.gone}
     files = {each.path: each for each in state.files}
     for fact in entry.facts:
@@ -323,14 +320,6 @@ def _with_facts(state: State, entry: LogEntry) -> State:
         if isinstance(fact, Added):
             versions[fact.token] = fact
             gone.pop(fact.manifest, None)
-        elif isinstance(fact, Removed):
-            references = {
-                path: each for path, each in references.items() if each.token != fact.token
-            }
-        elif isinstance(fact, Referred):
-            references[fact.path] = fact
-        elif isinstance(fact, Unreferred):
-            references.pop(fact.path, None)
         elif isinstance(fact, Filed):
             files[fact.path] = fact
         elif isinstance(fact, Unfiled):
@@ -344,6 +333,5 @@ def _with_facts(state: State, entry: LogEntry) -> State:
         terms=tuple(terms[-TERMS_MAX:]),
         versions=tuple(versions.values()),
         gone=tuple(gone.values())[-GONE_MAX:],
-        references=tuple(references.values()),
         files=tuple(files.values()),
     )

@@ -159,26 +159,9 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """A version is let go of. Its reference files with it."""
+    """A version is let go of."""
 
     token: _Token
-
-
-class Referred(msgspec.Struct, frozen=True, array_like=True, tag="referred"):
-    """A reference file at ``path`` (POSIX, relative to the root of the run) leads to a version, or
-    to the part of that name. Replaces what was said of the path before. ``id``: by which a storage
-    host has it on record; of a run with a pool of its own there is none."""
-
-    path: _Path
-    token: _Token
-    part: _Name | None = None
-    id: Annotated[str, Meta(max_length=32)] = ""
-
-
-class Unreferred(msgspec.Struct, frozen=True, array_like=True, tag="unreferred"):
-    """The fact that there is no reference file at ``path`` any more."""
-
-    path: _Path
 
 
 class Filed(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
@@ -214,7 +197,7 @@ class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
     time_ns: _Count = 0
 
 
-Fact = Claimed | Added | Removed | Referred | Unreferred | Filed | Unfiled | Collected
+Fact = Claimed | Added | Removed | Filed | Unfiled | Collected
 """What an entry of the log says, one after another, all at once."""
 
 
@@ -250,7 +233,6 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     terms: tuple[Term, ...] = ()
     versions: tuple[Added, ...] = ()
     gone: tuple[Gone, ...] = ()
-    references: tuple[Referred, ...] = ()
     collected_ns: _Count = 0
     files: tuple[Filed, ...] = ()
 
@@ -301,7 +283,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     term: _Count
     writer: _Writer
     facts: Annotated[
-        tuple[Claimed | Added | Removed | Referred | Unreferred | Filed | Unfiled | Collected, ...],
+        tuple[Claimed | Added | Removed | Filed | Unfiled | Collected, ...],
         Meta(min_length=1, max_length=FACTS_MAX),
     ]
     state: State | None = None

@@ -55,9 +55,6 @@ RANGES_MAX: Final = 1 << 21
 UNITS_MAX: Final = 1 << 22
 """Digests in one message: 64 TiB in units of 16 MiB."""
 IDS_MAX: Final = 1 << 16
-HOLD_SIZE_MAX: Final = 128 << 10
-"""Of one reference file."""
-HELD_SIZE_MAX: Final = 4 << 20
 OBJECT_SIZE_MAX: Final = 64 << 20
 """Of one object of a mirror."""
 OBJECT_NAME_SIZE_MAX: Final = 900
@@ -451,35 +448,6 @@ class Retire(Message, frozen=True):
     versions: Ids
 
 
-@MESSAGES.client(
-    22, "HOLD", {Phase.READY: Phase.ASKED}, handler="hold", body_size_max=HOLD_SIZE_MAX + SMALL
-)
-class Hold(Message, frozen=True):
-    """Keep this reference file, which a file of the same id at the client says too, as long as the
-    client does not say that it is gone: by no bytes."""
-
-    id: Token
-    reference: Annotated[bytes, Meta(max_length=HOLD_SIZE_MAX)]
-
-
-@MESSAGES.client(23, "HOLDS", {Phase.READY: Phase.LISTING}, handler="holds")
-class Holds(Message, frozen=True):
-    """The client asks for the reference files that are kept and whose ids come after ``after``."""
-
-    after: Token
-
-
-@MESSAGES.host(
-    80, "HELD", {Phase.LISTING: Phase.READY}, body_size_max=HELD_SIZE_MAX + 8 * IDS_MAX + SMALL
-)
-class Held(Message, frozen=True):
-    """The next of them, in the order of their ids: ``lengths`` in bytes, and the bytes, one after
-    another. Nothing if there are no more."""
-
-    lengths: Ids
-    references: Annotated[bytes, Meta(max_length=HELD_SIZE_MAX)]
-
-
 @MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING}, handler="status")
 class Status(Message, frozen=True):
     """How is the pool?"""
@@ -625,7 +593,7 @@ class Begun(Message, frozen=True):
         Phase.PROVING: Phase.CLOSED,
         **dict.fromkeys(
             (
-                *(Phase.ASKED, Phase.LOOKING, Phase.LISTING),
+                *(Phase.ASKED, Phase.LOOKING),
                 *(Phase.PLACING, Phase.GETTING, Phase.FINDING),
                 *(Phase.READING, Phase.CHECKING, Phase.CONNECTING, Phase.PUSHING),
                 *(Phase.BEGINNING, Phase.OFFERED, Phase.PULLING, Phase.SHARING),

@@ -23,7 +23,6 @@ from portus.errors import (
 )
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.format.layout import RecordKind
-from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
 from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord, decode_version, digest_of
@@ -37,9 +36,7 @@ from portus.pipeline.plan import Before, Column, Feed, Flags, Snapshot
 from portus.protocol import messages as said
 from portus.protocol.address import parse
 from portus.protocol.messages import (
-    ProtocolError,
     Said,
-    column,
     digest_rows,
     packed_column,
     packed_handles,
@@ -219,51 +216,6 @@ class HostPool(PoolReader):
         kept = now.size - now.free - now.holes
         return kept - (super().kept_bytes() - super().kept_bytes(but)) if but else kept
 
-    def hold(self, reference: Reference) -> None:
-        """Have the host keep on record that a file leads there; durable when this returns."""
-        self.links.ask(said.Hold(bytes.fromhex(reference.id), encode(reference)))
-
-    def let_go(self, reference: Reference) -> None:
-        """Have the host forget it: the file is gone."""
-        self.links.ask(said.Hold(bytes.fromhex(reference.id), b""))
-
-    def renounce(self, references: Sequence[Reference]) -> None:
-        """What these files lead to is about to be retired by the wish of a person: have the host
-        keep that on record instead (``is_renounced``). For whoever has such a file a version that
-        is not there would be one whose save was cut off. The oldest of too many are forgotten."""
-        if not references:
-            return
-        nothing = dict.fromkeys(("fallback", "fallback_step", "in_flight", "in_flight_step"))
-        for each in references:
-            now_ns = time.time_ns()
-            self.hold(replace(each, token=_NOTHING, written_ns=now_ns, **nothing))  # type: ignore[arg-type]
-        renounced = filter(is_renounced, self.on_record())
-        for each in sorted(renounced, key=lambda each: each.written_ns)[:-_RENOUNCED_MAX]:
-            self.let_go(each)
-
-    def holds(self) -> list[Reference]:
-        """The files that hold versions, of all clients."""
-        return [each for each in self.on_record() if not is_renounced(each)]
-
-    def on_record(self) -> list[Reference]:
-        """What the host has on record, of all clients."""
-        found: list[Reference] = []
-        after = _NO_TOKEN
-        while True:  # ends: each answer begins after the last one, and there are HOLDS_MAX at most
-            answer = self.links.ask(said.Holds(after))
-            assert isinstance(answer, said.Held)
-            lengths = column(answer.lengths, "held").tolist()
-            if not lengths:
-                return found
-            start = 0
-            for length in lengths:
-                reference = decode(answer.references[start : start + length])
-                if reference is None:
-                    raise ProtocolError(f"{self.links.address}: held: no reference file")
-                found.append(reference)
-                start += length
-            after = bytes.fromhex(found[-1].id)
-
     def note_failure(self, text: str) -> None:
         """Have the host put on record which save failed: now, or once it answers again. Raises
         nothing."""
@@ -288,11 +240,6 @@ class HostPool(PoolReader):
                 with self.pinned(entry.info.id) as current:
                     return self.record(current)
         return None
-
-
-def is_renounced(reference: Reference) -> bool:
-    """True for what a host has on record of a file whose version was retired by hand."""
-    return reference.token == _NOTHING
 
 
 class HostDraft:

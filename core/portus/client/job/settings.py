@@ -11,7 +11,6 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final, Literal, TypedDict
 
-from portus.client.loading.resolve import POOLS
 from portus.client.loading.stock import say_once
 from portus.errors import UsageError
 from portus.index.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
@@ -105,13 +104,6 @@ class Settings:
                 f"mirror: {what}, and objects on a storage host are small; mirror to a bucket or a "
                 f"directory, or {instead}"
             )
-
-    def allow_mirror(self) -> None:
-        """Let loads of reference files in this process take damaged or missing data from the mirror
-        of these settings."""
-        address = mirror_of(self)
-        if address is not None:
-            POOLS.allow_mirror(address)
 
 
 def mirror_of(settings: Settings) -> StoreAddress | None:

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from portus.errors import CorruptionError, MediumError, printable
 from portus.format.layout import RecordKind
-from portus.image.packed import PackedFile, decode_files
+from portus.image.packed import FileTable, PackedFile, decode_table
 from portus.image.stored import Read
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
@@ -97,21 +97,21 @@ class VersionFile:
         return self._extents[storage]
 
 
-def files_in(reader: PoolReader, record: VersionRecord) -> list[PackedFile] | None:
+def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
     """The files of a pinned version; None if it is one of something else. Raises
     ``CorruptionError``, ``MediumError``."""
-    files = decode_files(reader.payload(record.tree, RecordKind.TREE))
-    if files is None:
+    table = decode_table(reader.payload(record.tree, RecordKind.TREE))
+    if table is None:
         return None
-    lengths = [length for each in files for length in each.length.tolist()]
-    lengths += [each.around for each in files]
+    lengths = [length for each in table.files for length in each.length.tolist()]
+    lengths += [each.around for each in table.files]
     if lengths != record.storages["length"].tolist():
         info = record.info
         raise CorruptionError(
             f"{reader.medium.info.name}: {info.model}@{info.step}: the files of this version do "
             "not have the storages that it has"
         )
-    return files
+    return table
 
 
 def file_in(
@@ -132,10 +132,11 @@ def files_opened(
     it lacks, ``MediumError``, ``StaleError``."""
     with reader.pinned(entry.info.id) as current:
         record = reader.record(current)
-        files = files_in(reader, record)
-        if files is None:
+        table = table_of(reader, record)
+        if table is None:
             yield {}
             return
+        files = table.files
         found = {
             each.name: file_in(reader, record, files, number)
             for number, each in enumerate(files)

@@ -50,6 +50,7 @@ from portus.errors import (
 )
 from portus.format.reference import Reference, encode
 from portus.image.image import Image, bytes_image
+from portus.image.packed import FileTable, PackedFile
 from portus.media import calls
 from portus.media.file import OUT_OF_SPACE
 from portus.media.process import Descriptor
@@ -432,7 +433,8 @@ class FileSaver:
             pool.open()
         snapshot = self._snapshot(_name_of(new), joined, extra)
         if pool is not None and not new[0].real:
-            version = pool.draft(snapshot, [new[0].said], images, self.make_room)
+            table = FileTable([PackedFile.of(new[0].said, images[0])])
+            version = pool.draft(snapshot, table, images, self.make_room)
             return self._begun(new, joined, snapshot, version, version, extra)
         unpublished = self._unpublished(new, extra)
         try:
@@ -457,8 +459,12 @@ class FileSaver:
             )
             if pool is None:
                 return self._begun(new, joined, snapshot, pointers, None, extra)
-            names = [os.path.basename(each.real) for each in new]
-            version = pool.draft(snapshot, names, images, self.make_room)
+            packed = [
+                PackedFile.of(os.path.basename(each.real), image)
+                for each, image in zip(new, images, strict=True)
+            ]
+            table = FileTable(packed, os.path.dirname(new[0].real))
+            version = pool.draft(snapshot, table, images, self.make_room)
             draft = PooledDraft(pool, version, pointers, partial(_pointers_at, pool, new))
             return self._begun(new, joined, snapshot, draft, version, extra)
         except BaseException:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from portus.errors import MediumError
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image
-from portus.image.packed import PackedFile, encode_files
+from portus.image.packed import FileTable, encode_table
 from portus.index.records import encode_layout
 from portus.media.file import OUT_OF_SPACE
 from portus.pipeline.audit import NO_EXTENTS
@@ -68,19 +68,17 @@ class ImageDraft:
         self,
         draft: SummingDraft,
         model: str,
-        names: Sequence[str],
+        table: FileTable,
         images: Sequence[Image],
         before: CommittedImages | None,
         make_room: Callable[[], bool],
     ) -> None:
         """draft: of a version of ``model`` whose lengths are ``packed_lengths`` of the images.
-        before: what may be shared; it has as many files."""
+        table: of their files. before: what may be shared; it has as many files."""
         self._draft: Final = draft
         self._model: Final = model
         self._images: Final = images
-        self._files: Final = [
-            PackedFile.of(name, image) for name, image in zip(names, images, strict=True)
-        ]
+        self._table: Final = table
         self._before: Final = before
         self._make_room: Final = make_room
         lengths = np.concatenate([np.zeros(0, np.int64), *(each.length for each in images)])
@@ -141,11 +139,11 @@ class ImageDraft:
         indices = np.arange(len(around)) + len(self._length)
         address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)
         self._with_room(lambda: self._draft.copy(indices, address, Stop()))
-        table = encode_files(self._files)
+        table = encode_table(self._table)
         labels = replace(labels, model=self._model, layout=_NO_LAYOUT, tree=table)
         known = None if self._before is None else self._before.version
         version = self._draft.commit(labels, known, retire)
-        self.committed = CommittedImages(version, len(self._files), self._crcs)
+        self.committed = CommittedImages(version, len(self._table.files), self._crcs)
         return version
 
     def release(self) -> None:
@@ -159,7 +157,7 @@ class ImageDraft:
         _, sizes = unit_spans(np.zeros_like(self._length), self._length)
         units = list(zip(self._crcs.tolist(), sizes.tolist(), strict=True))
         first = 0
-        for file, image in zip(self._files, self._images, strict=True):
+        for file, image in zip(self._table.files, self._images, strict=True):
             own = np.arange(first, first + len(image.length))
             first += len(image.length)
             begins, counts = self._first[own].tolist(), self._units[own].tolist()

@@ -16,7 +16,7 @@ from portus.client.files.home import Home, Pool, home_of
 from portus.client.files.host import HostPool
 from portus.client.files.reference import read
 from portus.client.job.settings import Settings
-from portus.client.loading.open_file import files_in
+from portus.client.loading.open_file import table_of
 from portus.client.loading.resolve import POOLS
 from portus.client.pools.image_draft import (
     CommittedImages,
@@ -28,7 +28,7 @@ from portus.errors import BusyError, CorruptionError, PortusError, StaleError
 from portus.format.layout import RecordKind
 from portus.format.reference import Reference
 from portus.image.image import Image
-from portus.image.packed import decode_files
+from portus.image.packed import FileTable, decode_table
 from portus.index.catalogue import Catalogue
 from portus.index.place import Place
 from portus.index.records import VersionEntry
@@ -101,11 +101,12 @@ class TrainingPool:
     def draft(
         self,
         snapshot: Snapshot,
-        names: Sequence[str],
+        files: FileTable,
         images: Sequence[Image],
         make_room: Callable[[], bool],
     ) -> ImageDraft:
-        """Begin a version of files. The pool is open. make_room: see ``ImageDraft``."""
+        """Begin a version of files, those of ``images``. The pool is open. make_room: see
+        ``ImageDraft``."""
         assert self._home is not None
         count = len(images)
         none = np.zeros(count, np.int64)
@@ -119,7 +120,7 @@ class TrainingPool:
             owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),
         )
         draft: SummingDraft = self._home.draft(whole)
-        return ImageDraft(draft, self.model, names, images, self.before(count), make_room)
+        return ImageDraft(draft, self.model, files, images, self.before(count), make_room)
 
     def committed(self, draft: ImageDraft, version: CommittedVersion, steady: Flags) -> None:
         """Note the newest version, that of ``draft``. steady: which of its storages equalled those
@@ -173,11 +174,11 @@ class TrainingPool:
             return
         try:
             with pool.pinned(entry.info.id) as current:
-                files = files_in(pool, pool.record(current)) or []
+                table = table_of(pool, pool.record(current))
         except StaleError:
             return
         where = os.path.dirname(pointer.written_path)
-        for each in files:
+        for each in table.files if table is not None else ():
             other = self.pointer_at(os.path.join(where, each.name))
             if other is not None and other.token == pointer.token:
                 return
@@ -213,7 +214,7 @@ class TrainingPool:
     def _opened(self) -> tuple[Home, Pool]:
         settings = self._settings
         while True:  # ends: names are counted
-            home = home_of(self.place, self.model, settings.max_bytes, None, settings.durable)
+            home = home_of(self.place, self.model, settings.max_bytes, settings.durable)
             try:
                 self._is_made = not home.exists()
                 if self._is_made:
@@ -233,12 +234,12 @@ class TrainingPool:
             record = pool.record(found.versions[-1])
             layout = bytes(pool.payload(record.layout, RecordKind.LAYOUT))
             table = bytes(pool.payload(record.tree, RecordKind.TREE))
-            files = decode_files(table)
+            known = decode_table(table)
         except PortusError:
             return None
-        if files is None:
+        if known is None:
             return None
-        return CommittedImages(Before(record, layout, table), len(files), None)
+        return CommittedImages(Before(record, layout, table), len(known.files), None)
 
 
 def _entry_of(catalogue: Catalogue, token: bytes) -> VersionEntry | None:

@@ -12,7 +12,6 @@ from portus.daemon.house import House
 from portus.daemon.pools import Hosted
 from portus.errors import UsageError
 from portus.index.records import VersionEntry
-from portus.protocol.messages import column
 from portus.transport.base import Column, Sources, Stop
 from portus.transport.onesided import Moved, Remote
 from portus.transport.stream import Link
@@ -80,15 +79,6 @@ class Guest:
         """The version of that token, if it is in the pool."""
         entries = self.writer.catalogue().entries()
         return next((entry for entry in entries if entry.info.token == token), None)
-
-    def unpinned(self, ids: bytes) -> set[int]:
-        """Versions to retire, by id, but for those that somebody pinned: the client may not know of
-        that yet."""
-        pinned, versions = self.hosted.holds.pinned(), set(column(ids, "versions").tolist())
-        if pinned:
-            entries = self.writer.catalogue().entries()
-            versions -= {each.info.id for each in entries if each.info.token in pinned}
-        return versions
 
     def models_of(self, versions: Collection[int]) -> set[str]:
         """Return the models of these versions, which are given by id."""

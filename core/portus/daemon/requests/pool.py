@@ -10,7 +10,7 @@ from portus.daemon.requests.guest import Guest
 from portus.errors import PortusError
 from portus.index.directory import note_failure
 from portus.protocol import messages as said
-from portus.protocol.messages import Said
+from portus.protocol.messages import Said, column
 
 
 class PoolRequests:
@@ -35,7 +35,7 @@ class PoolRequests:
         return said.Done()
 
     def _retire(self, message: said.Retire) -> Said:
-        versions = self._guest.unpinned(message.versions)
+        versions = set(column(message.versions, "versions").tolist())
         self._guest.hosted.refuse()
         self._guest.hosted.look()
         changed = self._guest.models_of(versions)
@@ -45,21 +45,6 @@ class PoolRequests:
             logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions)
         )
         return said.Done()
-
-    def _hold(self, message: said.Hold) -> Said:
-        holds, name = self._guest.hosted.holds, message.id.hex()
-        before = holds.model_of(name)
-        if message.reference:
-            holds.keep(name, message.reference)
-        else:
-            holds.let_go(name)
-        self._guest.changed({each for each in (before, holds.model_of(name)) if each})
-        return said.Done()
-
-    def _holds(self, message: said.Holds) -> Said:
-        self._guest.link.room(4 * said.HELD_SIZE_MAX)
-        found = self._guest.hosted.holds.after(message.after.hex(), said.HELD_SIZE_MAX)
-        return said.Held(said.packed_column([len(each) for each in found]), b"".join(found))
 
     def _give_back(self, message: said.GiveBack) -> Said:
         freed = self._guest.fabric.give_back(self._guest.hosted)

@@ -282,7 +282,7 @@ class SaveRequests:
             inexact=message.inexact,
             metrics=draft.metrics,
         )
-        retire = self._guest.unpinned(message.retire)
+        retire = set(column(message.retire, "retire").tolist())
         changed = {begin.model, *self._guest.models_of(retire)}
         self._refuse_known(begin.token)
         self._refuse_nonsense(rows[0], *known)

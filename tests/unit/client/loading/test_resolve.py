@@ -604,7 +604,7 @@ def fresh(program: str, path: Path, **environment: str) -> subprocess.CompletedP
 def test_a_machine_without_portus_is_told_what_to_do(run: Run) -> None:
     path = run.save("a.ckpt")
     told = fresh("import torch, sys; torch.load(sys.argv[1])", path, **WITHOUT_ENTRY_POINTS)
-    assert "portus.this_is_a_reference_run_portus_materialize" in told.stderr
+    assert "portus.this_is_a_pointer_run_portus_export" in told.stderr
 
 
 WITHOUT_ENTRY_POINTS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
