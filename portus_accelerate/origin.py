@@ -65,12 +65,6 @@ def origin_of(directory: str) -> Origin | None:
     return next(iter(found), None)
 
 
-def has_references(directory: str) -> bool:
-    """True if what is in ``directory`` is in a pool."""
-    names = os.listdir(directory) if os.path.isdir(directory) else ()
-    return any(portus.read_reference(os.path.join(directory, name)) for name in names)
-
-
 def note(model: str, step: int) -> bytes:
     """What each file of a checkpoint says of itself."""
     return json.dumps({"model": model, "step": step}).encode()

@@ -128,7 +128,6 @@ def no_pools_from_before() -> Iterator[None]:
     resolve = sys.modules.get("portus.client.loading.resolve")
     if resolve is not None:
         resolve.POOLS._allowed.clear()
-        resolve.POOLS._mirrors.clear()
 
 
 @pytest.fixture(autouse=True)

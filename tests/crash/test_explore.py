@@ -1,6 +1,6 @@
 """Every legal image after a crash opens, whole (V1, V2, V3, V5, V10).
 
-The engine's pool, pipeline and reference files run on a simulated disk. Each exploration crashes
+The engine's pool and pipeline save files of images on a simulated disk. Each exploration crashes
 them at every event, kills and power losses both, and lets the next process go on from there. With
 ``-m long`` the same goes much deeper.
 """
@@ -23,13 +23,11 @@ from tests.crash.trainer import (
     Plan,
     Roomy,
     Trainer,
-    collect,
     disk,
     give_back,
     give_back_and_go_on,
     grow,
     process,
-    refer,
     retire_by_itself,
     save_and_retire,
     save_one,
@@ -55,10 +53,8 @@ EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...], int]]] = {
     "several clients, one commit": ((save_together, save_one), (40, 4), 1400),
     "retire by itself": ((retire_by_itself,), (100,), 1250),
     "grow": ((grow, save_one), (60, 4), 750),
-    "collect what was deleted": ((collect,), (30,), 1200),
     "give space back": ((give_back, save_one), (30, 3), 800),
     "give space back in a run": ((give_back_and_go_on,), (40,), 650),
-    "reference files": ((refer, save_one), (60, 3), 1700),
     "crash in recovery from a crash": ((save_one, save_one, save_one), (60, 6, 3), 950),
 }
 """What the processes do, how many images are verified at a moment of each, and how many distinct
@@ -123,7 +119,6 @@ LONG: Final = (
     "save, retire, use space again",
     "several clients, one commit",
     "retire by itself",
-    "collect what was deleted",
     "give space back in a run",
     "crash in recovery from a crash",
     "give space back",
@@ -159,12 +154,6 @@ def test_a_persist_that_several_share_fails_for_all_and_loses_nothing_reported(n
     print(explored_with(persist_fails(number), save_together, Roomy))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", _some([3, 5, 8, 11]))
-def test_a_failed_persist_loses_no_reference_file(number: int) -> None:
-    print(explored_with(persist_fails(number), refer, Tight))
-
-
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_no_space_to_grow_loses_nothing(number: int) -> None:
     print(explored_with(no_space(number), grow))
@@ -186,15 +175,14 @@ def test_a_deeper_search_finds_nothing_either(name: str, seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("plan", [save_three, retire_by_itself, grow, collect, refer])
+@pytest.mark.parametrize("plan", [save_three, retire_by_itself, grow])
 def test_no_failed_persist_loses_anything(plan: Plan, part: int, seed: int) -> None:
     """None (0), and every persist of a plan, in turns of ``PARTS`` tests, which may go on side by
     side; fewer, by ``DEPTH``. What comes before the failure is searched once, where none fails."""
     trainer = Roomy if plan in (save_three, retire_by_itself) else Tight
-    budgets = (1, 1) if plan in (collect, refer) else (4, 1)  # of many files, and slow
     numbers = range(part, persists_of(plan, trainer) + 1, PARTS)
     for number in random.Random(seed).sample(numbers, deep(len(numbers))):
-        search = explorer((plan, save_one), budgets, persist_fails(number), trainer)
+        search = explorer((plan, save_one), (4, 1), persist_fails(number), trainer)
         found = replace(search, seed=seed, after_fault=number > 0).explore()
         assert found.images, f"persist {number} did not fail"
         print(number, found)

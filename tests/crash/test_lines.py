@@ -26,7 +26,6 @@ from portus.testing.crash import CrashFiles, Recording, record
 from portus.testing.explore import Explorer, ImageError
 from portus.testing.lines import CrashSpace
 from tests.crash.trainer import (
-    CHECKPOINTS,
     LINKS,
     POOL,
     SMALL,
@@ -47,7 +46,7 @@ SIZE: Final = SMALL + 10 * PAGE
 
 
 def device() -> CrashFiles:
-    files = CrashFiles(["/pools", LINKS, CHECKPOINTS])
+    files = CrashFiles(["/pools", LINKS])
     lines.make_device(files, POOL, SIZE)
     return files
 

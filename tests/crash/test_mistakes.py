@@ -13,7 +13,6 @@ from typing import cast
 
 import pytest
 
-from portus.client.files.keeper import Keeper
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START, SLOT_OFFSETS
 from portus.index.catalogue import Catalogue
@@ -32,16 +31,13 @@ from portus.testing.crash import NO_FAULTS, CrashMedium, Faults
 from portus.testing.explore import Explorer, ImageError
 from tests.crash.trainer import (
     POOL,
-    CrashKeeper,
     Fact,
     Plan,
     Trainer,
-    collect,
     disk,
     give_back,
     grow,
     process,
-    refer,
     retire_by_itself,
     save_and_retire,
     save_one,
@@ -344,53 +340,10 @@ class NamedBeforePersisted(Trainer):
         medium.persist([Extent(0, DATA_START)])
 
 
-class ReferenceNotSettled(Trainer):
-    """A version is committed before the name of its new file is durable."""
-
-    def publish(self, path: str) -> None:
-        pass
-
-
-class ReferenceReplacedBeforeCommit(Trainer):
-    """A file that leads to a good version is replaced by one that does not yet."""
-
-    def write(self, model: str, step: int, retire: Collection[int], path: str | None) -> None:
-        if path is not None and self.files.status(path) is not None:
-            self.keeper.place(path, bytes(16), step, model)
-        super().write(model, step, retire, path)
-
-
 class RetiredBeforeCommit(Trainer):
-    def write(self, model: str, step: int, retire: Collection[int], path: str | None) -> None:
+    def write(self, model: str, step: int, retire: Collection[int]) -> None:
         self.writer.retire(retire)
-        super().write(model, step, [], path)
-
-
-def keeping(keeper: type[Keeper]) -> type[Trainer]:
-    """A process with such a keeper of reference files."""
-
-    class Wrong(Trainer):
-        def open_keeper(self) -> Keeper:
-            return keeper(POOL, self.writer, self.files)
-
-    return Wrong
-
-
-class RetiredBeforeRemoved(CrashKeeper):
-    """The version goes first, and the file that leads to it after."""
-
-    def remove(self, path: str, *, asked: int | None = None) -> None:
-        tokens = {each.token for each in self._known.values() if each.written_path == path}
-        entries = self._writer.catalogue().entries()
-        self._writer.retire([e.info.id for e in entries if e.info.token.hex() in tokens])
-        super().remove(path, asked=asked)
-
-
-class RemovalNotSynced(CrashKeeper):
-    """Versions go whose files may come back: a removed name is believed, whoever removed it."""
-
-    def _is_settled(self, directory: str) -> bool:
-        return True
+        super().write(model, step, [])
 
 
 # --- they are found -------------------------------------------------------------------------
@@ -407,9 +360,8 @@ class Mistake:
     faults: Faults = NO_FAULTS
 
 
-TORN = "storage . of step|digest"
+TORN = r"\.pt of step|digest|table of files"
 LOST = "found .*, expected"
-NOWHERE = "leads nowhere"
 
 MISTAKES = {
     "data is not persisted": Mistake(on(DataNotPersisted), (save_three,), TORN),
@@ -455,23 +407,8 @@ MISTAKES = {
     "a pool is named before it is persisted": Mistake(
         NamedBeforePersisted, (save_one,), "not a P|not a p"
     ),
-    "a reference is not durable at the commit": Mistake(
-        ReferenceNotSettled, (refer,), "looks deleted|leads to"
-    ),
-    "a reference is replaced before the commit": Mistake(
-        ReferenceReplacedBeforeCommit, (refer,), "leads to"
-    ),
     "a version is retired before the next commit": Mistake(
         RetiredBeforeCommit, (save_and_retire,), LOST
-    ),
-    "a version is retired before its file": Mistake(
-        keeping(RetiredBeforeRemoved), (refer,), NOWHERE
-    ),
-    "a version goes while its file may come back": Mistake(
-        keeping(RemovalNotSynced), (collect,), NOWHERE
-    ),
-    "a name that a killed process replaced is believed": Mistake(
-        keeping(RemovalNotSynced), (refer, save_one), NOWHERE
     ),
 }
 
@@ -486,18 +423,7 @@ def explorer(mistake: Mistake) -> Explorer[Fact]:
     )
 
 
-LONG = (
-    "a version is retired before its file",
-    "a version goes while its file may come back",
-    "a name that a killed process replaced is believed",
-)
-"""Those that take long to be found."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in MISTAKES],
-)
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name: str) -> None:
     search = explorer(MISTAKES[name])
     with pytest.raises(AssertionError) as caught:

@@ -18,7 +18,7 @@ _GROUPS: Final = {
         "ls": "list the checkpoints of a directory, a pool or a mirror",
         "show": "show what is in one",
         "verify": "read every byte and compare the checksums",
-        "export": "write one as safetensors, or as a torch file",
+        "export": "write one as the file that it is, or as another kind",
         "rm": "delete one",
         "gc": "remove what killed processes left",
         "scrub": "verify slowly, from the disk: for cron",
@@ -30,9 +30,6 @@ _GROUPS: Final = {
         "mirror": "compare a mirror with its pool, or repair it",
     },
     "Pools on devices and storage hosts": {
-        "materialize": "replace reference files by torch files",
-        "pin": "keep a step, whatever else lets it go",
-        "unpin": "let it go again",
         "rescue": "list or rebuild what a damaged pool holds",
         "format": "make an empty pool on a DAX device",
         "serve": "serve pools to other machines",
@@ -95,21 +92,12 @@ PoolOrMirror = Annotated[
 MirrorArgument = Annotated[
     str | None, typer.Argument(metavar="[MIRROR]", help="the mirror; default: $PORTUS_MIRROR")
 ]
-TablesPool = Annotated[
-    str | None,
-    typer.Option(
-        "--tables-pool",
-        metavar="PATH",
-        help="where the pool of protected embedding tables is now; default: where it was",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document to stdout")]
 Target = Annotated[
     str,
-    typer.Argument(metavar="MODEL[@STEP]", help="a version, a file, or MIRROR/MODEL[@STEP]"),
-]
-PinTarget = Annotated[
-    str, typer.Argument(metavar="MODEL[@STEP]", help="a version in a pool, or a reference file")
+    typer.Argument(
+        metavar="MODEL[@STEP]", help="a version, a file, a pointer, or MIRROR/MODEL[@STEP]"
+    ),
 ]
 OptionalTarget = Annotated[
     str | None,
@@ -138,7 +126,7 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
-    their versions, and the reference files that hold them."""
+    their versions, and the directories of the pointers to them."""
     with reported(as_json) as output:
         from portus.cli import ls
 
@@ -229,8 +217,8 @@ def rescue(
     """List the versions that a damaged pool still holds, or rebuild a pool from them.
 
     For a pool that does not open (both root slots or both superblocks are lost), or that lost its
-    name. Reads the whole pool. Also finds deleted versions that were not overwritten. Reference
-    files lead to the new pool once it takes the place of the old one; `portus export` extracts
+    name. Reads the whole pool. Also finds deleted versions that were not overwritten. Pointers
+    lead to the new pool once it takes the place of the old one; `portus export` extracts
     single versions from it. Exit code 1 if nothing is intact, or if a version that the pool lists
     is damaged.
     """
@@ -249,6 +237,10 @@ def export(
         str, typer.Argument(metavar="OUT", help="a .safetensors or .pt file, or a directory")
     ],
     pool: PoolOrMirror = None,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", metavar="NAME", help="the one file to take, if it has several"),
+    ] = None,
     names: Annotated[
         list[str] | None,
         typer.Option(
@@ -267,20 +259,18 @@ def export(
             help="the most bytes of each file, if OUT is a directory",
         ),
     ] = "5GB",
-    tables_pool: TablesPool = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a torch file or a version, verified, as safetensors or as a torch file.
+    """Write a version, verified, as the file that it is, byte for byte; or a version or a file as
+    safetensors or as a torch file.
 
-    MODEL may be a torch file: of that, what --names say, or all. No code that it names is run.
+    MODEL may be a pointer, or a directory of pointers: OUT gets what they lead to. Without a step:
+    the newest version of the model. Of several files OUT is a directory that gets all of them.
 
-    Without a step: the newest version of the model. Safetensors hold contiguous tensors only:
-    other values are left out, and tensors that share memory are written separately. The numpy
-    arrays of a shelf become tensors. Protected embedding tables are in the file as of the batch of
-    the version.
-
-    A model that was saved in shards is assembled from the pools of all its ranks. A directory gets
-    the weights as model.safetensors, or as files of at most --shard-size and an index.
+    What --names say, or an OUT of another kind, is converted, and no code that the file names is
+    run. Safetensors hold contiguous tensors only: other values are left out, and tensors that share
+    memory are written separately. The numpy arrays of a shelf become tensors. A directory gets the
+    weights as model.safetensors, or as files of at most --shard-size and an index.
     """
     with reported(as_json) as output:
         from portus.cli import export
@@ -288,11 +278,11 @@ def export(
         options = export.ExportOptions(
             target=target,
             out=out,
+            file=file,
             names=names or (),
             strip=strip,
             force=force,
             limit=export.size_of(shard_size),
-            tables_pool=tables_pool,
         )
         output.code = export.run(options, pool, output)
 
@@ -319,31 +309,13 @@ def pull(
 ) -> None:
     """Fetch what a run on a machine with an empty disk would fetch.
 
-    Of a run that saves files: all files that are not in DIR. Of a pool: the newest version, and
-    every version that a reference file leads to, with these files. Started again after an
-    interruption, it resumes.
+    Of a run that saves files: all files that are not in DIR. Of a pool: all versions; portus export
+    writes their files. Started again after an interruption, it resumes.
     """
     with reported(as_json) as output:
         from portus.cli import pull as command
 
         output.code = command.run(mirror, directory, pool, output)
-
-
-@app.command(epilog=EXIT_CODES)
-def materialize(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="a reference file, or a directory")],
-    pool: Pool = None,
-    tables_pool: TablesPool = None,
-    as_json: AsJson = False,
-) -> None:
-    """Replace reference files with real torch files, which load without Portus.
-
-    Protected embedding tables are in the files as of the batch of each checkpoint.
-    """
-    with reported(as_json) as output:
-        from portus.cli import materialize
-
-        output.code = materialize.run(path, pool, output, tables_pool=tables_pool)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -358,51 +330,28 @@ def rm(
         typer.Option(
             "--force",
             "-f",
-            help="also delete versions that reference files lead to, marks of protected tables, "
-            "and the newest complete group",
+            help="also delete marks of protected tables, and files that a link leads to",
         ),
     ] = False,
     keep: Annotated[
         str | None,
         typer.Option(
             metavar="N|KEEP",
-            help="keep only the newest N of a directory, or of a model (and what reference files "
-            "hold), or what a policy keeps, such as "
-            "last=2,every=1000,within=24h,best=val_loss:min:3",
+            help="keep only the newest N of a directory, or of a model, or what a policy keeps, "
+            "such as last=2,every=1000,within=24h,best=val_loss:min:3",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete a torch file; or versions; or a reference file and what only it led to.
+    """Delete a torch file; or versions, and the pointers to them; or a pointer, and its version if
+    no other one leads there.
 
-    A torch file that a link beside it leads to takes --force. For a model saved in shards, deletes
-    the parts of all ranks.
+    A torch file that a link beside it leads to takes --force.
     """
     with reported(as_json) as output:
         from portus.cli import rm
 
         output.code = rm.run(target, pool, yes=yes, force=force, keep=keep, output=output)
-
-
-@app.command(epilog=EXIT_CODES)
-def pin(target: PinTarget, pool: Pool = None, as_json: AsJson = False) -> None:
-    """Keep a step until `portus unpin`, whatever `keep` says and whatever happens to its files.
-
-    A running trainer respects it. For a model saved in shards, pins the parts of all ranks.
-    """
-    with reported(as_json) as output:
-        from portus.cli import pin
-
-        output.code = pin.run(target, pool, pinned=True, output=output)
-
-
-@app.command(epilog=EXIT_CODES)
-def unpin(target: PinTarget, pool: Pool = None, as_json: AsJson = False) -> None:
-    """Remove the pin of a step. The step is deleted once nothing else keeps it."""
-    with reported(as_json) as output:
-        from portus.cli import pin
-
-        output.code = pin.run(target, pool, pinned=False, output=output)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -446,29 +395,32 @@ def gc(
     place: PoolArgument = None,
     pool: PoolOrMirror = None,
     missing: Annotated[
-        bool,
-        typer.Option("--missing", help="also if a reference file is gone, but may have been moved"),
-    ] = False,
+        list[str] | None,
+        typer.Option(
+            "--missing",
+            metavar="DIR",
+            help="delete versions whose pointers were in DIR, or below, and are gone",
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="delete them without asking")] = False,
     empty: Annotated[
         bool, typer.Option("--empty", help="also remove pool files that end up empty")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="only show what would be deleted and given back")
     ] = False,
-    links: Annotated[
-        str | None,
-        typer.Option(
-            "--links", metavar="DIR", help="the links of a storage host's trainers on this machine"
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what processes that were killed left in a directory of files; of a pool, delete
-    versions whose reference files were deleted, and return their space to the disk."""
+    """Remove what processes that were killed left in a directory of files; of a pool, return free
+    space to the disk.
+
+    With --missing, first delete versions whose pointers somebody removed. It looks at the files of
+    this machine: run it where DIR is mounted.
+    """
     with reported(as_json) as output:
         from portus.cli import gc
 
-        options = gc.GcOptions(missing=missing, empty=empty, dry_run=dry_run, links=links)
+        options = gc.GcOptions(missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
         output.code = gc.run(place or pool, options, output)
 
 

@@ -19,11 +19,11 @@ import numpy as np
 from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Json, Output, count_text, said, size_text
-from portus.cli.pools import PlacePools, find_pool, holders, refuse_reference
+from portus.cli.pools import PlacePools, find_pool, refuse_pointer
 from portus.errors import PortusError, UsageError, masked
 from portus.image.image import Image
 from portus.index.catalogue import Catalogue
-from portus.index.directory import generations, pools_at
+from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
 from portus.index.reader import PoolReader
 from portus.media.base import Medium
@@ -132,8 +132,8 @@ def _meant(text: str) -> _Meant:
         inside = os.path.join(path, DEFAULT_DIRECTORY)
         is_run = os.path.isdir(inside) and not pools_at(pool)
         return _Meant(Place.named(inside), inside) if is_run else _Meant(pool, path)
-    refuse_reference(pool)
-    if not generations(pool.path) or (os.path.exists(path) and not os.path.isfile(path)):
+    refuse_pointer(pool)
+    if not os.path.isfile(path):
         found = "something else" if os.path.exists(path) else "nothing"
         raise UsageError(
             f"expected a pool file, a directory, a DAX device or the address of a storage host, "
@@ -317,21 +317,10 @@ def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> Machine
     size = max(infos, key=lambda info: info.commit).size
     fit = (inside + outside) // max(1, size)
     text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
-    apart = [] if is_device else _on_other_file_systems(pool, catalogue)
-    if not apart:
-        advice = (
-            ""
-            if fit >= 2
-            else "free space, or keep fewer checkpoints: saves need space for two more"
-        )
-        return MachineFinding("pool", pool.path, text, advice)
-    return MachineFinding(
-        "pool",
-        pool.path,
-        f"{text}; {count_text(len(apart), 'checkpoint file')} on other file systems, as {apart[0]}",
-        "hard links do not reach there, so a version stays when its file is deleted: run "
-        "`portus gc --missing` after deleting files, or move the pool",
+    advice = (
+        "" if fit >= 2 else "free space, or keep fewer checkpoints: saves need space for two more"
     )
+    return MachineFinding("pool", pool.path, text, "" if fit >= 2 else advice)
 
 
 def _lines(found: Sequence[MachineFinding]) -> list[str]:
@@ -350,14 +339,6 @@ def _free_on_disk(path: str) -> int:
     """Bytes that this user may still write there."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
-
-
-def _on_other_file_systems(pool: Place, catalogue: Catalogue) -> list[str]:
-    """The checkpoint files of a pool file that are not on its file system."""
-    own = os.stat(pool.path).st_dev
-    links = [link for each in holders(pool, catalogue).values() for link in each]
-    paths = [link.path for link in links if link.path and os.path.lexists(link.path)]
-    return [path for path in paths if os.stat(os.path.dirname(path)).st_dev != own]
 
 
 def _usual_places() -> list[str]:

@@ -1,14 +1,15 @@
 """Commands on checkpoints that are files: ``ls``, ``show``, ``verify``, ``scrub``, ``rm`` and
-``gc`` of torch and safetensors files, and of directories that have some."""
+``gc`` of torch and safetensors files, of pointers to some, and of directories that have some."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from portus.cli.output import (
     FOUND,
@@ -22,10 +23,13 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import nearest, reference_at
+from portus.cli.pools import nearest, pointer_at
 from portus.directory.folder import FOLDER, HiddenFolder
 from portus.directory.system import Linux
-from portus.errors import MediumError, PortusError, UsageError
+from portus.errors import CorruptionError, MediumError, PortusError, UsageError
+from portus.format.reference import Reference
+from portus.image.metadata_file import NAME as METADATA
+from portus.image.rank_file import DISTCP
 from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import is_safetensors
 from portus.image.torch_zip import ZIP
@@ -34,7 +38,10 @@ from portus.index.keep import Keep
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.media.local import LocalFiles
 
-_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX)
+if TYPE_CHECKING:
+    from portus.client.loading.outline import FileOutline
+
+_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX, DISTCP, METADATA)
 _END: Final = b"PK\x05\x06"
 _END_SIZE: Final = 22
 """The first bytes of the last record of a zip file, and its size."""
@@ -53,25 +60,30 @@ NEWEST: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A checkpoint file. ``time_ns``: of its last change."""
+    """A checkpoint file. ``time_ns``: of its last change. ``pointer``: what it says, if it is a
+    pointer; then ``size`` is its own."""
 
     path: str
     size: int
     time_ns: int
+    pointer: Reference | None = None
 
     @property
     def step(self) -> int | None:
-        """Return the step that the name says; None if it says none."""
+        """Return the step that the pointer or the name says; None if it says none."""
+        if self.pointer is not None:
+            return self.pointer.step
         found = _STEP.search(os.path.basename(self.path))
         return None if found is None else int(found[1])
 
 
 def meant(target: str | None, pool: str | None) -> str | None:
     """Return the file, or the directory of files, that a command's target is; None if that is a
-    pool, or something in one. Without a target: what is around the nearest ``.portus``, if no pool
-    is in it."""
+    pool, or something in one. With a pool it is a pointer, or nothing. Without a target: what is
+    around the nearest ``.portus``, if no pool is in it."""
     if pool is not None:
-        return None
+        is_file = target is not None and os.path.isfile(target)
+        return target if is_file and pointer_at(str(target)) is not None else None
     if target is None:
         hidden = nearest(os.getcwd())
         if hidden is None or Place.by_variable() is not None or pools_at(Place.named(hidden)):
@@ -122,12 +134,13 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
                 "" if each.step is None else str(each.step),
                 age_text(each.time_ns),
                 size_text(each.size),
+                "" if each.pointer is None else f"leads to {_led_to(each.pointer)}",
             )
             for each in shown
         ]
         if len(shown) < len(files):
-            rows.insert(0, (f"{len(files) - len(shown)} older: --all", "", "", ""))
-        output.table(("FILE", ">STEP", "SAVED", ">SIZE"), rows)
+            rows.insert(0, (f"{len(files) - len(shown)} older: --all", "", "", "", ""))
+        output.table(("FILE", ">STEP", "SAVED", ">SIZE", ""), rows)
         documents.append(
             {"path": directory, "files": [_document(each) for each in files]},
         )
@@ -143,7 +156,7 @@ def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
     for each in found_below(path):
         document, start, by = _document(each), time.monotonic(), ""
         try:
-            by = _SAID[_verified_by(each.path, has_digests(each.path))]
+            by = _SAID[verified_by(each.path, has_digests(each.path))]
             size = verify_file(each.path, None if bytes_per_s is None else _Pace(bytes_per_s))
         except PortusError as error:
             codes.append(exit_code(error))
@@ -171,8 +184,8 @@ def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
     return FOUND if FOUND in codes else max(codes)
 
 
-def _verified_by(path: str, has_digests: bool) -> str:
-    """A key of ``_SAID``."""
+def verified_by(path: str, has_digests: bool) -> str:
+    """By what a file is verified: a key of ``_SAID``."""
     if has_digests:
         return "digests"
     with open(path, "rb") as file:
@@ -246,9 +259,18 @@ def show(path: str, output: Output) -> int:
     from portus.client.loading.outline import outline_of  # and torch with it
 
     found, outline = _found(path), outline_of(path)
-    by = _verified_by(path, outline.has_digests)
+    by = verified_by(path, outline.has_digests)
     age = age_text(found.time_ns)
     output.line(f"{_short(path)}: {size_text(found.size)}, saved {age}, {_SAID[by]}")
+    if found.pointer is not None:
+        output.line(f"leads to {_led_to(found.pointer)}")
+    say_outline(outline, output)
+    output.document({**_document(found), "verified_by": by, **outline_document(outline)})
+    return 0
+
+
+def say_outline(outline: FileOutline, output: Output) -> None:
+    """Show what is in a file to people."""
     if outline.note:
         output.line(f"noted: {outline.note}")
     output.table(
@@ -261,17 +283,17 @@ def show(path: str, output: Output) -> int:
     if outline.others:
         output.line()
         output.table(("NAME", "VALUE"), outline.others)
-    document = _document(found)
-    document.update(
-        verified_by=by,
-        tensors=[
+
+
+def outline_document(outline: FileOutline) -> dict[str, Json]:
+    """What is in a file, for machines."""
+    return {
+        "tensors": [
             {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "size": e.size}
             for e in outline.tensors
         ],
-        others=dict(outline.others),
-    )
-    output.document(document)
-    return 0
+        "others": dict(outline.others),
+    }
 
 
 def gc(path: str, output: Output, *, dry_run: bool) -> int:
@@ -324,6 +346,7 @@ def _document(found: FoundFile) -> dict[str, Json]:
         "size": found.size,
         "time": moment_text(found.time_ns),
         "time_ns": found.time_ns,
+        "leads_to": None if found.pointer is None else _led_to(found.pointer),
     }
 
 
@@ -332,12 +355,19 @@ def _found(path: str) -> FoundFile:
         status = os.stat(path)
     except OSError as error:
         raise MediumError(error.errno, f"{path}: {error.strerror}") from error
-    return FoundFile(path, status.st_size, status.st_mtime_ns)
+    pointer = None
+    with contextlib.suppress(CorruptionError):
+        pointer = pointer_at(path)
+    return FoundFile(path, status.st_size, status.st_mtime_ns, pointer)
+
+
+def _led_to(pointer: Reference) -> str:
+    return f"{pointer.model}@{pointer.step} in {pointer.pool_path}"
 
 
 def _is_checkpoint(path: str) -> bool:
-    """True for a file of safetensors, or one of ``torch.save`` that leads nowhere else; by its
-    first bytes, or its end or its name where those are damaged."""
+    """True for a file of safetensors or ``torch.save``, or a pointer; by its first bytes, or its
+    end or its name where those are damaged."""
     if path.endswith(SUFFIX):
         return True
     try:
@@ -347,8 +377,7 @@ def _is_checkpoint(path: str) -> bool:
             end = file.read(len(_END))
     except OSError:
         return False
-    is_zip = begin.startswith(ZIP) or end == _END
-    return is_safetensors(begin) or (is_zip and reference_at(path) is None)
+    return is_safetensors(begin) or begin.startswith(ZIP) or end == _END
 
 
 def _short(path: str) -> str:

@@ -153,7 +153,6 @@ def _document(model: str, state: State, behind: Sequence[int]) -> dict[str, Json
         "versions": len(state.versions),
         "files": len(state.files),
         "size": _size(state),
-        "references": len(state.references),
         "not_mirrored": list(behind),
         **term_document(state),
     }

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from portus.cli.grouped import group_document, ranks_text
 from portus.cli.output import (
     Json,
     Output,
@@ -21,9 +20,8 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import FoundVersion, link_document, link_text, version_document
-from portus.errors import PortusError, StaleError
-from portus.index.groups import groups_of
+from portus.cli.pools import FoundVersion, version_document
+from portus.errors import PortusError
 from portus.index.place import Place
 from portus.mirror.address import parse
 from portus.mirror.log import SupersededError
@@ -31,6 +29,7 @@ from portus.mirror.mirror import Mirror
 from portus.mirror.mirrors import Mirrors
 from portus.mirror.objects import FACTS_MAX, Added, Filed, Removed, State
 from portus.mirror.writer import Freed
+from portus.spec import VersionInfo
 
 Result = TypeVar("Result")
 
@@ -54,22 +53,17 @@ def claim(mirror: Mirror, command: str) -> State:
     return mirror.claim(who, _NOBODY, 0, passing=True)
 
 
-def let_go(place: Place, found: Sequence[FoundVersion], *, force: bool) -> None:
-    """Remove versions from the mirrors at ``place``, with their reference files there. Raises
-    ``StaleError`` if a file came to lead to one meanwhile, unless ``force``, and
-    ``SupersededError``."""
+def let_go(place: Place, found: Sequence[FoundVersion]) -> None:
+    """Remove versions from the mirrors at ``place``. Raises ``SupersededError``."""
     with mirrors_at(place) as mirrors:
         for model in dict.fromkeys(each.info.model for each in found):
             tokens = [each.info.token for each in found if each.info.model == model]
-            retried(partial(_let_go, mirrors.of(model), tokens, force))
+            retried(partial(_let_go, mirrors.of(model), tokens))
 
 
-def _let_go(mirror: Mirror, tokens: Sequence[bytes], force: bool) -> None:
+def _let_go(mirror: Mirror, tokens: Sequence[bytes]) -> None:
     state = claim(mirror, "rm")
     there = {each.token for each in state.versions}
-    led = set() if force else {each.token for each in state.references}
-    if led & set(tokens):
-        raise StaleError(f"{mirror.name}: a file came to lead to {mirror.model} meanwhile")
     gone = [token for token in tokens if token in there]
     for start in range(0, len(gone), FACTS_MAX):
         mirror.note([Removed(token) for token in gone[start : start + FACTS_MAX]])
@@ -79,7 +73,7 @@ def ls(place: Place, every: bool, newest: int, output: Output) -> int:
     """List what is there; the exit code. newest: of each model, unless ``every`` one is wanted."""
     documents: list[Json] = []
     code = 0
-    infos = []
+    infos: list[VersionInfo] = []
     rows: list[tuple[str, ...]] = []
     kept: list[tuple[str, Filed]] = []
     with mirrors_at(place) as mirrors:
@@ -91,21 +85,17 @@ def ls(place: Place, every: bool, newest: int, output: Output) -> int:
                 output.note(f"portus: {model}: {said(error)}")
                 code = max(code, exit_code(error))
                 continue
-            found = [(each, each.info(model, 0, each.commit)) for each in in_order(state)]
-            infos += [(place, info) for _, info in found]
+            found = [each.info(model, 0, each.commit) for each in in_order(state)]
+            infos += found
             versions: list[Json] = []
             left_out = 0 if every else max(0, len(found) - newest)
             if left_out:
-                rows.append((model, "...", f"{left_out} older: --all", "", ""))
-            for index, (added, info) in enumerate(found):
-                held = [each for each in state.references if each.token == added.token]
-                versions.append(
-                    {**version_document(info), "references": [link_document(x) for x in held]}
-                )
-                if index >= left_out:
-                    names = ", ".join(map(link_text, held))
-                    age, size = age_text(info.time_ns), size_text(info.size)
-                    rows.append((model, str(info.step), age, size, names))
+                rows.append((model, "...", f"{left_out} older: --all", ""))
+            versions += [version_document(info) for info in found]
+            rows += [
+                (model, str(info.step), age_text(info.time_ns), size_text(info.size))
+                for info in found[left_out:]
+            ]
             kept += [(model, each) for each in state.files]
             documents.append(
                 {
@@ -116,25 +106,13 @@ def ls(place: Place, every: bool, newest: int, output: Output) -> int:
                 }
             )
     if infos or not kept:
-        total = size_text(sum(info.size for _, info in infos))
+        total = size_text(sum(info.size for info in infos))
         output.line(f"{place}: {count_text(len(infos), 'version')}, {total} or less")
     if rows:
-        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", "REFERENCES"), rows)
+        output.table(("MODEL", ">STEP", "SAVED", ">SIZE"), rows)
     if kept:
         _list_files(place, kept, every, newest, output)
-    groups = groups_of(infos)
-    if groups:
-        output.line()
-        shown = groups if every else groups[-newest:]
-        output.table(
-            ("GROUP", ">STEP", "RANKS"), [(g.model, str(g.step), ranks_text(g)) for g in shown]
-        )
-    output.document(
-        {
-            "pools": [{"path": place.path, "models": documents}],
-            "groups": [group_document(each) for each in groups],
-        }
-    )
+    output.document({"pools": [{"path": place.path, "models": documents}]})
     return code
 
 

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Final
 
-from portus.cli.output import Json, age_text, moment_text
-from portus.client.files import fate
-from portus.client.files import reference as files_of
-from portus.client.files.fate import Fate, FileLink
+from portus.cli.output import Json, moment_text
+from portus.client.files import reference as pointers
 from portus.client.files.home import open_place
-from portus.client.files.pins import pins_of
-from portus.errors import MediumError, PortusError, UsageError
-from portus.format.reference import Reference, pin_at
+from portus.client.loading.open_file import table_of
+from portus.client.loading.resolve import POOLS
+from portus.errors import PortusError, UsageError
+from portus.format.reference import Reference
+from portus.image.packed import FileTable
 from portus.index.catalogue import Catalogue
-from portus.index.directory import links_directory, pools_at
-from portus.index.groups import part_of
+from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
-from portus.media.local import LocalFiles
 from portus.mirror import objects as mirrored
 from portus.mirror.address import is_store, parse
 from portus.mirror.mirrors import Mirrors, meant
-from portus.mirror.objects import Referred
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
@@ -41,20 +36,17 @@ def find_pool(pool: str | None, near: str | None = None, *, mirrors: bool = Fals
     """The pool file, pool directory or storage host that is meant; or the mirrors, for commands
     that take ``mirrors``.
 
-    That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory or
-    in one above it; for the reference file ``near``, in its directory or in one above that, or
-    else the pool that it leads to. Raises ``UsageError`` if there is none.
+    That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory, or
+    in that of the file ``near``, or in one above it. Raises ``UsageError`` if there is none.
     """
     if pool is not None and is_store(pool):
         return _mirrors_at(pool, mirrors=mirrors)
     named = Place.by_variable() if pool is None else Place.named(pool, "--pool")
     if named is not None:
-        refuse_reference(named)
+        refuse_pointer(named)
         return named
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)
-    if place is None and near is not None:
-        return _led_to(near)
     if place is None:
         raise UsageError(
             f"there is no {DEFAULT_DIRECTORY} in {start} or above; say where the pool is: "
@@ -83,19 +75,19 @@ def aimed(target: str, pool: str | None) -> tuple[str, str | None]:
     return f"{found.model}{step}", str(found.address)
 
 
-def _led_to(reference: str) -> Place:
-    from portus.client.loading.resolve import pool_of  # and torch with it
-
-    return pool_of(reference)
-
-
-def refuse_reference(place: Place) -> None:
-    """Raises ``UsageError`` where a checkpoint is named in place of a pool."""
-    if place.kind is PlaceKind.FILE and reference_at(place.path) is not None:
+def refuse_pointer(place: Place) -> None:
+    """Raise ``UsageError`` where a checkpoint is named in place of a pool."""
+    if place.kind is PlaceKind.FILE and pointer_at(place.path) is not None:
         raise UsageError(
-            f"{place} is a reference file, which leads into a pool; expected the pool. portus "
-            f"show {place} shows what the file leads to"
+            f"{place} is a pointer to a checkpoint in a pool; expected the pool. portus show "
+            f"{place} shows what it leads to"
         )
+
+
+def allow(pool: str | None) -> None:
+    """Let pointers lead to the pool that ``--pool`` names, if it names one."""
+    if pool is not None and not is_store(pool):
+        POOLS.allow(Place.named(pool, "--pool"))
 
 
 def nearest(start: str) -> str | None:
@@ -116,10 +108,6 @@ def _upwards(directory: str) -> Iterator[str]:
         directory = above
 
 
-Holder = FileLink | Referred
-"""What holds a version: a reference file, or, in a mirror, its path."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundVersion:
     """A version, and the pool that holds it, or its mirror. ``open``: gives a reader, and the
@@ -128,12 +116,16 @@ class FoundVersion:
     pool: Place
     info: VersionInfo
     open: Callable[[], tuple[PoolReader, VersionEntry]]
-    held: Callable[[], Sequence[Holder]]
 
     @property
     def path(self) -> str:
         """Where that pool is."""
         return self.pool.path
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return f"{self.info.model}@{self.info.step}"
 
     @property
     def reader(self) -> PoolReader:
@@ -144,6 +136,18 @@ class FoundVersion:
     def entry(self) -> VersionEntry:
         """Return the version as ``reader`` has it. Raises what opening raises."""
         return self.open()[1]
+
+    def table(self) -> FileTable | None:
+        """Return its files; None if it is a version of something else. Raises ``CorruptionError``,
+        ``MediumError``, ``StaleError``."""
+        return table_in(self.reader, self.entry)
+
+
+def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
+    """The files of a version; None if it is one of something else. Raises ``CorruptionError``,
+    ``MediumError``, ``StaleError``."""
+    with reader.pinned(entry.info.id) as current:
+        return table_of(reader, reader.record(current))
 
 
 class PlacePools:
@@ -181,40 +185,27 @@ class PlacePools:
         ]
         return sorted(found, key=lambda each: (each.path, each.info.commit, each.info.id))
 
-    def has(self, reference: Reference) -> bool:
-        """True if the pool is among them that a reference file leads to."""
-        return any(each.superblock.uuid.hex() == reference.pool for each in self._readers.values())
-
     def select(self, target: str) -> list[FoundVersion]:
-        """The versions that ``target`` means: ``MODEL``, ``MODEL@STEP`` or a reference file.
+        """The versions that ``target`` means: ``MODEL`` or ``MODEL@STEP``.
 
         A step may have several, after a rollback. Raises ``UsageError`` if there are none; if a
         pool could not be read, that is raised.
         """
         versions = self.versions()
-        reference = reference_at(target)
-        if reference is not None:
-            found = [each for each in versions if each.info.token.hex() == reference.token]
-        else:
-            found = [each for each in versions if each.info.model == target]
-            model, at, step = target.rpartition("@")
-            if not found and at and _is_step(step):
-                found = [
-                    each
-                    for each in versions
-                    if each.info.model == model and each.info.step == int(step)
-                ]
+        found = [each for each in versions if each.info.model == target]
+        model, at, step = target.rpartition("@")
+        if not found and at and _is_step(step):
+            found = [
+                each
+                for each in versions
+                if each.info.model == model and each.info.step == int(step)
+            ]
         if found:
             return found
         for error in self.failed.values():
             raise error
-        if reference is not None:
-            raise UsageError(
-                f"{target} leads to step {reference.step} of model {reference.model!r}, which is "
-                f"not in {self.place}; its pool was at {reference.pool_path}"
-            )
         if os.path.isfile(target):
-            raise UsageError(f"{target} is a file, but not a Portus reference file")
+            raise UsageError(f"{target} is a file, but no checkpoint")
         models = None if self._mirrored is None else self._mirrored.models()
         choices = _choices(target, versions, models)
         raise UsageError(f"there is no {target} in {self.place}: {choices}")
@@ -240,10 +231,7 @@ class PlacePools:
 
 
 def _found(pool: Place, reader: PoolReader, entry: VersionEntry) -> FoundVersion:
-    def held() -> Sequence[Holder]:
-        return holders(pool, reader.catalogue(), reader).get(entry.info.token, [])
-
-    return FoundVersion(pool, entry.info, lambda: (reader, entry), held)
+    return FoundVersion(pool, entry.info, lambda: (reader, entry))
 
 
 def _is_mirror(place: Place) -> bool:
@@ -275,10 +263,8 @@ class MirroredVersions:
         made: list[FoundVersion] = []
         for model, state in self.states().items():
             for added in sorted(state.versions, key=lambda each: (each.term, each.commit)):
-                links = [each for each in state.references if each.token == added.token]
                 info = added.info(model, len(made) + 1, added.commit)
-                opener = self._opener(model, added)
-                made.append(FoundVersion(self._place, info, opener, partial(list, links)))
+                made.append(FoundVersion(self._place, info, self._opener(model, added)))
         return made
 
     def _opener(
@@ -301,28 +287,16 @@ class MirroredVersions:
 
 
 def _may_mean(target: str, model: str) -> bool:
-    """True if ``MODEL`` or ``MODEL@STEP`` may be this model, or the group that it is a part of."""
-    part = part_of(model)
-    return {target, target.rpartition("@")[0]} & {model, part[0] if part else model} != set()
+    """True if ``MODEL`` or ``MODEL@STEP`` may be this model."""
+    return model in (target, target.rpartition("@")[0])
 
 
 def open_pools(pool: str | None, target: str | None = None, *, mirrors: bool = False) -> PlacePools:
     """The pools in which ``target`` is looked for; or the mirrors, for commands that take
-    ``mirrors``. Raises ``UsageError``.
-
-    For a reference file, ``.portus`` beside it or above counts only if its pool is there; a
-    ``.portus`` of something else would hide the pool that it leads to.
-    """
+    ``mirrors``. Raises ``UsageError``."""
     if target is not None and is_address(target):
         raise UsageError(f"{target} is a storage host: name a model, and pass --pool {target}")
-    reference = None if target is None else reference_at(target)
-    if target is None or reference is None:
-        return PlacePools(find_pool(pool, mirrors=mirrors), target)
-    pools = PlacePools(find_pool(pool, target, mirrors=mirrors), target)
-    if pool is not None or Place.by_variable() is not None or pools.has(reference):
-        return pools
-    pools.close()
-    return PlacePools(_led_to(target))
+    return PlacePools(find_pool(pool, mirrors=mirrors), target)
 
 
 def newest(found: list[FoundVersion]) -> FoundVersion:
@@ -331,9 +305,17 @@ def newest(found: list[FoundVersion]) -> FoundVersion:
     return max(last.values(), key=lambda each: each.info.time_ns)
 
 
-def reference_at(target: str) -> Reference | None:
-    """The reference file at the path ``target``, if there is one."""
-    return files_of.read(target) if os.path.isfile(target) else None
+def pointer_at(path: str) -> Reference | None:
+    """The pointer at a path, if there is one. Raises ``CorruptionError``, ``MediumError``."""
+    return pointers.read(path)
+
+
+def pointers_of(table: FileTable, token: bytes) -> list[str]:
+    """The paths of those pointers of a version that are there. Raises ``CorruptionError``,
+    ``MediumError``."""
+    paths = [os.path.join(table.directory, each.name) for each in table.files]
+    found = [(path, pointer_at(path)) for path in paths if table.directory]
+    return [path for path, said in found if said is not None and said.token == token.hex()]
 
 
 def _is_step(text: str) -> bool:
@@ -343,7 +325,6 @@ def _is_step(text: str) -> bool:
 def _choices(target: str, versions: list[FoundVersion], models: list[str] | None = None) -> str:
     model = target.rpartition("@")[0]
     steps = [str(each.info.step) for each in versions if each.info.model in (target, model)]
-    steps = steps or [str(step) for step in _steps_of_groups(model, versions)]
     if steps:
         more = "... " if len(steps) > _STEPS_MAX else ""
         return f"model {model!r} has steps {more}{', '.join(steps[-_STEPS_MAX:])}"
@@ -352,86 +333,6 @@ def _choices(target: str, versions: list[FoundVersion], models: list[str] | None
     if not models:
         return "it holds no versions"
     return f"it holds the models {', '.join(map(repr, models[:_STEPS_MAX]))}"
-
-
-def _steps_of_groups(model: str, versions: list[FoundVersion]) -> list[int]:
-    named = [(part_of(each.info.model), each.info.step) for each in versions]
-    return sorted({step for part, step in named if part is not None and part[0] == model})
-
-
-def holders(
-    pool: Place, catalogue: Catalogue, reader: PoolReader | None = None
-) -> dict[bytes, list[FileLink]]:
-    """The reference files that lead to each version of a pool, by token; deleted ones too.
-
-    Only looks; changes nothing. Those of a storage host's pool are known where they are, not here,
-    but for pins, which ``reader`` asks for.
-    """
-    if pool.is_host:
-        links = [] if reader is None else pins_of(pool, reader)
-    else:
-        links = fate.links(links_directory(pool.path), LocalFiles(), adopt=False)
-    there = {entry.info.token.hex() for entry in catalogue.entries()}
-    found: dict[bytes, list[FileLink]] = {}
-    for link in sorted(links, key=lambda link: link.reference.written_ns):
-        said = link.reference
-        token = said.leads_to(there)
-        if token is not None:
-            found.setdefault(bytes.fromhex(token), []).append(link)
-    return found
-
-
-def overwritten(pool: Place) -> list[str]:
-    """The paths of files that were references to versions of a pool, until another program wrote to
-    them in place. Only looks. What cannot be looked at is none."""
-    directory, files = links_directory(pool.path), LocalFiles()
-    try:
-        found = fate.overwritten(directory, files)
-    except MediumError:
-        return []
-    paths = (path for path in found.values() if path is not None)
-    return [min(os.path.relpath(path), path, key=len) for path in paths]
-
-
-def link_text(link: Holder) -> str:
-    """A reference file, for people."""
-    if isinstance(link, Referred):
-        return link.path if pin_at(link.path) is None else "a pin"
-    if link.state is Fate.PINNED:
-        return f"a pin ({age_text(link.reference.written_ns)})"
-    known = link.path if link.state is Fate.ALIVE and link.path else link.reference.written_path
-    path = min(os.path.relpath(known), known, key=len)
-    if link.state is Fate.ALIVE:
-        return path if link.path else f"{path} (moved)"
-    if link.state is Fate.UNKNOWN:
-        return f"{path} (missing)"
-    return f"{path} ({_successor(link) or 'deleted'})"
-
-
-def _successor(link: FileLink) -> str:
-    """What is now where a deleted reference file was, for people; empty if nothing is."""
-    path = link.path or link.reference.written_path
-    if reference_at(path) is not None:
-        return "another reference file now"
-    if not os.path.lexists(path):
-        return ""
-    return f"{kind_of(path)} now"
-
-
-def kind_of(path: str) -> str:
-    """What a file is that is no reference, for people."""
-    return "a torch file" if zipfile.is_zipfile(path) else "another file"
-
-
-def link_document(link: Holder) -> dict[str, Json]:
-    """A reference file, for machines. Its state is "replaced" where another file is at its path."""
-    if isinstance(link, Referred):
-        is_pin = pin_at(link.path) is not None
-        return {"path": None if is_pin else link.path, "state": "pinned" if is_pin else "mirrored"}
-    known = link.path if link.state is Fate.ALIVE and link.path else link.reference.written_path
-    path = None if link.state is Fate.PINNED else known
-    is_replaced = link.state is Fate.DELETED and _successor(link)
-    return {"path": path, "state": "replaced" if is_replaced else link.state.value}
 
 
 def version_document(info: VersionInfo) -> dict[str, Json]:
@@ -448,3 +349,11 @@ def version_document(info: VersionInfo) -> dict[str, Json]:
         "inexact": info.inexact,
         "metrics": dict(info.metrics),
     }
+
+
+def table_document(table: FileTable | None) -> dict[str, Json]:
+    """The fields that say, in a JSON document, of which files a version is."""
+    files: list[Json] | None = None
+    if table is not None:
+        files = [{"name": each.name, "size": each.size} for each in table.files]
+    return {"files": files, "directory": table.directory or None if table else None}

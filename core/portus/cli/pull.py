@@ -1,4 +1,4 @@
-"""``portus pull MIRROR [DIR]``: the files, or the pool and its files, of a fresh node."""
+"""``portus pull MIRROR [DIR]``: the files, or the pool, of a fresh node."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from portus.cli.progress import bar
 from portus.client.files.home import FileHome
 from portus.directory.folder import FOLDER
 from portus.errors import UsageError
-from portus.index.groups import part_of
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.mirror.address import StoreAddress, parse
 from portus.mirror.fetching import fill, missing
 from portus.mirror.mirror import Mirror
 from portus.mirror.mirrors import Mirrors, meant
-from portus.mirror.objects import Referred
 from portus.spec import VersionInfo
 
 _HOW: Final = "portus export takes one version out of a mirror"
@@ -60,20 +58,17 @@ def _aimed(url: str) -> tuple[StoreAddress, str | None]:
             return address, None
     found = meant(url, "MIRROR")
     if found.step is not None:
-        raise UsageError(
-            f"{url}: a pull takes the newest version, and those that files lead to; {_HOW}"
-        )
+        raise UsageError(f"{url}: a pull takes all versions of a model; {_HOW}")
     return found.address, found.model
 
 
 def _models(mirrors: Mirrors, model: str | None) -> list[str]:
-    """What is pulled: all, or one, or the parts of one."""
+    """What is pulled: all, or one, or those of the ranks of one."""
     if model is None:
         return mirrors.models()
     if mirrors.has(model):
         return [model]
-    named = [(each, part_of(each)) for each in mirrors.models()]
-    return [each for each, part in named if part is not None and part[0] == model]
+    return [each for each in mirrors.models() if each.startswith(f"{model}/rank-")]
 
 
 def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
@@ -92,7 +87,7 @@ def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) 
 
 def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
     state = mirror.read()
-    home = FileHome(place, mirror.model, None)
+    home = FileHome(place, None)
     made = not home.exists()
     home.create()
     writer = home.open()
@@ -117,20 +112,13 @@ def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
                 done += length
                 told(done, total)
 
-            keeper = home.keeper(writer)
-            before = set(keeper.placed(mirror.model))
-
-            def put_back(said: Referred, info: VersionInfo) -> None:
-                keeper.put_back(said.path, info, said.part)
-
-            fetched = fill(mirror, state, writer, put_back, infos, advanced)
-            files = sorted(set(keeper.placed(mirror.model)) - before)
+            fetched = fill(mirror, state, writer, infos, advanced)
     finally:
         home.close(made=made)
     size = sum(each.size for each in fetched)
     output.line(
-        f"{home.path}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)}, "
-        f"and {count_text(len(files), 'reference file')} from {mirror.name}"
+        f"{home.path}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)} "
+        f"from {mirror.name}"
     )
     numbers = {each.token: n for n, each in enumerate(in_order(state), 1)}
     return {
@@ -140,5 +128,4 @@ def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
             version_document(each.info(mirror.model, numbers[each.token], each.commit))
             for each in fetched
         ],
-        "references": list(files),
     }

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from portus.cli import files
-from portus.cli.grouped import FoundGroup, cuts_of, find_groups, group_document, ranks_text
 from portus.cli.output import Json, Output, age_text, count_text, moment_text, size_text
 from portus.cli.pools import (
     FoundVersion,
-    Holder,
     aimed,
-    link_document,
-    link_text,
+    allow,
     open_pools,
+    table_document,
     version_document,
 )
 from portus.cli.tables import batches_of
 from portus.client.loading.contents import Storages
+from portus.client.loading.open_file import VersionFile, file_in, table_of
 from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
+from portus.image.metadata_file import NAME as METADATA
+from portus.image.packed import FileTable
+from portus.image.rank_file import DISTCP
 from portus.index.log import logged
 from portus.index.place import PlaceKind
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
 
@@ -41,13 +43,10 @@ def run(target: str, pool: str | None, output: Output) -> int:
         output.document({"directories": files.ls(path, True, output)})
         return 0
     if path is not None:
+        allow(pool)
         return files.show(path, output)
     target, pool = aimed(target, pool)
     with open_pools(pool, target, mirrors=True) as pools:
-        groups = find_groups(pools, target)
-        if groups:
-            _show_groups(target, groups, output)
-            return 0
         found = pools.select(target)
         if all(each.info.model == target for each in found):
             _show_model(target, found, output)
@@ -57,62 +56,9 @@ def run(target: str, pool: str | None, output: Output) -> int:
     return 0
 
 
-def _show_groups(target: str, found: list[FoundGroup], output: Output) -> None:
-    """All groups of a model; of a step, its ranks and its tensors too."""
-    documents: list[Json] = []
-    for each in found:
-        document: dict[str, Json] = {**group_document(each.group), "ranks": _ranks(each)}
-        if each.group.model != target:
-            _say_group(each, document, output)
-        documents.append(document)
-    if all(each.group.model == target for each in found):
-        rows = [(each.group.model, str(each.group.step), ranks_text(each.group)) for each in found]
-        output.table(("GROUP", ">STEP", "RANKS"), rows)
-    output.document({"groups": documents})
-
-
-def _ranks(found: FoundGroup) -> list[Json]:
-    return [
-        {**version_document(part.info), "rank": rank, "pool": part.path}
-        for rank, part in found.parts.items()
-    ]
-
-
-def _say_group(found: FoundGroup, document: dict[str, Json], output: Output) -> None:
-    """A group for people; its tensors are put into ``document`` too, if all ranks are there."""
-    group = found.group
-    output.line(f"{group.model}@{group.step}: {ranks_text(group)}")
-    rows = [
-        (str(rank), age_text(part.info.time_ns), size_text(part.info.size), part.path)
-        for rank, part in found.parts.items()
-    ]
-    rows += [(str(rank), "", "", "not there") for rank in group.missing]
-    output.table((">RANK", "SAVED", ">SIZE", "POOL"), sorted(rows, key=lambda row: int(row[0])))
-    if not group.is_complete:
-        return
-    tensors, others = cuts_of(found)
-    output.line()
-    output.table(
-        ("NAME", "TYPE", "SHAPE", ">PIECES"),
-        [
-            (name, cut.dtype, f"[{', '.join(map(str, cut.shape))}]", str(len(cut.pieces)))
-            for name, cut in tensors.items()
-        ],
-    )
-    document["tensors"] = [
-        {
-            "name": name,
-            "dtype": cut.dtype,
-            "shape": list(cut.shape),
-            "ranks": sorted({piece.at.rank for piece in cut.pieces}),
-        }
-        for name, cut in tensors.items()
-    ]
-    document["others"] = list(others)
-
-
 def _show_model(model: str, found: list[FoundVersion], output: Output) -> None:
-    held = [each.held() for each in found]
+    mirror = PlaceKind.MIRROR
+    tables = [None if each.pool.kind is mirror else each.table() for each in found]
     unique = _unique(found)
     rows = [
         (
@@ -122,20 +68,16 @@ def _show_model(model: str, found: list[FoundVersion], output: Output) -> None:
             age_text(each.info.time_ns) + (", inexact" if each.info.inexact else ""),
             size_text(each.info.size),
             size_text(unique[each]) if each in unique else "",
-            ", ".join(map(link_text, links)),
+            "" if table is None else table.directory,
         )
-        for each, links in zip(found, held, strict=True)
+        for each, table in zip(found, tables, strict=True)
     ]
     for path in dict.fromkeys(each.path for each in found):
         output.line(f"{model} in {path}")
-    output.table((">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "REFERENCES"), rows)
+    output.table((">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "DIRECTORY"), rows)
     versions: list[Json] = [
-        {
-            **_identity(each),
-            "unique": unique.get(each),
-            "references": [link_document(link) for link in links],
-        }
-        for each, links in zip(found, held, strict=True)
+        {**_identity(each), "unique": unique.get(each), **table_document(table)}
+        for each, table in zip(found, tables, strict=True)
     ]
     output.document({"model": model, "versions": versions})
 
@@ -152,14 +94,46 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
     reader = found.reader
     with reader.pinned(found.entry.info.id) as entry:
         record = reader.record(entry)
-        tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
-        changed = logged(reader.medium, record)
-        root = decode(changed.tree or bytes(reader.payload(record.tree, RecordKind.TREE)))
-        batches = batches_of(tensors, Storages(reader, record, changed))
-    paths, nodes = _leaves(root)
-    links = found.held()
-    unique = _unique([found]).get(found)
-    _say_head(found, record, links, unique, output)
+        table = table_of(reader, record)
+        unique = _unique([found]).get(found)
+        _say_head(found, record, table, unique, output)
+        document: dict[str, Json] = {
+            **_identity(found),
+            "shared": _shared(record),
+            "unique": unique,
+            "directory": None if table is None else table.directory or None,
+        }
+        if table is None:
+            return {**document, **_show_tree(reader, record, output)}
+        shown: list[Json] = [
+            _show_file(each.name, file_in(reader, record, table.files, number), output)
+            for number, each in enumerate(table.files)
+        ]
+    return {**document, "files": shown}
+
+
+def _show_file(name: str, file: VersionFile, output: Output) -> dict[str, Json]:
+    """A file of a version; of one of a sharded checkpoint nothing is told but its size."""
+    from portus.client.loading.outline import outline_in  # and torch with it
+
+    output.line()
+    output.line(f"{name}: {size_text(file.size)}")
+    document: dict[str, Json] = {"name": name, "size": file.size}
+    if name == METADATA or name.endswith(DISTCP):
+        return document
+    outline = outline_in(file, name)
+    files.say_outline(outline, output)
+    return {**document, **files.outline_document(outline)}
+
+
+def _show_tree(reader: PoolReader, record: VersionRecord, output: Output) -> dict[str, Json]:
+    """What is in a version of a shelf, or of tables."""
+    tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
+    changed = logged(reader.medium, record)
+    root = decode(changed.tree or bytes(reader.payload(record.tree, RecordKind.TREE)))
+    batches = batches_of(tensors, Storages(reader, record, changed))
+    leaves = list(leaf_nodes(root))
+    paths, nodes = distinct([path for path, _ in leaves]), [node for _, node in leaves]
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
         output.line(f"log     {text}, in {size_text(record.log.extent.length)}")
@@ -167,8 +141,7 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
         output.line(
             f"batch   {', '.join(f'{each} of the {name}' for name, each in batches.items())}"
         )
-    if record.log is not None or batches:
-        output.line()
+    output.line()
     held: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
     for path, node in zip(paths, nodes, strict=True):
@@ -179,12 +152,8 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
             rows.append(_tensor_row(path, tensors[index], node, held))
     output.table(("NAME", "TYPE", "SHAPE", ">SIZE", ""), rows)
     return {
-        **_identity(found),
-        "shared": _shared(record),
-        "unique": unique,
         "changes": changed.entries,
         "batches": dict(batches),
-        "references": [link_document(link) for link in links],
         "tensors": [_tensor_document(spec, record) for spec in tensors],
         "leaves": [
             {"name": path, "value": _plain(node)}
@@ -198,15 +167,10 @@ def _identity(found: FoundVersion) -> dict[str, Json]:
     return {**version_document(found.info), "pool": found.path}
 
 
-def _leaves(root: object) -> tuple[list[str], list[object]]:
-    found = list(leaf_nodes(root))
-    return distinct([path for path, _ in found]), [node for _, node in found]
-
-
 def _say_head(
     found: FoundVersion,
     record: VersionRecord,
-    links: Sequence[Holder],
+    table: FileTable | None,
     unique: int | None,
     output: Output,
 ) -> None:
@@ -224,9 +188,8 @@ def _say_head(
     if info.metrics:
         scores = ", ".join(f"{name} {value:g}" for name, value in sorted(info.metrics.items()))
         output.line(f"metrics {scores}")
-    for link in links:
-        output.line(f"held by {link_text(link)}")
-    output.line()
+    if table is not None and table.directory:
+        output.line(f"at      {table.directory}")
 
 
 def _shared(record: VersionRecord) -> int:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from portus.cli.output import Output, age_text, count_text, moment_text, said, size_text
-from portus.cli.pools import find_pool, nearest, reference_at
+from portus.cli.pools import find_pool, nearest
 from portus.client.files.home import host_journals
 from portus.errors import PortusError, UsageError
-from portus.index.directory import JOURNAL_SUFFIX, first_generation, journal_directory
-from portus.index.groups import part_of
+from portus.index.directory import JOURNAL_SUFFIX, journal_directory
 from portus.index.journals import FoundJournal, journals_in, names_in, read
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.journal.account import Account, CommittedSave, IntervalDecision, account
-from portus.journal.lines import Line, Saved
+from portus.journal.lines import Saved
 from portus.media.dax import is_device
 from portus.protocol.address import is_address
 
@@ -45,8 +44,7 @@ WHY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class JournaledRun:
-    """A run and what its journals say. ``journals``: of all its ranks; the account is of the first
-    one's time, with the bytes of all."""
+    """A run and what its journals say."""
 
     name: str
     journals: tuple[FoundJournal, ...]
@@ -113,7 +111,7 @@ def runs_in(
             except PortusError as error:
                 failed.append(error)
             else:
-                found.setdefault(_run_of(each.model), []).append(each)
+                found.setdefault(each.model, []).append(each)
     return found, failed
 
 
@@ -160,10 +158,9 @@ def _files(journals: Iterable[FoundJournal]) -> set[str]:
     }
 
 
-def real_files(journals: Iterable[FoundJournal]) -> list[str]:
-    """The checkpoints of a run that are where they were put, and lead to no pool."""
-    there = (path for path in _files(journals) if os.path.exists(path))
-    return sorted(path for path in there if reference_at(path) is None)
+def files_of(journals: Iterable[FoundJournal]) -> list[str]:
+    """The checkpoints of a run that are where they were put."""
+    return sorted(path for path in _files(journals) if os.path.exists(path))
 
 
 def _is_below(path: str, directory: str) -> bool:
@@ -171,19 +168,10 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _accounted(name: str, journals: Sequence[FoundJournal], where: str) -> JournaledRun:
-    """Ranks step together: the account is of the first one's, under all numbers of ranks."""
-    ranks = [(part[1] if (part := part_of(each.model)) else 0, each) for each in journals]
-    least = min(rank for rank, _ in ranks)
-    lines: list[Line] = [line for rank, each in ranks if rank == least for line in each.lines]
-    made = account(lines)
+    made = account([line for each in journals for line in each.lines])
     if made is None:
         raise UsageError(f"{where}: the journal of {name!r} has no session that can be read")
     return JournaledRun(name, tuple(journals), made)
-
-
-def _run_of(model: str) -> str:
-    part = part_of(model)
-    return model if part is None else part[0]
 
 
 def _aimed(run: str | None, pool: str | None) -> _Aim:
@@ -203,10 +191,6 @@ def _aimed(run: str | None, pool: str | None) -> _Aim:
     inside = _in_directory(path) if pool is None and os.path.isdir(path) else []
     if inside or (pool is None and os.path.isdir(path) and Place.by_variable() is None):
         return _Aim(inside, path, path=path)
-    reference = None if os.path.isdir(path) else reference_at(path)
-    if reference is not None:
-        place = find_pool(pool, near=path)
-        return _Aim(directories_of(place), place.path, name=_run_of(reference.model), path=path)
     if pool is None and _is_pool(path):
         return _Aim(directories_of(Place.named(path)), path)
     place = find_pool(pool, near=path)
@@ -239,7 +223,7 @@ def directories_of(place: Place) -> list[str]:
         return [each for host in place.hosts for each in host_journals(host, links)]
     if place.kind is PlaceKind.DIRECTORY:
         return _inside(place.path)
-    return [journal_directory(first_generation(place.path))]
+    return [journal_directory(place.path)]
 
 
 def _inside(directory: str) -> list[str]:
@@ -254,12 +238,12 @@ def parts(its: Account) -> list[tuple[str, float]]:
 
 
 def written_bytes(seen: JournaledRun) -> int:
-    """What all ranks stored in their pools."""
+    """What its saves stored."""
     return _of_all(seen, lambda each: each.copied_bytes)
 
 
 def shared_bytes(seen: JournaledRun) -> int:
-    """What all ranks found in an older version."""
+    """What its saves found in an older version."""
     return _of_all(seen, lambda each: each.shared_bytes)
 
 

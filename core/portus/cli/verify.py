@@ -22,7 +22,7 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import aimed, find_pool, open_pools
+from portus.cli.pools import aimed, allow, find_pool, open_pools
 from portus.cli.progress import Progress, bar
 from portus.client.files.home import open_place
 from portus.errors import CorruptionError, PortusError, UsageError
@@ -77,6 +77,7 @@ def run(
     """Verify; the exit code. bytes_per_s: scrub, and say at once what is found."""
     path = files.meant(target, pool) if bytes_per_s is None else files.meant(pool, None)
     if path is not None:
+        allow(pool)
         return files.verify(path, output, bytes_per_s=bytes_per_s)
     verdicts = []
     if target is not None and pool is None and is_address(target):

@@ -110,10 +110,6 @@ class PoolWriter(PoolReader):
         self._superblock = settle_superblock(medium, self.superblock)
         self.max_bytes = max_bytes
         """The longest that the pool grows to, from now on; None: as it likes."""
-        self.deleted: Callable[[], Collection[int]] = lambda: ()
-        """Asked for versions whose reference files are gone, when space is short."""
-        self.advice: Callable[[], str] = str
-        """Asked for the end of the message when there is none even so."""
         self.yields: Callable[[], bool] = lambda: False
         """Asked, where there is no more room, to end what reads a version for long and can begin
         again: it may hold space of one that was retired. True if something ended."""
@@ -121,7 +117,6 @@ class PoolWriter(PoolReader):
         self._line: Final = Line(self._committing, self.commit_together, _model_of)
         self.persist_s = 0.0
         """Seconds spent in the persists of commits."""
-        self._reclaiming = False
         self._space: Final = FreeSpace(medium, locks)
         self._shapes: Final[dict[int, tuple[Pointer | bytes, Pointer | bytes]]] = {}
         self._slots: Final[dict[int, Root]] = {}
@@ -173,7 +168,7 @@ class PoolWriter(PoolReader):
 
         Extents start and end on pages. May grow the pool, which blocks. The last free pages are
         left to records (``contiguous``), if there is any other way: with none, nothing could be
-        committed any more, not even that deleted versions give their space back.
+        committed any more.
         Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
         """
         pages = -(-length // PAGE)
@@ -195,26 +190,6 @@ class PoolWriter(PoolReader):
         """Give back what ``reserve`` gave, or ``hold`` held, once. What a root reaches stays
         taken all the same."""
         self._space.release(extents)
-
-    def ensure(self, free: int) -> list[Extent]:
-        """Make room until ``free`` bytes can be reserved; what the pool grew by. As for a
-        reservation, it grows last.
-
-        Raises ``MediumError``.
-        """
-        with self._committing:
-            pages = -(-free // PAGE)
-            wanted = Wanted(pages, False, left_to_records(pages))
-            missing = self._space.missing(wanted)
-            for free_more in (self._settle, self._retire_deleted):
-                if missing > 0 and free_more():
-                    missing = self._space.missing(wanted)
-            try:
-                return self._grow(missing)
-            except MediumError:
-                if not self.yields():
-                    raise
-            return self._grow(self._space.missing(wanted))
 
     def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
         """Have the pages of reserved space present, where this writer has not stored yet: one call
@@ -445,12 +420,11 @@ class PoolWriter(PoolReader):
         store_messages(self.medium, holder, read_failure(self.medium))
 
     def _make_room(self, wanted: Wanted) -> list[Extent]:
-        """Retired versions first, deleted ones next, growth, and what was to be spared last."""
-        for free_more in (self._settle, self._retire_deleted):
-            if free_more():
-                extents = self._space.take(wanted)
-                if extents is not None:
-                    return extents
+        """Retired versions first, growth, and what was to be spared last."""
+        if self._settle():
+            extents = self._space.take(wanted)
+            if extents is not None:
+                return extents
         while True:  # ends: who takes what is added here needs no turn, but has what it wanted then
             try:
                 self._grow(self._space.missing(wanted), contiguous=wanted.contiguous)
@@ -509,24 +483,6 @@ class PoolWriter(PoolReader):
         self._commit_again(copies=False)
         return True
 
-    def _retire_deleted(self) -> bool:
-        if self._reclaiming:  # its own records need room: they get it by growth
-            return False
-        gone = self.catalogue().ids().intersection(self.deleted())
-        if not gone:
-            return False
-        _log.info(
-            "%s: retiring versions %s, whose files were deleted, to free space",
-            self.medium.info.name,
-            sorted(gone),
-        )
-        self._reclaiming = True
-        try:
-            self.commit_together([Change(None, retire=gone)])  # not those that wait: they need room
-        finally:
-            self._reclaiming = False
-        return self._settle()
-
     def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
         """Have so many pages more: those that were given back first, then new ones at the end. What
         was added. Raises ``MediumError``."""
@@ -546,25 +502,17 @@ class PoolWriter(PoolReader):
         if self.max_bytes is not None:
             size = min(size, self.max_bytes - self.max_bytes % PAGE)
             if size < exact:
-                raise MediumError(
-                    errno.ENOSPC,
-                    self._full(pages, f"max_bytes is {self.max_bytes}") + self.advice(),
-                )
+                raise MediumError(errno.ENOSPC, self._full(pages, f"max_bytes is {self.max_bytes}"))
         self._grow_to(size, exact)
         return [*filled, Extent(before, self.medium.size - before)]
 
     def _grow_to(self, size: int, at_least: int) -> None:
         try:
-            try:
-                self.medium.grow(size)
-            except MediumError as error:
-                if error.errno not in OUT_OF_SPACE or size == at_least:
-                    raise
-                self.medium.grow(at_least)
+            self.medium.grow(size)
         except MediumError as error:
-            if error.errno not in OUT_OF_SPACE:
+            if error.errno not in OUT_OF_SPACE or size == at_least:
                 raise
-            raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
+            self.medium.grow(at_least)
 
     def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
         """Have space again where it was given back, for so many pages at most; where."""
@@ -595,7 +543,7 @@ class PoolWriter(PoolReader):
         """A draft on the newest root, room for its records, and for their copies if there is any.
         Raises ``RoomError``.
 
-        Making room may commit (retire deleted versions, settle): then the draft is made again,
+        Making room may commit (settle): then the draft is made again,
         or it would take the number of that commit, and bring back what it retired.
         """
         while True:  # ends: each turn but the last freed space that then stays free

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import xxhash
@@ -40,6 +41,17 @@ PIECE: Final = 16 << 20
 """Bytes that are read, or asked for, at once."""
 
 _ABREAST: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedFile:
+    """A file to upload. ``time_ns``: when it was changed last. ``read``: reads a range of it, and
+    returns fewer bytes only at its end. ``is_same``: whether it has not been written to since."""
+
+    size: int
+    time_ns: int
+    read: Callable[[int, int], bytes]
+    is_same: Callable[[], bool]
 
 
 class MirroredFiles:
@@ -75,30 +87,32 @@ class MirroredFiles:
         return self._mirror.claim(who, run, 0)
 
     def upload(
-        self, path: str, number: int, step: int, stop: Stop, *, term: int | None = None
+        self, path: str, file: UploadedFile, step: int, stop: Stop, *, term: int | None = None
     ) -> Filed:
-        """Upload the open file ``number`` as the one at ``path``; what ``count`` is to say of it.
-        term: in which it was saved, if not in this one.
+        """Upload ``file`` as the one at ``path``; what ``count`` is to say of it. term: in which it
+        was saved, if not in this one.
 
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file was written to meanwhile.
         """
         self._mirror.require()
-        before, hasher = os.fstat(number), xxhash.xxh3_128()
+        hasher = xxhash.xxh3_128()
         replaced = self.state.file(path)
         name = file_name(path, "" if replaced is None else replaced.name)
-        size = before.st_size
+        size = file.size
 
         def pieces() -> Iterator[bytes]:
             for start in range(0, size, PIECE):
                 stop.check()
-                data = _read(number, start, min(PIECE, size - start), path)
+                data = file.read(start, min(PIECE, size - start))
+                if len(data) < min(PIECE, size - start):
+                    raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
                 hasher.update(data)
                 yield data
                 stop.add(len(data))
 
         self._store.put_stream(self._prefix + name, pieces(), size)
-        if _changed(os.fstat(number)) != _changed(before):
+        if not file.is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         line = f"{hasher.hexdigest()}  {os.path.basename(name)}\n"
         self._store.put(self._prefix + name + DIGEST_SUFFIX, [line.encode()])
@@ -108,7 +122,7 @@ class MirroredFiles:
             digest=hasher.digest(),
             size=size,
             step=step,
-            time_ns=before.st_mtime_ns,
+            time_ns=file.time_ns,
             term=self.state.term if term is None else term,
         )
 
@@ -221,7 +235,7 @@ def _read(number: int, start: int, length: int, path: str) -> bytes:
             error.errno, f"{printable(path)}: cannot be read: {error.strerror}"
         ) from error
     if len(data) < length:
-        raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
+        raise StaleError(f"{printable(path)}: it became shorter while it was fetched")
     return data
 
 
@@ -232,7 +246,3 @@ def _write(number: int, data: memoryview, start: int, path: str) -> None:
         raise MediumError(
             error.errno, f"{printable(path)}: cannot be written: {error.strerror}"
         ) from error
-
-
-def _changed(status: os.stat_result) -> tuple[int, int]:
-    return status.st_size, status.st_mtime_ns

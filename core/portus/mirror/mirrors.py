@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final
 
 from portus.errors import UsageError
-from portus.index.groups import part_of
 from portus.mirror.address import StoreAddress, parse
 from portus.mirror.mirror import Mirror, models
-from portus.mirror.objects import LOG, first_parts_prefix, prefix_of
+from portus.mirror.objects import LOG, prefix_of
 from portus.mirror.opening import configured_key, open_store
 from portus.mirror.store import Store
 
@@ -47,15 +45,6 @@ class Mirrors:
         """True if there is one of that model. One request."""
         return next(self._store.list(prefix_of(model) + LOG), None) is not None
 
-    def has_parts(self, model: str) -> bool:
-        """True if there are mirrors of the parts of a sharded ``model``. One request, or, for a
-        name that is very long, those of ``models``."""
-        start = first_parts_prefix(model)
-        if start is None:
-            return any(part and part[0] == model for part in map(part_of, self.models()))
-        first = next(iter(self._store.list("", start)), None)
-        return first is not None and first.name.startswith(start)
-
     def close(self) -> None:
         """Let go of the store."""
         self._store.close()
@@ -83,9 +72,8 @@ class Meant:
 
 def meant(url: str, what: str = "mirror") -> Meant:
     """What ``<mirror>/<model>`` or ``<mirror>/<model>@<step>`` means; or ``<mirror>`` alone, with
-    or without ``@<step>``, where that has one model. The model may be one of which there are parts
-    alone. Asks the store: a list for each slash, from the last one on. Raises ``UsageError`` if it
-    means none, and what the store raises."""
+    or without ``@<step>``, where that has one model. Asks the store: a list for each slash, from
+    the last one on. Raises ``UsageError`` if it means none, and what the store raises."""
     said = _STEP.fullmatch(url)
     texts = [(url, None)] if said is None else [(said[1], int(said[2])), (url, None)]
     for text, step in texts:
@@ -102,25 +90,20 @@ def _with_model(address: StoreAddress) -> tuple[StoreAddress, str] | None:
         above = replace(address, prefix=root + "/".join(segments[:count]))
         model = "/".join(segments[count:])
         with Mirrors(above) as mirrors:
-            if mirrors.has(model) or mirrors.has_parts(model):
+            if mirrors.has(model):
                 return above, model
     return None
 
 
 def _of_one(address: StoreAddress) -> tuple[StoreAddress, str] | None:
     with Mirrors(address) as mirrors:
-        there = _runs(mirrors.models())
+        there = mirrors.models()
     return (address, there[0]) if len(there) == 1 else None
-
-
-def _runs(models: Sequence[str]) -> list[str]:
-    """``models``, with the name of the run for the parts of a sharded one."""
-    return list(dict.fromkeys(part[0] if (part := part_of(each)) else each for each in models))
 
 
 def _advice(address: StoreAddress) -> str:
     with Mirrors(address) as mirrors:
-        there = _runs(mirrors.models())
+        there = mirrors.models()
     if there:
         names = ", ".join(map(repr, there[:_SHOWN]))
         return f"say which model, {address}/MODEL; it has mirrors of {names}"
@@ -128,6 +111,6 @@ def _advice(address: StoreAddress) -> str:
     if not above.prefix:
         return "there is no mirror"
     with contextlib.suppress(UsageError), Mirrors(above) as mirrors:
-        there = _runs(mirrors.models())
+        there = mirrors.models()
     names = f"; {above} has mirrors of {', '.join(map(repr, there[:_SHOWN]))}" if there else ""
     return f"there is no mirror here, and no mirror of a model of that name{names}"

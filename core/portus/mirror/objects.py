@@ -33,7 +33,6 @@ from msgspec import Meta
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import DIGEST_SIZE, digest
 from portus.format.record import Field, Record
-from portus.index.groups import COUNT_MAX, part_model
 from portus.mirror.names import is_name
 from portus.spec import VersionInfo
 
@@ -341,13 +340,6 @@ def _file_name(path: str) -> str:
     if len(quoted) > _QUOTED_MAX:
         quoted = f"{quoted[:_QUOTED_MAX]}={digest(path.encode()).hex()}"
     return QUOTED + quoted
-
-
-def first_parts_prefix(model: str) -> str | None:
-    """How the prefixes of a sharded model's first parts begin: the number of ranks follows. None if
-    the names of its parts are so long that their prefixes do not say them."""
-    start = prefix_of(part_model(model, 0, 1)).removesuffix("1/")
-    return start if prefix_of(part_model(model, 0, COUNT_MAX)).startswith(start) else None
 
 
 def model_of(prefix: str) -> str | None:

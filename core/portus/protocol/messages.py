@@ -432,13 +432,6 @@ class Unpin(Message, frozen=True):
     version: Number
 
 
-@MESSAGES.client(15, "ROOM", {Phase.READY: Phase.ASKED}, handler="room")
-class Room(Message, frozen=True):
-    """Make sure that so many bytes can be saved."""
-
-    size: Number
-
-
 @MESSAGES.client(
     16, "RETIRE", {Phase.READY: Phase.ASKED}, handler="retire", body_size_max=8 * IDS_MAX + SMALL
 )

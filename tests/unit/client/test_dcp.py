@@ -33,7 +33,7 @@ from portus.client.fence.fence import Fence
 from portus.client.job.exchange import Heard
 from portus.client.job.settings import Settings
 from portus.client.leaving import materialize_shards
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.client.retention import Retention
 from portus.client.run import Run
 from portus.client.shards import grouped

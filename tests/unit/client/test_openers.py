@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.dcp import groups
 from portus.errors import PortusError
 from portus.spec import PAGE

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from portus.client.loading.view import PoolView
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.spec import PAGE
 from portus.testing.nursery import nursery
 from portus.transport import native

@@ -13,7 +13,7 @@ import xxhash
 
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.mirror.address import parse
-from portus.mirror.files import PIECE, MirroredFiles
+from portus.mirror.files import PIECE, MirroredFiles, UploadedFile
 from portus.mirror.log import SupersededError
 from portus.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
 from portus.mirror.opening import open_file_store
@@ -40,13 +40,21 @@ def files(store: FileStore) -> MirroredFiles:
 
 
 def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | None = None) -> int:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        filed = files.upload(name or path.name, number, 7, stop or Stop())
-        files.count([filed])
-        return filed.size
-    finally:
-        os.close(number)
+    status = path.stat()
+
+    def read(offset: int, length: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def is_same() -> bool:
+        now = path.stat()
+        return (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+    source = UploadedFile(status.st_size, status.st_mtime_ns, read, is_same)
+    filed = files.upload(name or path.name, source, 7, stop or Stop())
+    files.count([filed])
+    return filed.size
 
 
 def fetched(files: MirroredFiles, name: str, into: Path) -> bytes:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from portus.client.files.pending import PENDING
-from portus.client.job.exchange import Failure, News, Word
+from portus.client.job.exchange import ID_SIZE, Word
 from portus.client.job.settings import Settings
 from portus.client.paths.saver import Laid
 from portus.client.paths.training_files import TrainingFiles
@@ -48,7 +48,6 @@ from portus.client.state.literal import LiteralContents
 from portus.directory.claim import SeriesClaim
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME, metadata_image
-from portus.index.groups import ID_SIZE
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.pipeline.handle import SaveHandle
 
@@ -180,7 +179,7 @@ class DirectoryWriter(StorageWriter):
         state, planner = values_of(state), DefaultSavePlanner()
         before, self._planned = self._planned, None
         # Always, for nobody knows whether the others have a planning of before.
-        word = Word(named=self._directory, id=self._next_id(), news=self._news())
+        word = Word(named=self._directory, id=self._next_id(), failed=self._failed())
         planned = None if before is None else before.planned
         found, said = agreed(planned, state, planner, partial(self._taken, before), word, ranks)
         self._hear(_failures(said))
@@ -433,21 +432,6 @@ class DirectoryWriter(StorageWriter):
     def _next_id(self) -> bytes:
         return self._next().to_bytes(ID_SIZE, "big")
 
-    def _news(self) -> News:
-        """How the saves before this one ended on this rank."""
-        failures = tuple(
-            Failure(
-                group=save.to_bytes(ID_SIZE, "big"),
-                step=0,
-                text=why,
-                errno=None,
-                given_up=False,
-                is_known=False,
-            )
-            for save, why in self._failed().items()
-        )
-        return News(committed=None, groups=(), failures=failures, raises=False)
-
     # Between saves.
 
     def _opened(self, *, is_first: bool | None = None) -> TrainingFiles:
@@ -573,12 +557,12 @@ class DirectoryWriter(StorageWriter):
         return before[max(0, self._keep - 1) :]
 
 
-def _failures(said: Sequence[News]) -> dict[int, str]:
+def _failures(said: Sequence[Mapping[int, str]]) -> dict[int, str]:
     """The saves that failed on some rank, and why."""
     failed: dict[int, str] = {}
-    for rank, news in enumerate(said):
-        for each in news.failures:
-            failed.setdefault(int.from_bytes(each.group, "big"), f"rank {rank}: {each.text}")
+    for rank, one in enumerate(said):
+        for save, why in one.items():
+            failed.setdefault(save, f"rank {rank}: {why}")
     return failed
 
 

@@ -1,10 +1,8 @@
-"""Snapshots: what the pipeline copies of a state, as it was at the call of save."""
+"""What of a state is copied at once, and what late."""
 
 from __future__ import annotations
 
 import enum
-import functools
-import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +11,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from portus.client.fence.clock import Saving
-from portus.client.fence.device import CopyChoice, WhereItFits, feeds_of
-from portus.client.fence.placing import Placing
 from portus.client.fence.writers import classify, with_kin
-from portus.client.state.state import FlatState, Flattener
-from portus.index.records import encode_layout
 from portus.media import written
-from portus.pipeline.plan import Column, Feed, Flags, Snapshot
-from portus.spec import TensorSpec
+from portus.pipeline.plan import Column, Feed, Flags
 
 
 class SnapshotMode(str, enum.Enum):
@@ -100,110 +92,3 @@ def copy_order(
         guarded=frozenset(pointers[guarded].tolist()) - {0},
         exposed=np.flatnonzero(exposed),
     )
-
-
-class Snapshots:
-    """Makes snapshots of one model's states; fast for a state that looks like the last one. What
-    is kept of that is for one thread at a time: others wait."""
-
-    def __init__(self, model: str, mode: SnapshotMode) -> None:
-        self.suspects: Final = Suspects()
-        self._turn: Final = threading.Lock()
-        self._model: Final = model
-        self._mode: Final = mode
-        self._flattener: Final = Flattener()
-        self._tensors: tuple[TensorSpec, ...] | None = None
-        self._layout = b""
-        self._has_devices = False
-        self._placing: Placing | None = None
-        self._steady: Flags | None = None
-
-    def flatten(self, state: object) -> FlatState:
-        """Take a state apart. Raises ``UsageError`` naming what cannot be saved."""
-        with self._turn:
-            return self._flattener.flatten(state)
-
-    def take(
-        self,
-        flat: FlatState,
-        step: int,
-        *,
-        synchronous: bool,
-        unchanged: bool,
-        token: bytes | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> Snapshot:
-        """A snapshot. ``unchanged``: nothing is known to have been written since the last one."""
-        synchronous = synchronous or self._mode is SnapshotMode.SYNC
-        with self._turn:
-            layout, has_devices = self._layout_of(flat.tensors)
-        choice = None if synchronous else self._choice()
-        feeds, copies = feeds_of(flat.storages, choice) if has_devices else ({}, set())
-        owned = flat.owned | copies
-        suspects = None if synchronous else self.suspects.turn()
-        order = copy_order(flat.storages, owned, feeds, suspects)
-        return Snapshot(
-            model=self._model,
-            step=step,
-            token=token or os.urandom(16),
-            tree=flat.tree,
-            layout=layout,
-            address=order.address,
-            length=order.length,
-            late=order.late,
-            steady=self._hint(order.late, unchanged),
-            guarded=order.guarded,
-            feeds=feeds,
-            changes=functools.partial(_changes, flat),
-            alive=(flat.storages, feeds),
-            owners=flat.storages,
-            exposed=order.exposed,
-            metrics=metrics or {},
-        )
-
-    def begins(self, save: Saving) -> None:
-        """A save of what ``take`` gave last begins."""
-        if self._placing is not None:
-            self._placing.begins(save)
-
-    def _choice(self) -> CopyChoice | None:
-        """Where memory of devices is copied first, if there is any."""
-        if self._mode is SnapshotMode.DEVICE:
-            return WhereItFits()
-        if self._has_devices and self._placing is None:
-            self._placing = Placing()
-        return self._placing
-
-    def learn(self, steady: Flags) -> None:
-        """What the last save found: which storages equalled those of the version before."""
-        self._steady = steady
-
-    def _layout_of(self, tensors: tuple[TensorSpec, ...]) -> tuple[bytes, bool]:
-        """The layout, and whether any of it is on a device."""
-        if tensors is not self._tensors:
-            self._tensors, self._layout = tensors, encode_layout(tensors)
-            self._has_devices = any(spec.device not in ("cpu", "meta") for spec in tensors)
-            self._steady = None
-        return self._layout, self._has_devices
-
-    def _hint(self, late: Flags, unchanged: bool) -> Flags:
-        """Return which storages to hash before anything is copied: those that were the same last
-        time; at first, those that nobody trains. ``unchanged``: also those that are copied late."""
-        known = self._steady is not None and len(self._steady) == len(late)
-        hint = self._steady if known and self._steady is not None else ~late
-        return hint | late if unchanged else hint
-
-
-def _changes(flat: FlatState) -> Column:
-    """Return how often torch saw the tensors over each storage being written."""
-    counts = np.zeros(len(flat.storages), np.int64)
-    for spec, tensor in zip(flat.tensors, flat.live, strict=True):
-        if spec.storage >= 0 and not tensor.is_inference():
-            counts[spec.storage] += tensor._version
-    return counts
-
-
-def name_of(tensors: Sequence[TensorSpec], index: int) -> str:
-    """The key paths of the tensors over a storage, for messages."""
-    names = [spec.name for spec in tensors if spec.storage == index]
-    return " = ".join(names[:3]) or f"storage {index}"

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -27,7 +27,6 @@ from portus.index.catalogue import Catalogue, newest_catalogue
 from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord, decode_version, digest_of
 from portus.index.roots import Superblock, read_superblock
-from portus.media.file import OUT_OF_SPACE
 from portus.mirror.leading import REPLICA
 from portus.mirror.objects import LOG, prefix_of
 from portus.pipeline.draft import Labels
@@ -42,7 +41,7 @@ from portus.protocol.messages import (
     packed_handles,
 )
 from portus.protocol.vocabulary import Phase
-from portus.spec import Extent, VersionInfo
+from portus.spec import VersionInfo
 from portus.transport.base import Crcs, Digests, Sources, Stop, cut, owners, ranges
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
@@ -98,10 +97,6 @@ class HostPool(PoolReader):
             durable=durable,
         )
         self.durable: Final = durable
-        self.deleted: Callable[[], Collection[int]] = tuple
-        """Asked for versions whose reference files are gone, when space is short."""
-        self.advice: Callable[[], str] = str
-        """Asked for what else can be done then."""
         self._untold = ""
         self._known: tuple[bytes, Catalogue | None] = b"", None
         self._newest: tuple[bytes, int] = b"", 0
@@ -163,34 +158,6 @@ class HostPool(PoolReader):
                 "reported %d. It lacks the versions saved since; was it replaced by a backup?",
                 *(where, commit, before[1]),
             )
-
-    def ensure(self, free: int) -> list[Extent]:
-        """Have the host make room; what was added is its own affair."""
-        self.links.ask(said.Status())  # one that hangs is not waited for as one that works
-        with self.advised():
-            try:
-                self.links.ask(said.Room(free), ROOM_S)
-            except MediumError:
-                gone = self.catalogue().ids().intersection(self.deleted())
-                if not gone:
-                    raise
-                self.retire(gone)
-                self.links.ask(said.Room(free), ROOM_S)
-        return []
-
-    @contextlib.contextmanager
-    def advised(self) -> Iterator[None]:
-        """Where the host says that there is no space, add what can be done."""
-        try:
-            yield
-        except MediumError as error:
-            if error.errno not in OUT_OF_SPACE:
-                raise
-            self.deleted()  # looks at the files: the advice is about those that are there now
-            raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
-
-    def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
-        """The host did when it made room."""
 
     def retire(self, versions: Collection[int]) -> None:
         """Let go of versions, by id; those that are not there are ignored."""
@@ -367,8 +334,7 @@ class HostDraft:
                 confirm = msgspec.structs.replace(confirm, layout=labels.layout, tree=labels.tree)
         else:
             if not isinstance(answer, said.Committed):
-                with self._pool.advised():
-                    raise raised(answer)
+                raise raised(answer)
             record = decode_version(memoryview(answer.record))
             info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
             record = replace(record, info=info)
@@ -431,7 +397,7 @@ class HostDraft:
         links = self._pool.links
         link, reached = links.borrow(), None
         try:
-            with link.under(stop), self._pool.advised():
+            with link.under(stop):
                 reached = _reach(links, link, snapshot)
                 self._register(link, reached)
                 self._ask(link, self._begin, links.answer_s)
@@ -469,7 +435,7 @@ class HostDraft:
         link = self._ready(stop)
         size = int(self._lengths[indices].sum())
         try:
-            with link.under(stop), self._pool.advised():
+            with link.under(stop):
                 digests, answer = self._pulled(link, indices, send, stop, parts)
                 wrong = self._wrong(answer, digests)
                 if wrong is not None and isinstance(parts, _FedParts):

@@ -11,7 +11,6 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final, Literal, TypedDict
 
-from portus.client.loading.stock import say_once
 from portus.errors import UsageError
 from portus.index.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
 from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, StoreKind, parse
@@ -116,16 +115,6 @@ def mirror_of(settings: Settings) -> StoreAddress | None:
     return parse(text, "mirror" if said is not None else f"${MIRROR_VARIABLE}")
 
 
-def say_unmirrored(model: str, why: str) -> None:
-    """Warn, once in this process, that ``$PORTUS_MIRROR`` does nothing for this run."""
-    say_once(
-        _log,
-        f"portus: ${MIRROR_VARIABLE} is set, and model {model!r} is NOT mirrored: {why}. Use "
-        "portus export to copy what must survive the loss of that place; set mirror='none' to "
-        "accept this",
-    )
-
-
 class SettingsDict(TypedDict, total=False):
     """``Settings`` as keyword arguments, for type checkers, which do not accept a dataclass there;
     a test compares the two."""
@@ -140,9 +129,3 @@ class SettingsDict(TypedDict, total=False):
     mirror: MirrorAddress | None
     mirror_wait: Seconds
     durable: Literal[1, 2]
-
-
-def as_arguments(settings: Settings) -> SettingsDict:
-    """The keyword arguments that make equal ``Settings``; also for a derived class."""
-    made = asdict(settings)
-    return {name: made[name] for name in SettingsDict.__annotations__}  # type: ignore[return-value]

@@ -136,5 +136,4 @@ def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = 
 
     for result in use_reference(where, use):
         return result
-    with opened(where, as_torch=as_torch) as file:
-        return act(file)
+    raise UsageError(f"{printable(where)} leads to a version that has no files")

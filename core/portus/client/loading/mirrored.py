@@ -8,12 +8,10 @@ from portus.client.loading import restore
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.view import again
 from portus.errors import CorruptionError, UsageError
-from portus.index.groups import part_of
 from portus.mirror.address import EXPECTED, is_store
 from portus.mirror.fetching import place_of
 from portus.mirror.mirror import Mirror
-from portus.mirror.mirrors import Meant, Mirrors, meant
-from portus.mirror.objects import Added
+from portus.mirror.mirrors import Mirrors, meant
 
 _SHOWN: Final = 20
 """Steps that an error lists."""
@@ -31,19 +29,19 @@ def load(url: str, names: Patterns = None) -> object:
     names: shell patterns of key paths (``"model.*"``): read only that part of the state.
 
     If the newest version does not verify, it returns the newest one that does, and logs an error.
-    Raises ``UsageError`` if there is no such version, if nothing in it matches a pattern, for a
-    sharded run, naming what loads that, and for wrong credentials or a wrong key;
+    Raises ``UsageError`` if there is no such version, if nothing in it matches a pattern, and for
+    wrong credentials or a wrong key;
     ``CorruptionError`` if no version verifies; ``TransportError`` if the store does not answer.
     """
     if not isinstance(url, str) or not is_store(url):
         raise UsageError(
             f"portus.load {url!r:.200}: {EXPECTED}, and the model behind it. portus.open reads a "
-            f"pool, and portus.load_reference a reference file"
+            "pool"
         )
     found = meant(url, "portus.load")
     with Mirrors(found.address) as mirrors:
         if not mirrors.has(found.model):
-            raise UsageError(_advice(mirrors, found))
+            raise UsageError(f"{mirrors.address}: there is no model {found.model!r}")
         mirror = mirrors.of(found.model)
         return again(lambda: _load(mirror, found.step, names))
 
@@ -65,28 +63,3 @@ def _load(mirror: Mirror, step: int | None, names: Patterns) -> object:
             failure = failure or error
     assert failure is not None
     raise failure
-
-
-def _advice(mirrors: Mirrors, found: Meant) -> str:
-    """What to call for a sharded run, whose state is in pieces. Reads the logs of first ranks."""
-    saves: list[tuple[Added, int]] = []
-    for model in mirrors.models():
-        name, rank, count = part_of(model) or ("", 0, 0)
-        if (name, rank) == (found.model, 0):
-            saves += [(each, count) for each in mirrors.of(model).read().versions]
-    saves = sorted(saves, key=lambda pair: pair[0].time_ns)
-    wanted = [pair for pair in saves if found.step in (None, pair[0].step)]
-    if not wanted:
-        steps = [added.step for added, _ in saves[-_SHOWN:]]
-        has = f"has no step {found.step}, but {steps}" if saves else "has nothing to load"
-        return f"{mirrors.address}: sharded model {found.model!r} {has}"
-    (newest, count), step = wanted[-1], f"@{found.step}" if found.step is not None else ""
-    asked = f", step={found.step}" if found.step is not None else ""
-    return (
-        f"{mirrors.address}: model {found.model!r} is sharded, its newest save here is step "
-        f"{newest.step} of {count} ranks, and portus.load returns whole states. Make a whole file "
-        f"of it: portus export {mirrors.address}/{found.model}{step} OUT.safetensors. Or serve it "
-        "by a storage host with this mirror, and load it into your own state, with any number of "
-        f"ranks: portus.dcp.load(state, portus.dcp.GroupReader('portus://HOST', {found.model!r}"
-        f"{asked}))"
-    )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
-from portus.client.loading.checkpoint_file import outlined, read_note
+from portus.client.loading.checkpoint_file import use_file
+from portus.client.loading.open_file import OpenFile, reads
+from portus.client.loading.recognized import note_of, outlined_in
+from portus.errors import printable
 from portus.image.key_paths import storage_places
 from portus.image.safetensors import DTYPES
 from portus.image.safetensors_reader import SafetensorsFile
@@ -43,10 +48,17 @@ class FileOutline:
 
 
 def outline_of(path: str | os.PathLike[str]) -> FileOutline:
-    """Return what is in the file at ``path``. Runs no code that it names: of classes that
-    ``weights_only`` refuses, only the names and storages of tensors are told. Raises
-    ``CorruptionError``, ``MediumError``."""
-    found = outlined(path)
+    """Return what is in the file at ``path``, or in the one that a pointer there leads to; see
+    ``outline_in``. Raises as that, and ``UsageError`` for a pointer that leads nowhere."""
+    where = os.fspath(path)
+    return use_file(where, lambda file: outline_in(file, where), as_torch=False)
+
+
+def outline_in(file: OpenFile, where: str) -> FileOutline:
+    """Return what is in an open file of torch or safetensors; ``where``: what errors call it. Runs
+    no code that it names: of classes that ``weights_only`` refuses, only the names and storages of
+    tensors are told. Raises ``CorruptionError``, ``MediumError``."""
+    found = outlined_in(reads(file), file.size, printable(where))
     if isinstance(found, SafetensorsFile):
         return FileOutline(
             has_digests=found.digests is not None,
@@ -58,9 +70,9 @@ def outline_of(path: str | os.PathLike[str]) -> FileOutline:
             others=tuple((key, _text(value)) for key, value in found.metadata.items()),
         )
     assert isinstance(found, TorchFile)
-    note = read_note(path)
+    note = note_of(file, where)
     try:
-        state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+        state = torch.load(_Hollow(file, found), map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
         lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
         places = [each for each in storage_places(found.pickle) if each.storage in lengths]
@@ -83,6 +95,37 @@ def outline_of(path: str | os.PathLike[str]) -> FileOutline:
             (name, _text(value)) for name, value in leaves if not isinstance(value, torch.Tensor)
         ),
     )
+
+
+class _Hollow(io.RawIOBase):
+    """A file object without the bytes of storages: memory for them is left as it is."""
+
+    def __init__(self, file: OpenFile, found: TorchFile) -> None:
+        self._file: Final = file
+        order = np.argsort(found.offset, kind="stable")
+        self._starts: Final = found.offset[order]
+        self._ends: Final = self._starts + found.length[order]
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")[: max(0, self._file.size - self._position)]
+        end = self._position + len(view)
+        last = int(np.searchsorted(self._starts, self._position, "right")) - 1
+        if view and (last < 0 or end > self._ends[last]):
+            self._file.load(self._position, view)
+        self._position = end
+        return len(view)
 
 
 def leaves_of(state: object) -> list[tuple[str, Any]]:

@@ -2,8 +2,7 @@
 
 A load fills fresh memory, hashes what arrived there and compares; nothing unverified is handed
 out. ``restore_into`` first verifies the pool's bytes, then copies them over the caller's tensors,
-hashing again: if no version verifies, the tensors are untouched. Loads of shards check first, by
-``check_where``.
+hashing again: if no version verifies, the tensors are untouched.
 """
 
 from __future__ import annotations
@@ -111,11 +110,9 @@ class _Opened:
 def newest_first(
     found: Iterable[tuple[PoolReader, VersionEntry]],
     use: Callable[[PoolReader, VersionEntry], Result],
-    elsewhere: Callable[[VersionEntry, CorruptionError], Result] | None = None,
 ) -> Result:
     """``use`` of the newest version that verifies; older ones only with an error in the log (V4).
-    found: some versions at least, newest last, each with its pool. elsewhere: gives what ``use``
-    does of another copy of a version that is damaged here, or raises ``CorruptionError``.
+    found: some versions at least, newest last, each with its pool.
 
     Raises ``CorruptionError`` if none verifies, ``StaleError`` if all are gone meanwhile (ask
     again).
@@ -126,25 +123,11 @@ def newest_first(
             info = entry.info
             say_fallen_back(pool.medium.info.name, failure, info.step, info.commit)
         try:
-            return _sound(pool, entry, use, elsewhere)
+            return use(pool, entry)
         except (CorruptionError, StaleError) as error:
             failure = failure if isinstance(failure, CorruptionError) else error
     assert failure is not None, "there was no version to load"
     raise failure
-
-
-def _sound(
-    pool: PoolReader,
-    entry: VersionEntry,
-    use: Callable[[PoolReader, VersionEntry], Result],
-    elsewhere: Callable[[VersionEntry, CorruptionError], Result] | None,
-) -> Result:
-    try:
-        return use(pool, entry)
-    except CorruptionError as error:
-        if elsewhere is None:
-            raise
-        return elsewhere(entry, error)
 
 
 def say_fallen_back(name: str, failure: Exception, step: int, commit: int) -> None:
@@ -243,17 +226,6 @@ def outlined(
         yield Outline(state, places, opened.record, opened.tensors, opened.logged)
 
 
-def load_on_meta(pool: PoolReader, entry: VersionEntry, part: str | None = None) -> object:
-    """Return what ``load_part`` does, but with tensors on the device "meta", whose bytes are not
-    read, and with stand-ins for objects of codecs."""
-    with files_opened(pool, entry, part) as files:
-        if files:
-            found = _loaded(files, entry.info, None, verify=True, map_location="meta")
-            return found if len(files) > 1 else next(iter(found.values()))
-    with outlined(pool, entry, part, device="meta") as outline:
-        return outline.state
-
-
 def load_where(
     pool: PoolReader,
     entry: VersionEntry,
@@ -264,21 +236,6 @@ def load_where(
     """The part of a version at the key paths to ``keep``. stand_ins: in the place of objects of
     codecs. Raises as ``load``."""
     return _load(pool, entry, keep, True, stand_ins=stand_ins)
-
-
-def check_where(
-    pool: PoolReader, entry: VersionEntry, keep: Callable[[str], bool], kept_max: int = 0
-) -> object | None:
-    """Read and check the bytes that ``load_where`` would hand out, and that there are codecs for
-    its objects; hand them out if they are ``kept_max`` at most, else None. Raises as ``load``."""
-    with pool.pinned(entry.info.id) as current:
-        opened = _open(pool, current, True)
-        check_codecs(opened.tree, keep)
-        wanted = _storages_of(opened, keep)
-        if int(opened.record.storages["length"][wanted].sum()) <= kept_max:
-            return _assembled(opened, fetched(opened, wanted), keep, stand_ins=False)
-        opened.check(wanted)
-        return None
 
 
 def load_part(

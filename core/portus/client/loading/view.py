@@ -9,20 +9,19 @@ from typing import Final, NamedTuple, TypeVar
 
 from portus.client.fence.fence import before_write
 from portus.client.files.home import open_place
-from portus.client.loading import fallback, restore
+from portus.client.loading import restore
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
-from portus.errors import CorruptionError, StaleError, TransportError, UsageError
+from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
-from portus.index.directory import open_superseded, pools_at, superseded
+from portus.index.directory import pools_at
 from portus.index.messages import read_holder
 from portus.index.place import Place, PlaceName
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.media.base import MediumKind
-from portus.mirror.address import StoreAddress
 from portus.spec import VersionInfo, checked_step
 
 _TRIES: Final = 5
@@ -109,33 +108,9 @@ class PoolFile:
         """True while somebody has the pool open for saving."""
         return self.reader.locks.has_writer()
 
-    def load_version(self, token: bytes, part: str | None = None) -> object:
-        """The verified state of a version, or the value of its key ``part``; ``StaleError`` if
-        the pool does not hold it."""
-        return self.use_version(token, lambda pool, entry: restore.load_part(pool, entry, part))
-
-    def use_version(
-        self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
-    ) -> Result:
-        """What ``use`` gives for a version; ``StaleError`` if the pool does not hold it."""
-        return use(self.reader, of_token(self.reader.catalogue(), token))
-
     def close(self) -> None:
         """Let go of the pool. Loaded states stay."""
         self.reader.close()
-
-
-def open_pool(pool: Place) -> PoolFile:
-    """Open one pool for reading."""
-    return PoolFile(pool)
-
-
-def _opened(places: Sequence[Place]) -> Iterator[PoolFile]:
-    old = superseded(place.path for place in places if not place.is_host)
-    for place in places:
-        reader = open_superseded(place.path) if place.path in old else open_place(place)
-        if reader is not None:
-            yield PoolFile(place, reader)
 
 
 class PoolView:
@@ -143,12 +118,11 @@ class PoolView:
 
     def __init__(self, pool: PlaceName | None = None) -> None:
         """pool: a pool file, a pool directory, or the addresses of storage hosts; None: the
-        default one. Raises ``UsageError`` if there is none, and what opening raises. A pool file
-        that cannot be read is passed over, with an error in the log, if it has a successor."""
+        default one. Raises ``UsageError`` if there is none, and what opening raises."""
         with contextlib.ExitStack() as stack:
             self._files: Final = [
                 stack.enter_context(contextlib.closing(each))
-                for each in _opened(pools_at(Place.named(pool)))
+                for each in map(PoolFile, pools_at(Place.named(pool)))
             ]
             self._stack: Final = stack.pop_all()
 
@@ -251,14 +225,13 @@ def load_from(
     names: Patterns,
     *,
     verify: bool = True,
-    mirrors: Sequence[StoreAddress] = (),
 ) -> object:
     """Load from some pools, the newest of them last; the newest version that verifies."""
 
     def use(pool: PoolReader, entry: VersionEntry) -> object:
         return restore.load(pool, entry, names, verify=verify)
 
-    return _used(pools, model, step, use, mirrors)
+    return restore.newest_first(chosen(pools, model, step), use)
 
 
 def restore_from(
@@ -271,7 +244,6 @@ def restore_from(
     names: Patterns,
     rename: Rename,
     verify: bool = True,
-    mirrors: Sequence[StoreAddress] = (),
 ) -> Restored:
     """Restore from some pools, the newest of them last; the newest version that verifies."""
 
@@ -280,26 +252,4 @@ def restore_from(
             pool, entry, state, strict=strict, names=names, rename=rename, verify=verify
         )
 
-    return _used(pools, model, step, use, mirrors)
-
-
-def _used(
-    pools: Sequence[PoolReader],
-    model: str,
-    step: int | None,
-    use: Callable[[PoolReader, VersionEntry], Result],
-    mirrors: Sequence[StoreAddress],
-) -> Result:
-    if not mirrors:
-        return restore.newest_first(chosen(pools, model, step), use)
-    try:
-        found = chosen(pools, model, step)
-    except UsageError as error:
-        if step is None:
-            raise
-        return fallback.of_step(mirrors, model, step, use, error)
-
-    def elsewhere(entry: VersionEntry, why: CorruptionError) -> Result:
-        return fallback.of_token(mirrors, model, entry.info.token, use, why)
-
-    return restore.newest_first(found, use, elsewhere)
+    return restore.newest_first(chosen(pools, model, step), use)

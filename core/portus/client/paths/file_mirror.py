@@ -20,12 +20,14 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from portus.client.files.pending import PENDING
-from portus.client.loading.checkpoint_file import has_digests
+from portus.client.loading.checkpoint_file import has_digests, use_file
+from portus.client.loading.open_file import OpenFile, reads
 from portus.client.paths.draft import make_directory, new_publisher
 from portus.directory.folder import FOLDER
 from portus.directory.links import replace_link
@@ -34,16 +36,17 @@ from portus.errors import (
     CorruptionError,
     MediumError,
     PortusError,
+    StaleError,
     TransportError,
     UsageError,
     printable,
 )
+from portus.format.reference import SIZE_MAX
 from portus.index.journals import LINES, lines_path
 from portus.media.local import LocalFiles
-from portus.media.process import Descriptor
 from portus.mirror.address import StoreAddress
 from portus.mirror.behind import READ_ALONE, Behind, ElsewhereError, who
-from portus.mirror.files import MirroredFiles
+from portus.mirror.files import MirroredFiles, UploadedFile
 from portus.mirror.objects import Filed, State
 from portus.mirror.opening import check_writable, open_file_store
 from portus.mirror.store import UnwritableError
@@ -314,15 +317,14 @@ class DirectoryMirror(Behind):
                 continue
             path = self._path_of(file.path)
             try:
-                with contextlib.closing(Descriptor(path, os.O_RDONLY)) as opened:
-                    if _identity(os.fstat(opened.number)) != file.identity:
-                        return None
-                    with self._uploading() as stop:
-                        filed.append(
-                            self._mirror.upload(
-                                file.path, opened.number, found.step, stop, term=found.term
-                            )
-                        )
+                sent = use_file(path, partial(self._uploaded_from, found, file))
+                if sent is None:
+                    return None
+                filed.append(sent)
+            except (UsageError, StaleError) as error:  # what a pointer led to was removed
+                self._is_behind = True
+                _log.warning("portus: %s is not mirrored: %s", printable(path), error)
+                return None
             except OSError as error:
                 if isinstance(error, PortusError):
                     raise
@@ -333,6 +335,20 @@ class DirectoryMirror(Behind):
                     )
                 return None
         return filed
+
+    def _uploaded_from(self, found: _Committed, file: _File, opened: OpenFile) -> Filed | None:
+        """Upload a file that is open; None if it is another one now."""
+        path = self._path_of(file.path)
+
+        def is_same() -> bool:
+            status = os.stat(path) if opened.number is None else os.fstat(opened.number)
+            return _identity(status) == file.identity
+
+        if not is_same():
+            return None
+        source = UploadedFile(opened.size, file.time_ns, reads(opened), is_same)
+        with self._uploading() as stop:
+            return self._mirror.upload(file.path, source, found.step, stop, term=found.term)
 
     def _there_in(self, name: str) -> list[str]:
         """The paths that the store has of the checkpoint ``name``: itself, or those below it."""
@@ -424,8 +440,9 @@ class DirectoryMirror(Behind):
         )
 
     def _has(self, said: Filed) -> bool:
+        path = self._path_of(said.path)
         with contextlib.suppress(OSError):
-            return os.stat(os.path.join(self._directory, said.path)).st_size == said.size
+            return _size_of(path, os.stat(path)) == said.size
         return False
 
     def _missing(self, state: State) -> list[Filed]:
@@ -561,7 +578,7 @@ class DirectoryMirror(Behind):
             with contextlib.suppress(OSError):  # it was removed again
                 status = os.stat(whole, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    size, time_ns = status.st_size, status.st_mtime_ns
+                    size, time_ns = _size_of(whole, status), status.st_mtime_ns
                     files.append(_File(said, _identity(status), time_ns, size))
         return _Committed(name, step, tuple(files), is_directory) if files else None
 
@@ -605,6 +622,14 @@ def _read_note(path: str) -> _Note:
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _size_of(path: str, status: os.stat_result) -> int:
+    """The size of a file; of a pointer, that of what it leads to."""
+    if status.st_size <= SIZE_MAX:
+        with contextlib.suppress(PortusError, OSError):
+            return use_file(path, lambda file: file.size)
+    return status.st_size
 
 
 def _is_in(path: str, above: str) -> bool:

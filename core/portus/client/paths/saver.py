@@ -21,12 +21,15 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from portus.client.fence.device import feeds_of
-from portus.client.fence.fence import Fence
-from portus.client.fence.snapshot import Suspects, copy_order
+from portus.client.fence import clock
+from portus.client.fence.device import CopyChoice, WhereItFits, feeds_of
+from portus.client.fence.fence import Fence, steps_seen
+from portus.client.fence.placing import Placing
+from portus.client.fence.snapshot import SnapshotMode, Suspects, copy_order
 from portus.client.fence.writers import pointer
 from portus.client.files import order
 from portus.client.files.pending import PENDING, Ticket
+from portus.client.job import preemption
 from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
@@ -52,6 +55,7 @@ from portus.format.reference import Reference, encode
 from portus.image.image import Image, bytes_image
 from portus.image.packed import FileTable, PackedFile
 from portus.media import calls
+from portus.media.base import MediumKind
 from portus.media.file import OUT_OF_SPACE
 from portus.media.process import Descriptor
 from portus.pipeline.audit import Auditor
@@ -77,6 +81,8 @@ _STEP: Final = 0
 """A file has a name, and no step."""
 
 _NEWS_S: Final = 10.0
+
+_FILE: Final = MediumKind.FILE_PLAIN.value
 
 _log: Final = logging.getLogger("portus")
 
@@ -238,7 +244,9 @@ class FileSaver:
         self._suspects: Final = Suspects()
         self._auditor: Final = Auditor(settings.guard)
         self._reports: Final = Reports(settings.on_error)
-        self._is_synchronous: Final = settings.snapshot == "sync"
+        self._mode: Final = SnapshotMode(settings.snapshot)
+        self._placing: Placing | None = None
+        self._steps_at_last = -1
         self.make_room: Callable[[], bool] = lambda: False
         """Asked where the disk is full: True if space was given back, by removals."""
 
@@ -495,6 +503,9 @@ class FileSaver:
             ),
         )
         save = Save(snapshot, draft, partial(_before, pool, len(new)), policy)
+        clock.begins(save, _FILE if pool is None else pool.kind)
+        if self._placing is not None:
+            self._placing.begins(save)
         tickets = [PENDING.add(each.real, save.join) for each in new if each.real]
         job = FileJob(save, tickets, partial(self._after, then=extra.then))
         if extra.begun is not None:
@@ -511,8 +522,9 @@ class FileSaver:
 
     def _snapshot(self, name: str, joined: JoinedStorages, extra: Extra) -> Snapshot:
         storages = joined.storages
-        feeds, copies = feeds_of(storages, None) if joined.has_devices else ({}, set())
-        suspects = None if self._is_synchronous else self._suspects.turn()
+        feeds, copies = feeds_of(storages, self._choice()) if joined.has_devices else ({}, set())
+        is_synchronous = self._mode is SnapshotMode.SYNC
+        suspects = None if is_synchronous else self._suspects.turn()
         fenced = frozenset(map(pointer, extra.fenced)) - {0}
         planned = copy_order(storages, copies | joined.owned, feeds, suspects, fenced)
         return Snapshot(
@@ -524,7 +536,7 @@ class FileSaver:
             address=planned.address,
             length=planned.length,
             late=planned.late,
-            steady=self._steady(len(storages)),
+            steady=self._steady(planned.late),
             guarded=planned.guarded,
             feeds=feeds,
             changes=joined.changes,
@@ -534,9 +546,22 @@ class FileSaver:
             metrics=extra.metrics,
         )
 
-    def _steady(self, count: int) -> Flags:
-        """Which of ``count`` storages probably have not changed: files share nothing."""
-        return np.zeros(count, np.bool_) if self._pool is None else self._pool.steady(count)
+    def _steady(self, late: Flags) -> Flags:
+        """Which storages probably have not changed: files share nothing."""
+        before, self._steps_at_last = self._steps_at_last, steps_seen()
+        if self._pool is None:
+            return np.zeros(len(late), np.bool_)
+        return self._pool.steady(late, unchanged=before == self._steps_at_last)
+
+    def _choice(self) -> CopyChoice | None:
+        """Where memory of devices is copied first; None: nowhere."""
+        if self._mode is SnapshotMode.SYNC:
+            return None
+        if self._mode is SnapshotMode.DEVICE:
+            return WhereItFits()
+        if self._placing is None:
+            self._placing = Placing()
+        return self._placing
 
     @staticmethod
     def _pointer(pool: TrainingPool, new: NewFile, snapshot: Snapshot) -> Image:
@@ -547,6 +572,7 @@ class FileSaver:
     def _after(self, save: Save, then: Callable[[Save], None] | None) -> None:
         if save.error is None:
             self._reports.committed()
+            preemption.committed(save.result(0))
             self._auditor.use_huge_pages(lambda: not self._queue.has_more())
         else:
             self._reports.failed(save)

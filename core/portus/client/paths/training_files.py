@@ -333,6 +333,8 @@ class TrainingFiles:
             )
 
     def __del__(self) -> None:
+        if getattr(self, "_saver", None) is None:  # or it was never made
+            return
         try:
             self.close()
         except (PortusError, AttributeError):

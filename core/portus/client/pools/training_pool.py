@@ -86,12 +86,19 @@ class TrainingPool:
                 self._before = self._newest(self._pool)
             return self._pool
 
-    def steady(self, count: int) -> Flags:
-        """Return which of ``count`` storages were equal in the versions before."""
+    def steady(self, late: Flags, *, unchanged: bool) -> Flags:
+        """Return which storages to hash before anything is copied: those that were the same last
+        time; at first, those that nobody trains. late: those that are copied late. unchanged:
+        nothing was stepped since the last save, so those too."""
         known = self._steady
-        if known is None or len(known) != count:
-            return np.zeros(count, np.bool_)
-        return known
+        hint = ~late if known is None or len(known) != len(late) else known
+        return hint | late if unchanged else hint
+
+    @property
+    def kind(self) -> str:
+        """The kind of medium that the pool is on. The pool is open."""
+        assert self._pool is not None
+        return self._pool.medium.info.kind.value
 
     def before(self, files: int) -> CommittedImages | None:
         """Return the newest version, if it has as many files: what may be shared."""

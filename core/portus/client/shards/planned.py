@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from portus.client.job.exchange import UNPLANNED, News, Word, exchanged, standing
+from portus.client.job.exchange import UNPLANNED, Word, exchanged, standing
 from portus.client.state.leaves import PLAIN
 from portus.client.state.state import flatten
 from portus.client.state.tensors import PLAIN_TENSORS
@@ -66,19 +66,19 @@ class Planned:
 
     @classmethod
     def of(
-        cls, group: bytes, local: SavePlan, planner: Any, state: dict[str, Any], ranks: Any
+        cls, number: bytes, local: SavePlan, planner: Any, state: dict[str, Any], ranks: Any
     ) -> Planned:
-        """What ``planner`` made of ``state``, for a group that was planned just now."""
+        """What ``planner`` made of ``state``, for a save that was planned just now."""
         rank, count = standing(ranks)
         final: SavePlan = planner.plan
         signs, places = None, []
         found = look(state)
         flat: dict[str, Any] = planner.state_dict
         if found is not None and list(map(id, found.values)) == list(map(id, flat.values())):
-            number = {name: place for place, name in enumerate(flat)}
-            signs, places = found.signs, [number[item.index.fqn] for item in final.items]
+            place_of = {name: place for place, name in enumerate(flat)}
+            signs, places = found.signs, [place_of[item.index.fqn] for item in final.items]
         return cls(
-            id=group, rank=rank, count=count, local=local, final=final, signs=signs, places=places
+            id=number, rank=rank, count=count, local=local, final=final, signs=signs, places=places
         )
 
 
@@ -97,9 +97,9 @@ def agreed(
     take: Callable[[list[Any]], Taken | None],
     word: Word,
     ranks: Any = None,
-) -> tuple[tuple[bytes, Taken] | None, list[News]]:
+) -> tuple[tuple[bytes, Taken] | None, list[Mapping[int, str]]]:
     """The id of the save of this ``state``, and what this rank saves, if every rank may go on as
-    ``planned``; else None. And the news of all ranks.
+    ``planned``; else None. And which saves failed, by rank.
 
     take: makes what this rank saves of its values, by item: live shards, and objects themselves;
     None: it does not fit the planning. Raises ``UsageError`` for what cannot be saved; then all
@@ -117,9 +117,9 @@ def agreed(
     said = exchanged(replace(word, planning=known, error=_in_short(error)), ranks)
     if error is not None or said.errors:
         raise error or said.errors[0]
-    if said.group is None or taken is None:
-        return None, said.news
-    return (said.group, taken), said.news
+    if said.id is None or taken is None:
+        return None, said.failed
+    return (said.id, taken), said.failed
 
 
 def _in_short(error: BaseException | None) -> Exception | None:

@@ -28,12 +28,6 @@ class PoolRequests:
                 logging.WARNING, "log", f"its free space could not be returned: {error}"
             )
 
-    def _room(self, message: said.Room) -> Said:
-        grown = self._guest.writer.ensure(message.size)
-        link = self._guest.link  # who hangs up wants no more of it, however much was asked for
-        self._guest.writer.touch(grown, lambda: not (link.closed or link.hung_up))
-        return said.Done()
-
     def _retire(self, message: said.Retire) -> Said:
         versions = set(column(message.versions, "versions").tolist())
         self._guest.hosted.refuse()

@@ -22,7 +22,7 @@ import torch
 import portus
 from portus.client.files.host import HostPool, _Reached
 from portus.client.loading.resolve import pool_of
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
 from portus.errors import (

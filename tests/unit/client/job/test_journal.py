@@ -21,7 +21,7 @@ import torch
 import portus
 from portus.client.fence import clock, fence
 from portus.client.job.journal import SIZE_MAX, Journal
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.journals import journals_in, pages, read
 from portus.journal.account import Account, account
 from portus.journal.lines import Decided, Head, Saved, encoded

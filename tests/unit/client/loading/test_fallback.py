@@ -12,7 +12,7 @@ import torch
 
 import portus
 from portus.client.loading import resolve
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.errors import CorruptionError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.directory import open_reader

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import portus
 import portus.dcp
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.client.shards.planned import look
 from portus.dcp import GroupReader, GroupWriter, PortusStorageWriter, load
 

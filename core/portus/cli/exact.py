@@ -1,0 +1,71 @@
+"""Files of versions, written as they were saved: every byte, verified on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from portus.cli.progress import Progress, bar
+from portus.client.loading.contents import Storages
+from portus.client.loading.open_file import table_of
+from portus.errors import CorruptionError, UsageError
+from portus.image.packed import PackedFile
+from portus.index.reader import PoolReader
+from portus.index.records import VersionEntry, VersionRecord
+
+
+class VersionFiles:
+    """The files of a pinned version, for writing."""
+
+    def __init__(
+        self, reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile]
+    ) -> None:
+        self.files: Final = files
+        self._storages: Final = Storages(reader, record)
+
+    def number(self, name: str) -> int:
+        """The number of a file. Raises ``UsageError`` if there is none of this name."""
+        names = [each.name for each in self.files]
+        if name not in names:
+            raise UsageError(f"there is no file {name!r} in this version; it has {names!r:.500}")
+        return names.index(name)
+
+    def write(self, number: int, path: str, advanced: Progress) -> None:
+        """Write a file to ``path``, synced. One unit (16 MiB) is in memory at a time, and what is
+        around the storages. Raises ``CorruptionError``, ``MediumError``, ``OSError``."""
+        file, done = self.files[number], 0
+        counts = [len(each.length) for each in self.files]
+        first, around = sum(counts[:number]), sum(counts) + number
+        try:
+            outside = b"".join(map(bytes, self._storages.read(around, 0, file.around)))
+            with open(path, "wb") as out:
+                for storage, inside, length in file.spans().within(0, file.size):
+                    if storage == counts[number]:
+                        out.write(outside[inside : inside + length])
+                    else:
+                        for piece in self._storages.read(first + storage, inside, inside + length):
+                            out.write(piece)
+                    done += length
+                    advanced(done, file.size)
+                out.flush()
+                os.fsync(out.fileno())
+        except CorruptionError as error:
+            raise CorruptionError(f"{file.name}: {error}") from error
+
+
+@contextlib.contextmanager
+def files_of(reader: PoolReader, entry: VersionEntry) -> Iterator[VersionFiles | None]:
+    """The files of a version, which is pinned meanwhile; None if it is one of something else.
+    Raises ``CorruptionError``, ``MediumError``, ``StaleError``."""
+    with reader.pinned(entry.info.id) as current:
+        record = reader.record(current)
+        table = table_of(reader, record)
+        yield None if table is None else VersionFiles(reader, record, table.files)
+
+
+def write_shown(files: VersionFiles, number: int, path: str) -> None:
+    """Write a file to ``path``, as ``VersionFiles.write``, with a progress bar."""
+    with bar(files.files[number].name) as advanced:
+        files.write(number, path, advanced)
