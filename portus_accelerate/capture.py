@@ -1,9 +1,9 @@
 """What Accelerate would write into a checkpoint directory, taken from it instead of written.
 
-``Accelerator.save_state`` decides what is saved, and by what name, in a dozen calls of ``save``
-and ``torch.save`` within ``accelerate.checkpointing``. While a ``Capture`` is on, these calls go
-to it. So whatever Accelerate saves is saved, of any version and device, and the objects are the
-live ones: nothing was copied or pickled.
+``Accelerator.save_state`` decides what is saved, and by what name, in a dozen calls of
+``torch.save`` and of safetensors. While a ``Capture`` is on, these calls go to it. So whatever
+Accelerate saves is saved, of any version and device, and the objects are the live ones: nothing
+was copied or pickled.
 """
 
 from __future__ import annotations
@@ -33,40 +33,26 @@ _TORCH: Final = "pytorch_model"
 class Capture:
     """The files of one checkpoint directory: what each is to hold, and how to write it."""
 
-    def __init__(
-        self,
-        accepts: Callable[[str], bool] = lambda name: True,
-        *,
-        directory: str | None = None,
-    ) -> None:
-        """accepts: which files, by name, are taken; others are written. directory: the one whose
-        files are taken, each in the format that it is to have; None takes what is saved, whatever
-        the format, and wherever it goes."""
-        self._accepts: Final = accepts
-        self.directory: Final = directory and os.path.realpath(directory)
+    def __init__(self, directory: str) -> None:
+        """directory: the one whose files are taken."""
+        self.directory: Final = os.path.realpath(directory)
         self.flush: Callable[[], object] = lambda: None
         """Saves what was taken so far; returns when it is there."""
         self.removed: Final[list[str]] = []
         """Directories that are to go once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
         """By file name, as Accelerate says it; ``torch_name`` tells where its reference goes."""
-        self.writes: Final[list[Callable[[], Any]]] = []
-        """What Accelerate itself would have done, in order."""
 
     def takes(self, path: Any) -> bool:
         """Whether a file, which may be an open one, goes here."""
         if not isinstance(path, str | os.PathLike):
             return False
         above, name = os.path.split(os.fspath(path))
-        if self.directory is not None and os.path.realpath(above) != self.directory:
-            return False
-        return self._accepts(name)
+        return bool(name) and os.path.realpath(above) == self.directory
 
-    def add(self, path: Any, value: Any, write: Callable[[], Any], *, is_ours: bool) -> None:
-        """``value`` is to be at ``path``. is_ours: false where another process writes the file."""
-        self.writes.append(write)
-        if is_ours:
-            self.parts[os.path.basename(os.fspath(path))] = value
+    def add(self, path: Any, value: Any) -> None:
+        """``value`` is to be at ``path``."""
+        self.parts[os.path.basename(os.fspath(path))] = value
 
 
 def torch_name(name: str) -> str:
@@ -84,11 +70,9 @@ _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar
 
 
 @contextlib.contextmanager
-def capturing(
-    accepts: Callable[[str], bool] = lambda name: True, *, directory: str | None = None
-) -> Iterator[Capture]:
-    """What this thread has Accelerate save inside goes to the capture."""
-    capture = Capture(accepts, directory=directory)
+def capturing(directory: str) -> Iterator[Capture]:
+    """What this thread has Accelerate save inside, into that directory, goes to the capture."""
+    capture = Capture(directory)
     token = _current.set(capture)
     try:
         yield capture
@@ -99,35 +83,6 @@ def capturing(
 def current() -> Capture | None:
     """The capture that is on in this thread."""
     return _current.get()
-
-
-def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
-    """Return a replacement for ``accelerate.checkpointing.save``. is_writer: whether this process
-    writes what is saved once (or once per node)."""
-
-    def save(obj: Any, f: Any, save_on_each_node: bool = False, **named: Any) -> Any:
-        capture = _current.get()
-        if capture is None or capture.directory is not None:
-            return stock(obj, f, save_on_each_node=save_on_each_node, **named)
-        capture.add(
-            f,
-            obj,
-            lambda: stock(obj, f, save_on_each_node=save_on_each_node, **named),
-            is_ours=is_writer(save_on_each_node),
-        )
-        return None
-
-    return save
-
-
-def load_of(stock: Writer) -> Writer:
-    """Return a replacement for ``accelerate.checkpointing.load`` that also loads registered
-    objects, from files that were materialised."""
-
-    def load(*positional: Any, **named: Any) -> Any:
-        return portus.decode_stand_ins(stock(*positional, **named))
-
-    return load
 
 
 _verifying: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
@@ -161,10 +116,10 @@ def safe_save_of(stock: Writer) -> Writer:
     @functools.wraps(stock)
     def safe_save_file(tensors: Any, filename: Any, metadata: Any = None) -> Any:
         capture = _current.get()
-        if capture is None or capture.directory is None or not capture.takes(filename):
+        if capture is None or not capture.takes(filename):
             return stock(tensors, filename, metadata=metadata)
         part = portus.Safetensors(tensors, metadata or {})
-        capture.add(filename, part, lambda: stock(tensors, filename, metadata), is_ours=True)
+        capture.add(filename, part)
         return None
 
     return safe_save_file
@@ -194,7 +149,7 @@ class Shutil(ModuleType):
     def rmtree(self, path: Any, *more: Any, **named: Any) -> Any:
         """``shutil.rmtree``, or what is to go after the commit for the capture that is on."""
         capture = _current.get()
-        if capture is None or capture.directory is None:
+        if capture is None:
             return self._shutil.rmtree(path, *more, **named)
         capture.removed.append(os.path.abspath(path))
         return None
@@ -212,15 +167,15 @@ class Torch(ModuleType):
         return getattr(self._torch, name)
 
     def load(self, f: Any, *more: Any, **named: Any) -> Any:
-        """``torch.load``, and registered objects in files that were materialised."""
+        """``torch.load``, or, while what is loaded is verified, ``portus.load``."""
         if _verifying.get() and isinstance(f, str | os.PathLike) and not more:
             return portus.load(f, **named)
-        return portus.decode_stand_ins(self._torch.load(f, *more, **named))
+        return self._torch.load(f, *more, **named)
 
     def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.save``, or what to save for the capture that is on. Every process writes."""
         capture = _current.get()
         if capture is None or not capture.takes(f):
             return self._torch.save(obj, f, *more, **named)
-        capture.add(f, obj, lambda: self._torch.save(obj, f, *more, **named), is_ours=True)
+        capture.add(f, obj)
         return None

@@ -129,7 +129,7 @@ class CheckpointFiles:
             parts_of_ranks = self._opened_shards(directory).saving(step, now=now)
         else:
             parts_of_ranks = led(os.path.dirname(links), now=now)
-        with capturing(directory=directory) as capture, parts_of_ranks as shards:
+        with capturing(directory) as capture, parts_of_ranks as shards:
             capture.flush = lambda: save(now=True)
             location = stock()
         save(now=now)

@@ -13,10 +13,10 @@ name                             what changes for an Accelerator with a Saver
 ``load_accelerator_state``       puts back what exact resume needs
 ``__init__`` and ``__iter__`` of remembers the generators when an iterator is made, and at the start
   the loaders                    of an epoch; what is handed out; which loader skips another's
-``save``, ``load``, ``torch`` in what is saved inside of ``save_state`` is captured; objects of
-  ``accelerate.checkpointing``,
+``torch`` in                     what is saved inside of ``save_state`` is captured, and what is
+  ``accelerate.checkpointing``,  loaded inside of ``load_state`` is verified
+  ``accelerate.utils.other``,
   ``accelerate.utils.fsdp_utils``
-                                 registered classes come out of files that were materialised
 """
 
 from __future__ import annotations
@@ -172,14 +172,11 @@ def _changes() -> list[tuple[Any, str, Any]]:
         (accelerator, "log", _logging(accelerator.log)),
         (accelerator, "backward", _backward(accelerator.backward)),
         (module, "load_accelerator_state", _load_accelerator_state(module.load_accelerator_state)),
-        (writing, "save", capture.save_of(writing.save, _is_writer)),
         (writing, "torch", capture.Torch(writing.torch)),
         (other, "torch", capture.Torch(other.torch)),
         (other, "safe_save_file", capture.safe_save_of(other.safe_save_file)),
         (safetensors.torch, "load_file", capture.safe_load_of(safetensors.torch.load_file)),
     ]
-    if hasattr(writing, "load"):  # older ones have torch.load
-        changes.append((writing, "load", capture.load_of(writing.load)))
     sharding: Any = sys.modules.get("accelerate.utils.fsdp_utils")
     if sharding is not None:
         changes.append((sharding, "torch", capture.Torch(sharding.torch)))
@@ -348,12 +345,6 @@ def _tell_trackers(accelerator: Any, saver: Saver, step: Any) -> None:
     for stats in saver.take_stats():
         for tracker in accelerator.trackers if accelerator.is_main_process else ():
             tracker.log(stats.metrics(), step=step)
-
-
-def _is_writer(save_on_each_node: bool) -> bool:
-    module: Any = sys.modules["accelerate.state"]
-    state = module.PartialState()
-    return bool(state.is_local_main_process if save_on_each_node else state.is_main_process)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

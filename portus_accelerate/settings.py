@@ -59,8 +59,19 @@ class Settings(portus.Settings):
             portus.checked_cadence(every, self.max_overhead, self.mtbf)
 
 
+_GONE: Final = {
+    "keep": "total_limit (save_total_limit) says which checkpoints stay; leave keep out",
+    "materialize": "checkpoints are files; leave it out",
+    "materialize_within": "checkpoints are files; leave it out",
+}
+"""Keys of earlier versions, and what is there instead."""
+
+
 def from_mapping(values: Mapping[str, object], where: str) -> Settings:
     """Settings from a YAML or JSON object. Raises ``UsageError`` naming unknown keys."""
+    for name in values:
+        if name in _GONE:
+            raise portus.UsageError(f"{where}: {name}: {_GONE[name]}")
     known = {each.name for each in fields(Settings)}
     unknown = sorted(set(values) - known)
     if unknown:

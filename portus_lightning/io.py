@@ -391,7 +391,6 @@ class PortusIO(CheckpointIO):
             try:
                 state: dict[str, Any] = portus.load(found, verify=verify, **settings)
                 self._resumed_step = self._step_in(state)
-                portus.decode_stand_ins(state)  # in place; what was exported may have some
                 return state
             except portus.CorruptionError as error:  # all ranks find the same
                 other = next(others, None)

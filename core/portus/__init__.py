@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from portus.client.paths.saver import Safetensors as Safetensors
     from portus.client.paths.training_files import TrainingFiles as TrainingFiles
     from portus.client.run import Run as Run
-    from portus.client.state.codecs import decode_stand_ins as decode_stand_ins
-    from portus.client.state.codecs import register_codec as register_codec
     from portus.client.state.pack import pack as pack
     from portus.client.state.pack import unpack as unpack
     from portus.client.state.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
@@ -106,7 +104,6 @@ _MODULE_OF: Final = {
     "capture_randomness": "portus.client.state.randomness",
     "check": "portus.index.check",
     "checked_cadence": "portus.client.job.cadence",
-    "decode_stand_ins": "portus.client.state.codecs",
     "is_disabled": "portus.client.loading.stock",
     "is_nested": "portus.media.calls",
     "is_reference": "portus.client.loading.resolve",
@@ -115,7 +112,6 @@ _MODULE_OF: Final = {
     "open": "portus.client.loading.view:PoolView",
     "pack": "portus.client.state.pack",
     "read_reference": "portus.client.loading.resolve",
-    "register_codec": "portus.client.state.codecs",
     "register_reference_loader": "portus._autoload",
     "replace_link": "portus.directory.links",
     "restore_randomness": "portus.client.state.randomness",

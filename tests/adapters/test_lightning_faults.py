@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError
 from portus.index import directory, roots
 from portus.index.directory import create_pool

@@ -11,6 +11,9 @@ from collections import deque
 import torch
 
 import portus
+from portus.client.job.settings import Settings
+from portus.client.paths.training_files import TrainingFiles
+from portus.index.place import Place
 from portus.testing.nursery import Say
 
 SIZES = (512, 256, 64, 1)
@@ -53,22 +56,21 @@ def after(steps: int) -> object:
 
 
 def save_directories(say: Say, url: str, root: str) -> None:
-    """Train and save, each step to a directory of two reference files; the fourth when there is a
-    file ``go``."""
+    """Train and save, each step to a directory of two pointers; the fourth when there is a file
+    ``go``."""
     logging.disable()
     model, optimizer = training()
-    links = os.path.join(root, "links")
-    with portus.PoolCheckpointer(url, "run", links=links) as checkpointer:
-        for step in range(1, 5):
-            while step == 4 and not os.path.exists(os.path.join(root, "go")):
-                time.sleep(0.001)
-            step_once(model, optimizer, step)
-            state = {"model.pt": model.state_dict(), "rest.pt": optimizer.state_dict()}
-            files = {os.path.join(root, f"step_{step}", name): name for name in state}
-            handle = checkpointer.save(state, step, reference=files)
-            say(f"asked {step}")
-            handle.wait()
-            say(f"saved {step}")
+    files = TrainingFiles(Settings(), of_directories=True, pool=Place.named(url))
+    files.begin("run", os.path.join(root, ".portus"), root)
+    for step in range(1, 5):
+        while step == 4 and not os.path.exists(os.path.join(root, "go")):
+            time.sleep(0.001)
+        step_once(model, optimizer, step)
+        state = {"model.pt": model.state_dict(), "rest.pt": optimizer.state_dict()}
+        handle = files.save_directory(os.path.join(root, f"step_{step}"), state, step)
+        say(f"asked {step}")
+        handle.wait()
+        say(f"saved {step}")
 
 
 def train_for_ever(say: Say, url: str, secret_path: str | None = None, pause_s: float = 0) -> None:

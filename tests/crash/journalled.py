@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.testing.nursery import Say, pause_for_ever
 from portus_lightning import PortusIO
 from tests.crash.lightning_saver import Net, loader_of, trainer_in

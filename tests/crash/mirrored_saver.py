@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.testing.nursery import Say
 from tests.crash.saver import Training
 from tests.unit.client.same import assert_same

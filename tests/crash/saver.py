@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 import torch
 
+from portus.client.job.settings import Settings
 from portus.client.loading.view import PoolView
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.face import load
+from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.paths.training_files import TrainingFiles
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS
+from portus.index.place import Place
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say, pause_for_ever
 from portus.transport import native
@@ -72,10 +76,9 @@ def resumed(checkpointer: PoolCheckpointer) -> Training:
     """The newest version, or the beginning."""
     if not checkpointer.steps():
         return Training()
-    loaded = checkpointer.load()
-    assert isinstance(loaded, dict)
+    loaded = checkpointer.load(weights_only=False)
     training = Training(loaded["step"])
-    checkpointer.restore_into(training.state())
+    checkpointer.restore_into(training.state(), weights_only=False)
     return training
 
 
@@ -96,22 +99,30 @@ def save_for_ever(say: Say, pool: str, ahead: int) -> None:
             say(f"saved {step}")
 
 
-def save_with_files_for_ever(say: Say, pool: str, folder: str) -> None:
-    """As Lightning's top-k: each step has a file of its own, the one before is removed, and
-    "last" is replaced every time."""
+def save_pointers_for_ever(say: Say, pool: str, folder: str) -> None:
+    """As Lightning's top-k, at paths with the states in a pool: each step has a pointer of its own,
+    the one before is removed, and "last" is replaced every time."""
     say("begin")
-    checkpointer = PoolCheckpointer(pool, keep=1)
-    training = resumed(checkpointer)
-    say(f"resumed {training.step}")
-    for before in itertools.count(training.step):
+    files = pointers_to(pool, folder)
+    last = f"{folder}/last.ckpt"
+    step = load(last, weights_only=False)["step"] if os.path.exists(last) else 0
+    training = Training(step)
+    say(f"resumed {step}")
+    for before in itertools.count(step):
         training.advance()
-        checkpointer.save(training.state(), training.step, reference=f"{folder}/last.ckpt")
-        handle = checkpointer.save(
-            training.state(), training.step, reference=f"{folder}/{training.step}.ckpt"
-        )
-        checkpointer.remove(f"{folder}/{before}.ckpt")
+        handle = files.save(training.state(), last, training.step)
+        own = files.save(training.state(), f"{folder}/{training.step}.ckpt", training.step)
+        files.remove(f"{folder}/{before}.ckpt")
         handle.wait()
+        own.wait()
         say(f"saved {training.step}")
+
+
+def pointers_to(pool: str, folder: str) -> TrainingFiles:
+    """What saves to a pool, with pointers in ``folder``."""
+    files = TrainingFiles(Settings(on_error="raise"), pool=Place.named(pool))
+    files.begin("run", f"{folder}/../.portus", folder)
+    return files
 
 
 def save_until_told(say: Say, pool: str) -> None:
@@ -184,7 +195,7 @@ def fork_while_saving(say: Say, pool: str, own: str) -> None:
         say(f"child {os.waitstatus_to_exitcode(status)}")
     training.advance()
     checkpointer.save(training.state(), training.step).wait()
-    assert_same(checkpointer.load(), training.state())
+    assert_same(checkpointer.load(weights_only=False), training.state())
     checkpointer.close()
 
 
@@ -195,7 +206,7 @@ def _in_fork(checkpointer: PoolCheckpointer, training: Training, own: str) -> No
         checkpointer.wait,
         lambda: checkpointer.restore_into({}),
     ):
-        with pytest.raises(UsageError, match="forked child"):
+        with pytest.raises(UsageError, match="another process opened"):
             call()
     training.advance()  # nobody copies from here, so there is nothing to wait for
     with pytest.raises(BusyError, match=f"pid {os.getppid()} "):
@@ -205,7 +216,7 @@ def _in_fork(checkpointer: PoolCheckpointer, training: Training, own: str) -> No
     with PoolCheckpointer(own) as mine:
         mine.save(training.state(), training.step)
         training.advance()
-        assert_same(mine.load(), Training(training.step - 1).state())
+        assert_same(mine.load(weights_only=False), Training(training.step - 1).state())
     checkpointer.close()
 
 

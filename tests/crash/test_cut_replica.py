@@ -97,7 +97,7 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
 ) -> None:
     """What was told loads from the second host, one call of training waits at most, and once the
     first host is reached again nothing that it commits counts."""
-    random_, told = random.Random(seed), Told(tmp_path)
+    random_, told = random.Random(seed), Told()
     pools = [each.house.pools.of("default") for each in (far.first, far.second)]
     for round_ in range(CUTS):
         with portus.PoolCheckpointer(far.both, "net", keep=KEEP, durable=2) as saver:

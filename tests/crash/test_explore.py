@@ -47,15 +47,15 @@ def only_open(trainer: Trainer) -> None:
 
 
 EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...], int]]] = {
-    "first format, begun three times": ((only_open, only_open, save_one), (200, 20, 5), 300),
-    "save, share": ((save_three, save_one), (60, 4), 850),
-    "save, retire, use space again": ((save_and_retire, save_one), (60, 4), 1050),
-    "several clients, one commit": ((save_together, save_one), (40, 4), 1400),
-    "retire by itself": ((retire_by_itself,), (100,), 1250),
-    "grow": ((grow, save_one), (60, 4), 750),
-    "give space back": ((give_back, save_one), (30, 3), 800),
-    "give space back in a run": ((give_back_and_go_on,), (40,), 650),
-    "crash in recovery from a crash": ((save_one, save_one, save_one), (60, 6, 3), 950),
+    "first format, begun three times": ((only_open, only_open, save_one), (200, 20, 5), 310),
+    "save, share": ((save_three, save_one), (70, 4), 1000),
+    "save, retire, use space again": ((save_and_retire, save_one), (75, 4), 1300),
+    "several clients, one commit": ((save_together, save_one), (50, 4), 1900),
+    "retire by itself": ((retire_by_itself,), (150,), 1900),
+    "grow": ((grow, save_one), (70, 4), 850),
+    "give space back": ((give_back, save_one), (40, 3), 1000),
+    "give space back in a run": ((give_back_and_go_on,), (60,), 850),
+    "crash in recovery from a crash": ((save_one, save_one, save_one), (70, 6, 3), 1000),
 }
 """What the processes do, how many images are verified at a moment of each, and how many distinct
 ones there are at least. Chance and the clock begin anew with each run, so images that differ in

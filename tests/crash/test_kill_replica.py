@@ -41,16 +41,14 @@ def state(step: int) -> dict[str, Any]:
 class Told:
     """What was told to be committed; saves go on, whatever is killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.step = 0
         self.newest = 0
-        self._folder = folder
 
     def save(self, saver: portus.PoolCheckpointer) -> portus.SaveHandle:
-        """Ask for the next step, with a reference file of its own for every other one."""
+        """Ask for the next step."""
         self.step += 1
-        path = self._folder / f"{self.step % 4}.ckpt" if self.step % 2 else None
-        return saver.save(state(self.step), self.step, reference=path)
+        return saver.save(state(self.step), self.step)
 
     def hear(self, handle: portus.SaveHandle) -> bool:
         """True if it was told."""
@@ -92,7 +90,7 @@ def test_what_both_hosts_had_outlives_either(
     again."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    random_, told, kills = random.Random(seed), Told(tmp_path), 0
+    random_, told, kills = random.Random(seed), Told(), 0
     with (
         Host(tmp_path / "second") as second,
         Host(tmp_path / "first", "--replica", second.url) as first,
@@ -131,7 +129,7 @@ def test_a_host_that_hangs_is_left_and_learns_of_it_when_it_goes_on(
 ) -> None:
     """It believes that it leads: what it is asked to commit then is told to nobody."""
     monkeypatch.chdir(tmp_path)
-    told = Told(tmp_path)
+    told = Told()
     with (
         Host(tmp_path / "second") as second,
         Host(tmp_path / "first", "--replica", second.url) as first,

@@ -21,7 +21,7 @@ import torch
 
 import portus
 from portus.client.loading.view import PoolView
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.format.layout import SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
 from portus.index.directory import open_reader

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus.client.paths.training_files import TrainingFiles
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say
 from portus_lightning.companion_of_lightning import PortusCompanion

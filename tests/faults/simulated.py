@@ -18,7 +18,7 @@ from portus.client.files import fate, reference
 from portus.client.files.fate import Fate, FileLink
 from portus.client.files.keeper import Keeper
 from portus.client.files.removals import Removal, Removals
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.pipeline.run import Save, Stage

@@ -34,7 +34,7 @@ import pytest
 import torch
 
 from portus.client.loading.view import PoolView
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.embedding import protect
 from portus.format.checksum import UNIT
 from portus.format.layout import FORMAT_VERSION

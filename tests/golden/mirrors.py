@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.directory import open_reader
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import FORMAT_VERSION, STRIDE, Referred, Removed, Unreferred

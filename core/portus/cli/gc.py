@@ -30,8 +30,8 @@ from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
 YOUNG_S: float = 60
-"""A trainer commits a version before its pointers are there; after so many seconds they surely
-are."""
+"""A trainer commits a version before its pointers are there; after so many seconds they surely are.
+Whoever writes a pool file knows that no trainer does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +107,10 @@ def _without_pointers(reader: PoolReader, directories: Sequence[str]) -> list[Ve
     none is there. Raises ``CorruptionError``, ``MediumError``: then it is not known."""
     roots = [os.path.realpath(os.path.expanduser(each)) for each in directories]
     young_ns = time.time_ns() - int(YOUNG_S * 1e9)
+    is_host = isinstance(reader, HostPool)
     found = []
     for entry in reader.catalogue().entries() if roots else ():
-        if entry.info.time_ns > young_ns:
+        if is_host and entry.info.time_ns > young_ns:
             continue
         with contextlib.suppress(StaleError):
             table = table_in(reader, entry)

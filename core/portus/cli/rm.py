@@ -18,6 +18,7 @@ from portus.cli.pools import (
     table_in,
     version_document,
 )
+from portus.client.files.home import Pool
 from portus.client.files.host import HostPool
 from portus.client.loading.resolve import use_reference
 from portus.errors import StaleError, UsageError
@@ -76,6 +77,18 @@ def writing(path: str) -> Iterator[PoolWriter]:
         WRITERS.close(writer, last=last)
 
 
+@contextlib.contextmanager
+def _opened(place: Place) -> Iterator[Pool]:
+    """A pool to remove versions from; at the end its free space is given back."""
+    if not place.is_host:
+        with writing(place.path) as writer:
+            yield writer
+        return
+    with contextlib.closing(HostPool(place.path)) as host:
+        yield host
+        host.give_back()
+
+
 def _remove_files(paths: Sequence[str]) -> None:
     """Remove these files, durably. Raises ``MediumError``."""
     system = LocalFiles()
@@ -98,9 +111,7 @@ def _remove_pointer(path: str, output: Output) -> int:
     found = use_reference(path, led)
     removed: list[Json] = []
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(
-            contextlib.closing(HostPool(found.path)) if found.pool.is_host else writing(found.path)
-        )
+        pool = stack.enter_context(_opened(found.pool))
         said = pointer_at(path)
         if said is None or said.token != found.info.token.hex():
             raise UsageError(f"{path} changed meanwhile, and is still there: run this again")
@@ -133,13 +144,10 @@ def _remove_versions(
     question = f"Remove {count_text(len(found), 'version')}, all of {target}?"
     if is_whole and not yes and not output.ask(question):
         raise UsageError(f"nothing was removed: use --yes for all of {target}, or {target}@STEP")
-    pointers = 0
     places = _by_place(found)
     for place in [each for each in places if each.kind is PlaceKind.MIRROR]:
         mirrored.let_go(place, places.pop(place))
-    for place in [each for each in places if each.is_host]:
-        pointers += _retire_from_host(place, places.pop(place))
-    pointers += _retire(places)
+    pointers = _retire(places)
     for each in found:
         output.line(f"removed {each.title} (version {each.info.id})")
     if pointers:
@@ -155,25 +163,15 @@ def _by_place(found: Sequence[FoundVersion]) -> dict[Place, list[FoundVersion]]:
     }
 
 
-def _retire_from_host(place: Place, seen: Sequence[FoundVersion]) -> int:
-    """See ``_retire``."""
-    with contextlib.closing(HostPool(place.path)) as host:
-        paths = _pointers(host, seen)
-        _remove_files(paths)
-        host.retire([each.info.id for each in seen])
-        host.give_back()
-    return len(paths)
-
-
 def _retire(places: dict[Place, list[FoundVersion]]) -> int:
-    """Remove these versions of pool files, and their pointers first; how many pointers. Nothing,
+    """Remove these versions of pools, and their pointers first; how many pointers. Nothing,
     with an error, if one is not there any more: all pools are locked before it is checked."""
     with contextlib.ExitStack() as stack:
-        opened = {place: stack.enter_context(writing(place.path)) for place in places}
+        opened = {place: stack.enter_context(_opened(place)) for place in places}
         paths = [path for place, pool in opened.items() for path in _pointers(pool, places[place])]
         _remove_files(paths)
-        for place, writer in opened.items():
-            writer.retire([each.info.id for each in places[place]])
+        for place, pool in opened.items():
+            pool.retire([each.info.id for each in places[place]])
     return len(paths)
 
 

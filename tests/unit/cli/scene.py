@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from portus.cli.app import app
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.job.settings import Settings
+from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.paths.training_files import TrainingFiles
+from portus.index.place import Place
 
 
 @dataclass(frozen=True)
@@ -61,35 +66,48 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def pointing(pool: str | Path, name: str) -> Iterator[TrainingFiles]:
+    """A training that puts pointers at the paths of its checkpoints."""
+    settings = Settings(journal=False, on_error="raise")
+    with contextlib.closing(TrainingFiles(settings, pool=Place.named(pool))) as files:
+        files.begin(name, "/nowhere/.portus", "/nowhere/ckpt")
+        yield files
+
+
 class Run:
-    """A directory with a pool in ``.portus``: model ``net`` with steps 10 and 20, ``other`` with
-    step -1. Step 20 is held by ``last.ckpt``."""
+    """A directory with pools in ``.portus``: in ``net.portus`` the model ``net`` with steps 10 and
+    20, in ``other.portus`` the model ``other`` with step -1. A pointer to a version of the model
+    ``led`` is made by ``point``, in a pool of its own."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.pool = root / ".portus"
         self.net = self.pool / "net.portus"
-        self.last = root / "last.ckpt"
+        self.led = self.pool / "led.portus"
         self.states = {step: state(step) for step in (10, 20)}
         with self.trainer() as run:
             run.save(self.states[10], 10).wait()  # Step 20 shares with it.
-            run.save(self.states[20], 20, reference=self.last)
-            run.wait()
-        with PoolCheckpointer(self.pool, "other") as run:
-            run.save({"x": torch.zeros(3), "n": [1, None, "a"]}, -1).wait()
+            run.save(self.states[20], 20).wait()
+        with PoolCheckpointer(self.pool / "other.portus", "other") as other:
+            other.save({"x": torch.zeros(3), "n": [1, None, "a"]}, -1).wait()
 
-    def trainer(self) -> PoolCheckpointer:
-        return PoolCheckpointer(self.pool, "net", keep=None, on_error="raise")
+    def trainer(self, keep: int | None = None) -> PoolCheckpointer:
+        return PoolCheckpointer(self.net, "net", keep=keep, on_error="raise")
 
-    def damage(self, step: int, name: str) -> None:
-        """Flip a bit of the tensor ``name`` of model net."""
-        [version] = portus_json("show", f"net@{step}", "--pool", self.net)["versions"]
-        [tensor] = [each for each in version["tensors"] if each["name"] == name]
-        with self.trainer() as run:
-            writer = run._pool.writer
-            assert writer is not None
-            [entry] = [e for e in writer.catalogue().entries() if e.info.step == step]
-            place = writer.record(entry).storage_extents(tensor["storage"])[0]
-        data = bytearray(self.net.read_bytes())
-        data[place.offset + 1] ^= 1
-        self.net.write_bytes(data)
+    def point(self, *steps: int, directory: str = "ckpt") -> list[Path]:
+        """Pointers to new versions of the model ``led``."""
+        paths = [self.root / directory / f"step-{step:08d}.pt" for step in steps]
+        with pointing(self.led, "led") as files:
+            for step, path in zip(steps, paths, strict=True):
+                files.save(state(step), str(path), step).wait()
+        return paths
+
+    def damage(self, step: int, name: str, pool: Path | None = None) -> None:
+        """Flip a bit of a tensor of the model, as it is in the pool."""
+        tensor = state(step)["model"][name].contiguous()
+        path = pool or self.net
+        data, wanted = bytearray(path.read_bytes()), bytes(tensor.view(torch.uint8).numpy())
+        assert data.count(wanted) == 1
+        data[data.index(wanted) + 1] ^= 1
+        path.write_bytes(data)

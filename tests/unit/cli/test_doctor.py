@@ -22,7 +22,7 @@ from portus.cli import doctor, loopback
 from portus.cli.doctor import adapters, measure
 from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Machine, MachineFinding
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.errors import UsageError
 from portus.media.local import file_system_of
 from portus.spec import PAGE
@@ -237,7 +237,7 @@ def test_it_says_how_many_checkpoints_of_the_newest_size_there_is_room_for(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_free_on_disk", lambda path: 100 << 20)
-    with PoolCheckpointer(run.pool, "net", keep=1) as trainer:
+    with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
         trainer.save({"x": torch.zeros(10 << 18)}, 30).wait()
         inside = portus_json("ls", run.net)["pools"][0]["free"]
         net, other = doctor.pools_here()
@@ -247,7 +247,7 @@ def test_it_says_how_many_checkpoints_of_the_newest_size_there_is_room_for(
     assert not net.advice
     assert "of 12 B" in other.text
     monkeypatch.setattr(doctor, "_free_on_disk", lambda path: 0)
-    with PoolCheckpointer(run.pool, "net", keep=1) as trainer:
+    with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
         trainer.save({"x": torch.zeros(10 << 20)}, 40).wait()
         full = next(iter(doctor.pools_here()))
     assert "free space" in full.advice

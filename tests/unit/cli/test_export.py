@@ -12,27 +12,169 @@ import numpy as np
 import pytest
 import torch
 
-from portus.cli.output import size_text
-from portus.client.pool_checkpointer import PoolCheckpointer
+import portus as library
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.format.checksum import UNIT
-from portus.image.safetensors import DTYPES
 from portus.shelf import Shelf
 from tests.golden.make import scattered
-from tests.unit.cli.scene import Run, portus, portus_json
+from tests.unit.cli.scene import Run, pointing, portus, portus_json, state
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 
-def metadata(path: Path) -> dict[str, str]:
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    found: dict[str, str] = json.loads(raw[8 : 8 + length])["__metadata__"]
+def saved(run: Run, state: Any, model: str = "x") -> None:
+    with PoolCheckpointer(run.pool / f"{model}.portus", model, on_error="raise") as trainer:
+        trainer.save(state, 1).wait()
+
+
+def in_a_directory(run: Run, state: Any, step: int = 1) -> bytes:
+    """The file that a directory checkpointer writes."""
+    with library.Checkpointer(run.root / "stock") as checkpointer:
+        checkpointer.save(state, step, metrics={"loss": 0.5}).wait()
+    return (run.root / "stock" / f"step-{step:08d}.pt").read_bytes()
+
+
+# --- as it was saved ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["out.pt", "step-00000020.pt", "pytorch_model.bin"])
+def test_the_file_is_the_one_that_a_directory_would_have(run: Run, out: str) -> None:
+    with run.trainer() as trainer:
+        trainer.save(run.states[20], 20, metrics={"loss": 0.5}).wait()
+    said = portus("export", "net@20", out)
+    assert said.code == 0, said.err
+    assert "as it was saved" in said.out
+    assert Path(out).read_bytes() == in_a_directory(run, run.states[20], 20)
+
+
+def test_the_file_is_the_one_that_save_writes(run: Run) -> None:
+    path = run.root / "step-00000010.pt"
+    library.save(run.states[10], path, wait=True)
+    document = portus_json("export", "net@10", "out.pt")
+    assert Path("out.pt").read_bytes() == path.read_bytes()
+    assert document["exact"] is True
+    assert document["step"] == 10
+    assert document["out"] == str(run.root / "out.pt")
+    assert document["size"] == path.stat().st_size
+    assert portus("verify", "out.pt").code == 0
+
+
+def test_all_kinds_of_values_are_in_it(run: Run) -> None:
+    values = {
+        "empty": torch.zeros(0),
+        "array": np.arange(9000),
+        "bytes": bytes(9000),
+        "half": torch.arange(70).half(),
+        "conjugate": torch.tensor([1 + 2j, -3 - 4j]).conj(),
+        "nothing": None,
+    }
+    for each in (values, {}, 5, [torch.zeros(3), values]):
+        saved(run, each)
+        assert portus("export", "x", "out.pt", "--force").code == 0
+        path = run.root / "step-00000001.pt"
+        library.save(each, path, wait=True)
+        assert Path("out.pt").read_bytes() == path.read_bytes()
+
+
+def test_what_a_pointer_leads_to_is_exported_from_wherever_it_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [path] = run.point(1)
+    monkeypatch.chdir("/")
+    moved = run.root / "moved.portus"
+    os.rename(run.led, moved)
+    out = run.root / "out.pt"
+    assert portus("export", path, out).code == 2
+    assert portus("export", path, out, "--pool", moved).code == 0
+    with library.Checkpointer(run.root / "stock") as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+    assert out.read_bytes() == (run.root / "stock" / path.name).read_bytes()
+
+
+@pytest.fixture
+def several(run: Run) -> Path:
+    """A directory of pointers to the files of one version, and of another file."""
+    directory = run.root / "ckpt" / "checkpoint-7"
+    with pointing(run.led, "led") as files:
+        files.save_directory(str(directory), {"a.pt": state(1), "b.pt": state(2)}, 7).wait()
+    (directory / "below").mkdir()
+    (directory / "below" / "config.json").write_text("{}")
+    return directory
+
+
+def expected(run: Run) -> dict[str, bytes]:
+    found = {}
+    for step, name in ((1, "a.pt"), (2, "b.pt")):
+        library.save(state(step), run.root / name, wait=True)
+        found[name] = (run.root / name).read_bytes()
     return found
 
 
-def saved(run: Run, state: Any, model: str = "x") -> None:
-    with PoolCheckpointer(run.pool, model, on_error="raise") as trainer:
-        trainer.save(state, 1).wait()
+def test_of_several_files_a_directory_gets_all(run: Run, several: Path) -> None:
+    assert portus("export", "led@7", "out").code == 0
+    found = {each.name: each.read_bytes() for each in Path("out").iterdir()}
+    assert found == expected(run)
+    assert "already exists" in portus("export", "led@7", "out").err
+    assert portus("export", "led@7", "out", "--force").code == 0
+    Path("out/mine").write_bytes(b"")
+    assert "remove it yourself" in portus("export", "led@7", "out", "--force").err
+    assert sorted(os.listdir("out")) == ["a.pt", "b.pt", "mine"]
+
+
+def test_of_several_files_one_may_be_chosen(run: Run, several: Path) -> None:
+    assert portus("export", "led@7", "one.pt", "--file", "b.pt").code == 0
+    assert Path("one.pt").read_bytes() == expected(run)["b.pt"]
+    said = portus("export", "led@7", "two.pt", "--file", "c.pt")
+    assert said.code == 2
+    assert "['a.pt', 'b.pt']" in said.err
+    assert "--file" in portus("export", "led@7", "out", "--names", "model").err
+    assert portus("export", "led@7", "w.safetensors", "--file", "a.pt").code == 0
+    assert torch.equal(
+        safetensors.load_file("w.safetensors")["model.weight"], state(1)["model"]["weight"]
+    )
+
+
+def test_a_directory_of_pointers_becomes_one_of_files(run: Run, several: Path) -> None:
+    assert portus("export", several, "out").code == 0
+    assert {name: Path("out", name).read_bytes() for name in ("a.pt", "b.pt")} == expected(run)
+    assert Path("out/below/config.json").read_text() == "{}"
+    assert sorted(os.listdir("out")) == ["a.pt", "b.pt", "below"]
+    assert torch.load("out/a.pt", weights_only=False)["epoch"] == 1
+
+
+def test_damage_in_one_of_them_leaves_nothing(run: Run, several: Path) -> None:
+    run.damage(2, "weight", run.led)
+    before = sorted(os.listdir(run.root))
+    for target in ("led@7", several):
+        said = portus("export", target, "out")
+        assert said.code == 1
+        assert "b.pt" in said.err
+    assert sorted(os.listdir(run.root)) == before
+
+
+@pytest.mark.long
+def test_files_of_many_units_and_extents_come_back(run: Run) -> None:
+    big = torch.arange(3 * UNIT // 8 + 1001)
+    saved(run, {"big": big, "middle": big[1000:5000], "i": torch.arange(5).int()})
+    assert portus("export", "x", "out.pt").code == 0
+    library.save(
+        {"big": big, "middle": big[1000:5000], "i": torch.arange(5).int()},
+        "step-00000001.pt",
+        wait=True,
+    )
+    assert Path("out.pt").read_bytes() == Path("step-00000001.pt").read_bytes()
+
+
+def test_a_storage_in_many_extents_comes_back(run: Run) -> None:
+    with PoolCheckpointer(run.pool / "x.portus", "x", keep=None) as trainer:
+        trainer.save({"x": torch.zeros(100_000)}, 1).wait()
+        with scattered(trainer.path):
+            trainer.save({"x": torch.arange(100_000.0)}, 2).wait()
+    assert portus("export", "x@2", "out.pt").code == 0
+    assert torch.equal(torch.load("out.pt")["x"], torch.arange(100_000.0))
+
+
+# --- as a file of another kind ------------------------------------------------------------------
 
 
 def test_every_tensor_comes_back_from_a_safetensors_file(run: Run) -> None:
@@ -48,232 +190,147 @@ def test_every_tensor_comes_back_from_a_safetensors_file(run: Run) -> None:
         assert torch.equal(loaded[name], tensor)
     assert "share memory" in said.err
     assert "model.weight, model.tied" in said.err
-    assert "left out 3 values" in said.err
-    assert "epoch, text, lr" in said.err
-
-
-def test_a_safetensors_file_says_where_it_is_from(run: Run) -> None:
-    out = run.root / "out.safetensors"
-    document = portus_json("export", "net", out)
-    assert metadata(out)["format"] == "pt"
-    assert json.loads(metadata(out)["portus"]) == {
-        "model": "net",
-        "step": 20,
-        "token": document["token"],
-    }
-    assert document["out"] == str(out)
-    assert document["size"] == out.stat().st_size
-    assert document["tensors"] == 10
-    assert document["left_out"] == ["epoch", "text", "lr"]
-    assert document["shared"] == [["model.weight", "model.tied", "model.columns", "model.row"]]
-
-
-def test_a_torch_file_is_what_torch_save_makes_of_the_loaded_state(run: Run) -> None:
-    out = run.root / "out.pt"
-    said = portus("export", "net@10", out)
-    assert said.code == 0
-    loaded = torch.load(out, weights_only=True)
-    assert loaded["epoch"] == 10
-    assert loaded["lr"] == [0.1, 0.2]
-    assert loaded["model"]["tied"].data_ptr() == loaded["model"]["weight"].data_ptr()
-    for name, tensor in run.states[10]["model"].items():
-        assert torch.equal(loaded["model"][name], tensor)
+    assert "left out 4 values" in said.err
 
 
 def test_names_choose_and_strip_shortens(run: Run) -> None:
     out = run.root / "out.safetensors"
-    arguments: list[str | Path] = [
-        "export",
-        "net",
-        out,
-        "-n",
-        "model.[wt]*",
-        "-n",
-        "model.half",
-        "--strip",
-        "model.",
-    ]
-    portus_json(*arguments)
+    chosen = ("-n", "model.[wt]*", "-n", "model.half", "--strip", "model.")
+    portus_json("export", "net", out, *chosen)
     assert sorted(safetensors.load_file(out)) == ["half", "tied", "weight"]
     portus_json("export", "net", run.root / "part.pt", "--names", "model.half")
     assert list(torch.load(run.root / "part.pt")["model"]) == ["half"]
-    portus_json("export", "net", out, "-f", "-n", "model")
-    assert len(safetensors.load_file(out)) == 10
+    [path] = run.point(1)
+    portus_json("export", path, run.root / "other.pt", "--names", "model.half")
+    assert list(torch.load(run.root / "other.pt")["model"]) == ["half"]
+
+
+def test_a_directory_gets_the_weights(run: Run) -> None:
+    document = portus_json("export", "net", "out")
+    assert os.listdir("out") == ["model.safetensors"]
+    assert "weight" in safetensors.load_file("out/model.safetensors")
+    assert document["exact"] is False
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["net", "out.bin"], "ends in one of .safetensors, .pt"),
+        (["net", "out.txt", "--names", "model"], "ends in one of .safetensors, .pt"),
         (["net", "there.pt"], "--force"),
         (["net", "nowhere/out.pt"], "no such directory"),
-        (["net", "out.safetensors", "--names", "lr"], "no tensor of such a name"),
+        (["net", "out.safetensors", "--names", "lr"], "net@20 has no tensor of such a name"),
         (["net", "out.pt", "--strip", "model."], "--strip is for"),
+        (["net", "out.pt", "--file", "other"], "there is no file 'other'"),
         (["nothing", "out.pt"], "there is no nothing"),
+        ([".", "out"], "found a directory"),
     ],
 )
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(
     run: Run, arguments: list[str], message: str
 ) -> None:
-    Path("there.pt").write_bytes(b"old")
+    torch.save({"x": torch.zeros(1)}, "there.pt")
+    data = Path("there.pt").read_bytes()
     before = sorted(os.listdir())
     said = portus("export", *arguments)
-    assert said.code == 2
+    assert said.code == 2, said
     assert message in said.err
     assert sorted(os.listdir()) == before
-    assert Path("there.pt").read_bytes() == b"old"
+    assert Path("there.pt").read_bytes() == data
 
 
-@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
 def test_damage_is_found_and_no_file_is_left(run: Run, name: str) -> None:
-    run.damage(20, "model.weight")
+    run.damage(20, "weight")
     before = sorted(os.listdir())
     said = portus("export", "net", name)
     assert said.code == 1
-    assert "net@20" in said.err
-    assert re.search("model.(weight|columns)", said.err)
+    assert "net@20 was not exported" in said.err
+    assert re.search("is damaged", said.err)
     assert sorted(os.listdir()) == before
     assert portus("export", "net@10", name).code == 0
 
 
 def test_a_file_that_is_there_stays_until_the_new_one_is_whole(run: Run) -> None:
-    out = run.root / "out.safetensors"
-    portus("export", "net@10", out)
-    before = out.read_bytes()
-    run.damage(20, "model.weight")
-    assert portus("export", "net@20", out, "--force").code == 1
-    assert out.read_bytes() == before
+    for name in ("out.safetensors", "out.pt"):
+        portus("export", "net@10", name)
+    before = [Path(name).read_bytes() for name in ("out.safetensors", "out.pt")]
+    run.damage(20, "weight")
+    for name, data in zip(("out.safetensors", "out.pt"), before, strict=True):
+        assert portus("export", "net@20", name, "--force").code == 1
+        assert Path(name).read_bytes() == data
 
 
-@pytest.mark.long
-def test_tensors_of_many_units_and_extents_come_back(run: Run) -> None:
-    big = torch.arange(3 * UNIT // 8 + 1001)
-    middle = big[1000 : 2 * UNIT // 8 + 5]
-    turned = big[: 2 * UNIT // 8].view(2, -1).t()
-    saved(run, {"big": big, "middle": middle, "turned": turned, "i": torch.arange(5).int()})
-    out = run.root / "out.safetensors"
-    assert portus("export", "x", out).code == 0
-    loaded = safetensors.load_file(out)
-    assert torch.equal(loaded["big"], big)
-    assert torch.equal(loaded["middle"], middle)
-    assert torch.equal(loaded["turned"], turned)
+# --- shelves ------------------------------------------------------------------------------------
 
 
-def test_a_storage_in_many_extents_comes_back(run: Run) -> None:
-    with PoolCheckpointer(run.pool, "x", keep=None) as trainer:
-        trainer.save({"x": torch.zeros(100_000)}, 1).wait()
-        with scattered(trainer.path):
-            trainer.save({"x": torch.arange(100_000.0)}, 2).wait()
-    out = run.root / "out.safetensors"
-    assert portus("export", "x@2", out).code == 0
-    assert torch.equal(safetensors.load_file(out)["x"], torch.arange(100_000.0))
+def metadata(path: Path) -> dict[str, str]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    found: dict[str, str] = json.loads(raw[8 : 8 + length])["__metadata__"]
+    return found
 
 
-def test_the_arrays_of_a_shelf_are_exported_as_they_were_committed_last(run: Run) -> None:
+@pytest.fixture
+def shelf(run: Run) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "half": np.arange(4096, dtype=np.float16).reshape(64, 64),
         "whole": np.arange(9000, dtype=np.int64),
         "true": np.ones((70, 80), np.bool_),
         "one": np.array(2.5, np.float32),
     }
-    with Shelf(run.root / "shelf.portus") as shelf:
+    path = run.root / "shelf.portus"
+    with Shelf(path) as shelf:
         shelf.a, shelf.t, shelf.n = arrays, torch.zeros(4), 5
+        shelf.c = torch.arange(12.0).reshape(3, 4).t()
         shelf.odd = [np.full(3000, "abc"), np.arange(3000, dtype=">i8")]
         with shelf.transaction():
             shelf.a["half"][1], shelf.t[2] = 7, 8
+    arrays["half"][1] = 7
+    return path, arrays
+
+
+Filled = tuple[Path, dict[str, np.ndarray[Any, Any]]]
+
+
+def test_the_arrays_of_a_shelf_are_exported_as_they_were_committed_last(
+    run: Run, shelf: Filled
+) -> None:
+    path, arrays = shelf
     out = run.root / "out.safetensors"
-    said = portus("export", "shelf", out, "--pool", run.root / "shelf.portus")
+    said = portus("export", "shelf", out, "--pool", path)
     assert said.code == 0, said.err
     assert "left out 3 values" in said.err
     loaded = safetensors.load_file(out)
-    arrays["half"][1] = 7
-    assert loaded.keys() == {"t", *(f"a.{name}" for name in arrays)}
+    assert loaded.keys() == {"t", "c", *(f"a.{name}" for name in arrays)}
     for name, array in arrays.items():
         assert np.array_equal(loaded[f"a.{name}"].numpy(), array)
     assert loaded["t"].tolist() == [0, 0, 8, 0]
+    assert torch.equal(loaded["c"], torch.arange(12.0).reshape(3, 4).t())
+    said_in_it = json.loads(metadata(out)["portus"])
+    assert said_in_it["model"] == "shelf"
+    assert metadata(out)["format"] == "pt"
 
 
-def test_every_tensor_is_aligned_in_the_file(run: Run) -> None:
-    saved(run, {"a": torch.ones(1).bool(), "b": torch.ones(3).half(), "c": torch.ones(1).double()})
-    out = run.root / "out.safetensors"
-    assert portus("export", "x", out).code == 0
-    raw = out.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    head = json.loads(raw[8 : 8 + length])
-    starts = {name: 8 + length + head[name]["data_offsets"][0] for name in "abc"}
-    assert starts["b"] % 2 == 0
-    assert starts["c"] % 8 == 0
-
-
-def test_lazy_bits_are_carried_out(run: Run) -> None:
-    values = torch.tensor([1 + 2j, -3 - 4j])
-    saved(run, {"c": values.conj(), "n": values.conj().imag})
-    out = run.root / "out.safetensors"
-    assert portus("export", "x", out).code == 0
-    loaded = safetensors.load_file(out)
-    assert torch.equal(loaded["c"], values.conj().resolve_conj())
-    assert torch.equal(loaded["n"], values.conj().imag.resolve_neg())
-
-
-def test_every_dtype_of_safetensors_comes_back(run: Run) -> None:
-    raw = torch.arange(64, dtype=torch.uint8)
-    state = {
-        name: (raw % 2 if name == "bool" else raw).view(getattr(torch, name)).reshape(2, -1).t()
-        for name in DTYPES
-        if hasattr(torch, name) and name != "float8_e8m0fnu"
-    }
-    saved(run, state)
-    out = run.root / "out.safetensors"
-    assert portus("export", "x", out).code == 0
-    loaded = safetensors.load_file(out)
-    for name, tensor in state.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
-
-
-def test_dtypes_that_safetensors_has_not_are_refused(run: Run) -> None:
-    saved(run, {"a": torch.zeros(2), "z": torch.zeros(2, dtype=torch.complex128)})
-    said = portus("export", "x", "out.safetensors")
-    assert said.code == 2
-    assert "z is complex128" in said.err
-    assert portus("export", "x", "out.safetensors", "--names", "a").code == 0
-
-
-def test_arrays_bytes_and_meta_tensors_are_left_out(run: Run) -> None:
-    saved(
-        run,
-        {
-            "t": torch.zeros(2),
-            "array": torch.zeros(4000).numpy(),
-            "bytes": bytes(9000),
-            "meta": torch.empty(2, device="meta"),
-        },
-    )
-    document = portus_json("export", "x", "out.safetensors")
-    assert document["left_out"] == ["array", "bytes", "meta"]
-    assert list(safetensors.load_file("out.safetensors")) == ["t"]
-
-
-def test_names_that_meet_after_stripping_are_refused(run: Run) -> None:
-    saved(run, {"a.x": torch.zeros(1), "x": torch.zeros(1)})
-    said = portus("export", "x", "out.safetensors", "--strip", "a.")
-    assert said.code == 2
-    assert "would be called x" in said.err
-
-
-def test_no_room_is_said_before_anything_is_written(run: Run) -> None:
-    saved(run, {"a": torch.zeros(1).expand(1 << 30, 1 << 20)})
-    said = portus("export", "x", "out.safetensors")
-    assert said.code == 74
-    assert size_text(1 << 52) in said.err
-    assert not Path("out.safetensors").exists()
+def test_a_shelf_is_exported_as_a_torch_file_and_by_names(run: Run, shelf: Filled) -> None:
+    path, arrays = shelf
+    assert portus("export", "shelf", "out.pt", "--pool", path).code == 0
+    loaded = torch.load("out.pt", weights_only=False)
+    assert np.array_equal(loaded["a"]["half"], arrays["half"])
+    chosen = ("--names", "a", "--strip", "a.")
+    assert portus("export", "shelf", "a.safetensors", "--pool", path, *chosen).code == 0
+    assert safetensors.load_file("a.safetensors").keys() == arrays.keys()
+    for arguments, why in (
+        (("out", *chosen), "has no files"),
+        (("b.pt", *chosen), "--strip is for"),
+        (("b.txt",), "ends in one of"),
+        (("out.pt",), "--force"),
+        (("b.safetensors", "--names", "n"), "no tensor of such a name"),
+    ):
+        said = portus("export", "shelf", *arguments, "--pool", path)
+        assert (said.code, why in said.err) == (2, True), said
 
 
 def test_the_newest_of_several_pool_files_is_meant(run: Run) -> None:
     with PoolCheckpointer(run.pool / "a.portus", "net") as trainer:
         trainer.save({"new": torch.ones(1)}, 5).wait()
     assert portus_json("export", "net", "out.safetensors")["step"] == 5
-
-
-def test_the_version_of_a_reference_file_is_exported(run: Run) -> None:
-    assert portus_json("export", run.last, "out.safetensors")["step"] == 20

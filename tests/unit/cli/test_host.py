@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from portus.cli import gc
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.directory import on_disk
 from tests.hosts import serving, url
 from tests.unit.cli.scene import portus, portus_json, state

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from portus.cli.output import size_text
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.spec import VersionInfo
 from tests.unit.cli.scene import Run, portus, portus_json, state
 
@@ -191,7 +191,7 @@ def test_it_works_while_a_trainer_writes(run: Run) -> None:
 
 
 def test_odd_names_are_shown_as_they_are(run: Run) -> None:
-    with PoolCheckpointer(run.pool, "[bold]a/b c[/] ä") as trainer:
+    with PoolCheckpointer(run.pool / "[bold]a/b c[/] ä.portus", "[bold]a/b c[/] ä") as trainer:
         trainer.save([1], 5).wait()
     assert "[bold]a/b c[/] ä" in portus("ls").out
     assert portus("show", "[bold]a/b c[/] ä@5").code == 0
@@ -200,7 +200,7 @@ def test_odd_names_are_shown_as_they_are(run: Run) -> None:
 @pytest.mark.parametrize("why", ["no space", "poisoned"])
 def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
     assert portus_json("ls", run.net)["pools"][0]["failure"] is None
-    with PoolCheckpointer(run.pool, "net", keep=None, max_bytes=8 << 20) as trainer:
+    with PoolCheckpointer(run.pool / "net.portus", "net", keep=None, max_bytes=8 << 20) as trainer:
         trainer.save(state(30), 30).wait()
 
         def poison(infos: Sequence[VersionInfo]) -> list[int]:

@@ -17,7 +17,7 @@ import portus as face
 from portus.cli import mirrored
 from portus.client.dcp.group_writer import GroupWriter
 from portus.client.loading.resolve import load_reference
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.daemon.mirrors import TenantMirrors
 from portus.errors import CorruptionError, TransportError, UsageError
 from portus.index.directory import open_reader

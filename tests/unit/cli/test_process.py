@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from tests.unit.cli.scene import Run
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
@@ -169,7 +169,7 @@ def test_a_pool_removed_while_somebody_waits_for_it_is_not_written(run: Run) -> 
 def test_ctrl_c_leaves_nothing_behind(run: Run) -> None:
     import torch
 
-    with PoolCheckpointer(run.pool, "big") as trainer:
+    with PoolCheckpointer(run.pool / "big.portus", "big") as trainer:
         trainer.save({"x": torch.zeros(200 << 20, dtype=torch.uint8)}, 1).wait()
     slow = textwrap.dedent(
         """

@@ -16,7 +16,7 @@ import torch
 from portus.cli.output import Output
 from portus.cli.report import sparks
 from portus.cli.training import training_of
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.journal.lines import Head, encoded
 from tests.bench.journal import example
 from tests.unit.cli.scene import portus, portus_json

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from tests.unit.cli.scene import Run, portus, portus_json
 
 
@@ -135,7 +135,7 @@ def test_what_is_not_there_is_an_error_that_says_what_is(
 
 
 def test_a_model_whose_name_has_a_step_in_it_is_found(run: Run) -> None:
-    with PoolCheckpointer(run.pool, "a@5") as trainer:
+    with PoolCheckpointer(run.pool / "a@5.portus", "a@5") as trainer:
         trainer.save([1], 7).wait()
     assert [v["step"] for v in portus_json("show", "a@5")["versions"]] == [7]
     assert [v["step"] for v in portus_json("show", "a@5@7")["versions"]] == [7]
@@ -160,7 +160,7 @@ def test_a_damaged_tree_is_one_line_and_exit_code_1(run: Run) -> None:
 
 def test_values_of_odd_kinds_are_shown(run: Run) -> None:
     state = {"a": float("nan"), "b": b"xyz", "c": {1: "one"}, "d": (), "e": 1 << 80}
-    with PoolCheckpointer(run.pool, "odd") as trainer:
+    with PoolCheckpointer(run.pool / "odd.portus", "odd") as trainer:
         trainer.save(state, 1).wait()
     lines = [line.split() for line in portus("show", "odd@1").out.splitlines()]
     shown = {line[0]: line[1] for line in lines if line and line[0] in {"a", "b", "c.1", "d", "e"}}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -25,7 +25,7 @@ def test_a_healthy_pool_is_said_to_be(run: Run) -> None:
 
 
 def test_it_says_why_it_counts_versions_that_ls_does_not_list(run: Run) -> None:
-    with PoolCheckpointer(run.pool, "net", keep=1) as trainer:
+    with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
         for step in (30, 40):
             trainer.save(run.states[20], step).wait()
         [listed] = portus_json("ls", run.net)["pools"][0]["models"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.pool_checkpointer import PoolCheckpointer
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.daemon.server import Server
 from portus.format.reference import encode as encode_reference
 from portus.index.check import check

@@ -24,8 +24,7 @@ SAMPLE = ref.Reference(
     step=1200,
     written_path="/runs/7/checkpoints/last.ckpt",
     written_ns=1_790_000_000_123_456_789,
-    fallback="c" * 32,
-    fallback_step=1100,
+    part="last.ckpt",
 )
 
 
@@ -48,39 +47,12 @@ def with_fields(**changes: object) -> bytes:
 
 
 def test_what_was_encoded_comes_back() -> None:
-    bare = dataclasses.replace(SAMPLE, fallback=None, fallback_step=None)
     odd = dataclasses.replace(
         SAMPLE, pool_path="/näme/\udcff\n", model="𝔪", step=-1, written_ns=-(1 << 63)
     )
     part = dataclasses.replace(SAMPLE, part="optimizer.bin")
-    behind = dataclasses.replace(SAMPLE, in_flight="d" * 32, in_flight_step=1199)
-    first = dataclasses.replace(bare, in_flight="d" * 32, in_flight_step=0)
-    for sample in (SAMPLE, bare, odd, part, behind, first):
+    for sample in (SAMPLE, odd, part):
         assert ref.decode(ref.encode(sample)) == sample
-
-
-def test_a_reference_to_a_part_says_so_to_older_programs() -> None:
-    text = ref._body(dataclasses.replace(SAMPLE, part="optimizer.bin"))
-    assert json.loads(text)["portus"] == 2
-    assert json.loads(ref._body(SAMPLE))["portus"] == 1
-    assert "part" not in json.loads(ref._body(SAMPLE))
-
-
-def test_a_reference_with_a_version_in_flight_says_so_to_older_programs() -> None:
-    text = ref._body(dataclasses.replace(SAMPLE, in_flight="d" * 32, in_flight_step=7))
-    assert json.loads(text)["portus"] == 3
-    assert "in_flight" not in ref._body(SAMPLE)
-
-
-def test_a_reference_leads_to_the_best_of_its_versions_that_is_there() -> None:
-    sample = dataclasses.replace(SAMPLE, in_flight="d" * 32, in_flight_step=1199)
-    token, in_flight, fallback = "a" * 32, "d" * 32, "c" * 32
-    assert sample.leads_to({token, in_flight, fallback}) == token
-    assert sample.leads_to({in_flight, fallback}) == in_flight
-    assert sample.leads_to({fallback, "e" * 32}) == fallback
-    assert sample.leads_to({"e" * 32}) is None
-    assert SAMPLE.leads_to({in_flight}) is None
-    assert sample.instead == [(in_flight, 1199), (fallback, 1100)]
 
 
 def test_the_bytes_never_change() -> None:
@@ -112,7 +84,7 @@ def test_every_cut_and_every_tail_is_found() -> None:
     data = ref.encode(SAMPLE)
     for length in range(len(data)):
         assert outcome(data[:length]) in (CorruptionError, None), length
-    head = data.index(b"materialize\n") + len(b"materialize\n")
+    head = data.index(ref._HEAD_MARK) + len(ref._HEAD_MARK)
     assert all(outcome(data[:length]) is CorruptionError for length in range(head, len(data)))
     assert outcome(data + b"\0") is CorruptionError
 
@@ -182,14 +154,11 @@ def test_a_text_that_is_not_the_one_form_is_damage_even_with_a_right_checksum() 
         {"step": 1.0},
         {"step": 1 << 63},
         {"step": True},
-        {"fallback": None},
-        {"fallback_step": None},
-        {"portus": 3, "in_flight": "d" * 32, "in_flight_step": None},
-        {"portus": 3, "in_flight": None, "in_flight_step": 7},
-        {"portus": 3, "in_flight": "d" * 31, "in_flight_step": 7},
-        {"portus": 3, "in_flight": "d" * 32, "in_flight_step": True},
-        {"portus": 1, "in_flight": "d" * 32, "in_flight_step": 7},
+        {"part": None},
+        {"part": ""},
+        {"part": "a\0b"},
         {"portus": 3},
+        {"fallback": "c" * 32, "fallback_step": 1100},
         {"stranger": 1},
     ],
 )
@@ -206,8 +175,8 @@ def test_a_newer_format_says_to_upgrade() -> None:
 def test_fields_that_cannot_be_stored_are_refused_before_they_are_written() -> None:
     with pytest.raises(UsageError, match="32 lower-case hex"):
         dataclasses.replace(SAMPLE, id="x")
-    with pytest.raises(UsageError, match="together"):
-        dataclasses.replace(SAMPLE, fallback=None)
+    with pytest.raises(UsageError, match="part must be 1 to"):
+        dataclasses.replace(SAMPLE, part="")
 
 
 def test_the_longest_fields_still_fit_the_limit() -> None:
@@ -217,6 +186,7 @@ def test_the_longest_fields_still_fit_the_limit() -> None:
         pool_relative="\udcff" * ref.PATH_MAX,
         written_path="\udcff" * ref.PATH_MAX,
         model="\U0001f600" * ref.NAME_MAX,
+        part="\U0001f600" * ref.NAME_MAX,
     )
     assert ref.decode(ref.encode(longest)) == longest
 
@@ -226,7 +196,7 @@ def test_the_pickle_is_one_call_and_nothing_else() -> None:
         assert archive.testzip() is None
         names = archive.namelist()
         program = archive.read("archive/data.pkl")
-        assert "portus materialize" in archive.read("archive/README.txt").decode()
+        assert "portus export PATH FILE" in archive.read("archive/README.txt").decode()
     assert names[0] == "archive/data.pkl"
     steps = [(op.name, argument) for op, argument, _ in pickletools.genops(program)]
     assert [name for name, _ in steps] == [

@@ -72,7 +72,9 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
     assert isinstance(found, TorchFile)
     note = note_of(file, where)
     try:
-        state = torch.load(_Hollow(file, found), map_location="meta", weights_only=True)
+        state = torch.load(
+            io.BufferedReader(_Hollow(file, found)), map_location="meta", weights_only=True
+        )
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
         lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
         places = [each for each in storage_places(found.pickle) if each.storage in lengths]

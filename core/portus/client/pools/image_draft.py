@@ -28,6 +28,12 @@ _NO_LAYOUT: Final = encode_layout(())
 """Of a version of files: what they contain is in them."""
 
 
+_ADVICE: Final = (
+    "`portus ls` lists what is there, and `portus gc --missing DIR` the versions that no pointer "
+    "in a directory leads to any more"
+)
+
+
 class SummingDraft(Draft, Protocol):
     """A draft that sums what it copies."""
 
@@ -173,8 +179,10 @@ class ImageDraft:
             try:
                 return act()
             except MediumError as error:
-                if error.errno not in OUT_OF_SPACE or not self._make_room():
+                if error.errno not in OUT_OF_SPACE:
                     raise
+                if not self._make_room():
+                    raise MediumError(error.errno, f"{error.strerror}; {_ADVICE}") from error
 
 
 def packed_lengths(images: Sequence[Image]) -> Column:

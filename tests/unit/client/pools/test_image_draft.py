@@ -181,6 +181,7 @@ def test_what_two_versions_share_is_there_once(scene: Scene) -> None:
         for step in range(6):
             state = {"frozen": frozen, "step": torch.tensor([step])}
             files.save(state, scene.path(f"{step}.ckpt"), step).wait()
+        files.wait()
         assert scene.steps() == list(range(6))
         assert allocated(scene.place) < 3 * frozen.nbytes
         for step in range(5):
@@ -255,9 +256,7 @@ def test_a_flipped_bit_anywhere_in_a_version_is_found(tmp_path: Path) -> None:
     (entry,) = reader.catalogue().entries()
     record = reader.record(entry)
     extents = [
-        extent
-        for index in range(len(record.storages))
-        for extent in record.storage_extents(index)
+        extent for index in range(len(record.storages)) for extent in record.storage_extents(index)
     ]
     reader.close()
     assert sum(each.length for each in extents) == size
@@ -294,9 +293,11 @@ def test_a_pool_that_is_full_gives_back_what_waits_to_be_removed(
             files.save(state(step), scene.path(f"{step}.ckpt"), step).wait()
         with pytest.raises(MediumError):
             files.save(state(9), scene.path("9.ckpt"), 9).wait()
+        files.wait()
         files.remove(scene.path("0.ckpt"))  # waits: the newest save that was asked for has failed
         assert scene.steps() == [0, 1]
         files.save(state(2), scene.path("2.ckpt"), 2).wait()
+        files.wait()
         assert scene.steps() == [1, 2]
         assert not (scene.checkpoints / "0.ckpt").exists()
         assert torch.equal(torch.load(scene.path("2.ckpt"))["w"], state(2)["w"])

@@ -43,7 +43,13 @@ def step_at(path: str | Path) -> int:
 
 
 def save(files: TrainingFiles, path: str, step: int) -> None:
-    files.save(state(step), path, step).wait()
+    finish(files, files.save(state(step), path, step))
+
+
+def finish(files: TrainingFiles, handle: portus.SaveHandle) -> None:
+    """What comes after the commit is over too."""
+    handle.wait()
+    files.wait()
 
 
 @pytest.fixture(params=["file", "host"])
@@ -102,7 +108,7 @@ def test_until_then_there_is_what_was_there_before(scene: Scene) -> None:
         raise MediumError(5, "another rank failed")
 
     with scene.training() as files:
-        files.save_directory(directory, {"a.bin": state(1)}, 1).wait()
+        finish(files, files.save_directory(directory, {"a.bin": state(1)}, 1))
         handle = files.save_directory(directory, {"a.bin": state(2)}, 2, ready=forbid)
         with pytest.raises(MediumError, match="another rank failed"):
             handle.wait()
@@ -218,7 +224,7 @@ def test_nothing_is_concluded_from_what_a_user_deletes(scene: Scene) -> None:
 def test_a_version_of_two_files_goes_with_its_second_pointer(scene: Scene) -> None:
     directory = scene.path("1")
     with scene.training() as files:
-        files.save_directory(directory, {"a.bin": state(1), "b.bin": state(11)}, 1).wait()
+        finish(files, files.save_directory(directory, {"a.bin": state(1), "b.bin": state(11)}, 1))
         files.remove(f"{directory}/a.bin")
         assert scene.steps() == [1]
         assert step_at(f"{directory}/b.bin") == 11
@@ -229,21 +235,21 @@ def test_a_version_of_two_files_goes_with_its_second_pointer(scene: Scene) -> No
 def test_a_version_of_two_files_stays_while_one_of_them_is_not_replaced(scene: Scene) -> None:
     directory = scene.path("last")
     with scene.training() as files:
-        files.save_directory(directory, {"a.bin": state(1), "b.bin": state(11)}, 1).wait()
-        files.save_directory(directory, {"a.bin": state(2)}, 2).wait()
+        finish(files, files.save_directory(directory, {"a.bin": state(1), "b.bin": state(11)}, 1))
+        finish(files, files.save_directory(directory, {"a.bin": state(2)}, 2))
         assert scene.steps() == [1, 2]
         assert (step_at(f"{directory}/a.bin"), step_at(f"{directory}/b.bin")) == (2, 11)
-        files.save_directory(directory, {"b.bin": state(13), "c.bin": state(3)}, 3).wait()
+        finish(files, files.save_directory(directory, {"b.bin": state(13), "c.bin": state(3)}, 3))
         assert scene.steps() == [2, 3]
         both = {"a.bin": state(4), "b.bin": state(14)}
-        files.save_directory(directory, both, 4).wait()
+        finish(files, files.save_directory(directory, both, 4))
         assert scene.steps() == [3, 4], "c.bin is still there"
 
 
 def test_a_real_file_in_the_place_of_a_second_pointer_keeps_nothing(scene: Scene) -> None:
     directory = scene.path("1")
     with scene.training() as files:
-        files.save_directory(directory, {"a.bin": state(1), "b.bin": state(11)}, 1).wait()
+        finish(files, files.save_directory(directory, {"a.bin": state(1), "b.bin": state(11)}, 1))
         torch.save(state(5), f"{directory}/b.bin")
         files.remove(f"{directory}/a.bin")
         assert scene.steps() == []
@@ -255,7 +261,7 @@ def test_the_versions_of_a_directory_go_with_it(scene: Scene) -> None:
         for step in range(3):
             directory = scene.path(f"step-{step}")
             both = {"a.bin": state(step), "b.bin": state(10 + step)}
-            files.save_directory(directory, both, step).wait()
+            finish(files, files.save_directory(directory, both, step))
             Path(directory, "config.json").write_text("{}")
             Path(directory, "more").mkdir()
             save(files, f"{directory}/more/c.bin", 20 + step)
