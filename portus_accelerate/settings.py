@@ -60,7 +60,8 @@ class Settings(portus.Settings):
 
 
 _GONE: Final = {
-    "keep": "total_limit (save_total_limit) says which checkpoints stay; leave keep out",
+    "keep": "checkpoints are files, and total_limit (save_total_limit) says which of them stay; "
+    "leave keep out",
     "materialize": "checkpoints are files; leave it out",
     "materialize_within": "checkpoints are files; leave it out",
 }

@@ -27,14 +27,16 @@ def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def train_for_ever(say: Say, root: str, every: int) -> None:
     """Resume, then train; each step and each version is told, the version before the step."""
-    with PoolCheckpointer(f"{root}/.portus", "run", keep=2) as checkpointer:
-        checkpointer.prepare(20_000)  # else there is no pool before the first save, and no journal
+    with PoolCheckpointer(f"{root}/run.portus", "run", keep=2) as checkpointer:
         model, optimizer = training()
         step = 0
         if any(checkpointer.steps()):
             state: dict[str, Any] = {"model": model.state_dict()}
             step = checkpointer.restore_into(state).version.step
-        say(f"from {step}")
+            say(f"from {step}")
+        else:
+            checkpointer.save({"model": model.state_dict()}, 0).wait()  # before it, no journal
+            say("from 0")
         while True:
             advance(model, optimizer)
             step += 1

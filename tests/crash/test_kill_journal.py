@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from portus.index.directory import journal_directory
 from portus.index.journals import FoundJournal, journals_in, read
 from portus.journal.account import Account, account
 from portus.testing.nursery import nursery
@@ -33,7 +34,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def journal_of(root: Path) -> tuple[FoundJournal, Account]:
-    (path,) = journals_in(str(root / ".portus" / "run.journal"))
+    (path,) = journals_in(journal_directory(str(root / "run.portus")))
     found = read(path)
     seen = account(found.lines)
     assert seen is not None

@@ -19,10 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from portus.dcp import groups
+import portus
+from portus.cli import gc
+from portus.cli.output import Output
 from portus.testing.nursery import Child, nursery
+from tests.crash.sharded_job import KEEP
 from tests.hosts import Host
-from tests.unit.client.test_dcp import run
 
 KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "6"))
 
@@ -35,8 +37,9 @@ pytestmark = [
 RANKS = 4
 LOADS = (1, 2, 3, 4, 8)
 DELAY_S_MAX = 0.1
-GROUPS_MAX = 12
-"""More are there only if what was cut off is never let go of."""
+LEFT_MAX = 3 * RANKS
+"""Versions without a pointer that one kill may leave: those of the saves in flight, and of what was
+about to be removed."""
 
 
 @dataclass
@@ -90,11 +93,11 @@ def trained_and_killed(history: History, what: str, random_: random.Random) -> N
     first = max(history.saved, default=0) + 1
     with (
         tempfile.NamedTemporaryFile() as errors,
-        nursery("tests.unit.client.sharded").start(
+        nursery("tests.crash.sharded_job").start(
             "run",
             str(history.root),
             [f"train_for_ever:{RANKS}:{first}"],
-            {"SHARDED_POOL": history.pool},
+            history.pool,
             errors.name,
         ) as child,
     ):
@@ -140,7 +143,44 @@ def ended(history: History, child: Child) -> list[str]:
     return lines + child.rest()
 
 
-def test_what_a_killed_job_goes_on_from_is_what_it_saved(tmp_path: Path, seed: int) -> None:
+def looked(history: History, count: int, pool: str) -> None:
+    """A job of so many ranks loads what there is."""
+    with (
+        tempfile.NamedTemporaryFile() as errors,
+        nursery("tests.crash.sharded_job").start(
+            "run", str(history.root), [f"look:{count}"], pool, errors.name
+        ) as child,
+    ):
+        printed = child.rest()
+        assert child.wait() == 0, errors.read().decode(errors="replace")[-4000:]
+    history.hear(printed[-1])
+
+
+def versions(history: History) -> int:
+    """How many there are on all hosts."""
+    found = 0
+    for host in history.hosts:
+        with portus.open(host.url) as pool:
+            found += len(pool.versions())
+    return found
+
+
+def collect(history: History) -> None:
+    """What no pointer leads to is found and removed; what is there stays few."""
+    before = versions(history)
+    for host in history.hosts:
+        gc.run(host.url, gc.GcOptions(missing=[str(history.root)], yes=True), Output(as_json=False))
+    after = versions(history)
+    pointers = len(list((history.root / "ckpt").glob("step_*/*")))
+    assert after <= pointers, "a version without a pointer stays"
+    assert after <= (KEEP + 3) * (RANKS + 1), f"{after} versions stay"
+    assert before - after <= LEFT_MAX, f"a kill left {before - after} versions"
+
+
+def test_what_a_killed_job_goes_on_from_is_what_it_saved(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "YOUNG_S", 0.0)
     random_ = random.Random(seed)
     with Host(tmp_path / "a") as a, Host(tmp_path / "b") as b, Host(tmp_path / "c") as c:
         one, two = History(tmp_path / "one", [a]), History(tmp_path / "two", [b, c])
@@ -150,10 +190,9 @@ def test_what_a_killed_job_goes_on_from_is_what_it_saved(tmp_path: Path, seed: i
             history, what = cases[tried % len(cases)]
             trained_and_killed(history, what, random_)
             count = LOADS[(tried + tried // len(cases)) % len(LOADS)]
-            said = run(history.root, f"look:{count}", SHARDED_POOL=history.pool)
-            history.hear(said.splitlines()[-1])
-            there = len(groups(history.pool, "run"))
-            assert there <= GROUPS_MAX, f"kill {tried}: {there} groups"
+            looked(history, count, history.pool)
+            collect(history)
+            looked(history, RANKS, history.pool)
             tried += 1
         saves = [len(history.saved) for history in (one, two)]
         print(f"{tried} kills, {saves} saves, {len(one.loaded) + len(two.loaded)} loads")
@@ -170,5 +209,4 @@ def test_what_both_hosts_of_a_pair_had_outlives_the_first(tmp_path: Path, seed: 
         pair = History(tmp_path / "run", [first], second)
         trained_and_killed(pair, "first", random_)
         for place, count in ((pair.pool, 3), (second.url, 1)):
-            said = run(pair.root, f"look:{count}", SHARDED_POOL=place)
-            pair.hear(said.splitlines()[-1])
+            looked(pair, count, place)

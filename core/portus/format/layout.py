@@ -97,7 +97,7 @@ SUPERBLOCK: Final = Record(
         Field(
             "uuid",
             "16s",
-            "names this pool: random; of a successor, the xxh3_128 of its predecessor's",
+            "names this pool: random",
         ),
         Field("created_ns", "Q", "Unix time in nanoseconds"),
         Field("reserved", "40s", "zero"),

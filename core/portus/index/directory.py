@@ -12,11 +12,10 @@ import errno
 import functools
 import logging
 import os
-import re
 import shutil
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +26,6 @@ from portus.index.messages import read_holder, store_failure
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.index.pool import PoolWriter, format_pool
 from portus.index.reader import PoolReader
-from portus.index.roots import Root
 from portus.media.base import FileStatus, FileSystem, Locks, MediumKind
 from portus.media.dax import is_device
 from portus.media.file import PlainFile
@@ -52,18 +50,17 @@ JOURNAL_SUFFIX: Final = ".journal"
 
 
 def pools_at(place: Place) -> list[Place]:
-    """Every pool there is: that of the place and its successors, or those of the directory. Hosts
-    are not asked. Raises ``UsageError`` if there is nothing of that name."""
+    """Every pool there is: that of the place, or those of the directory. Hosts are not asked.
+    Raises ``UsageError`` if there is nothing of that name."""
     if place.is_host:
         return place.hosts
     if os.path.isdir(place.path):
         names = sorted(name for name in os.listdir(place.path) if _is_pool_name(name))
         paths = [os.path.join(place.path, name) for name in names]
         return [Place(PlaceKind.FILE, path) for path in paths if os.path.isfile(path)]
-    found = generations(place.path)
-    if not found:
+    if not os.path.exists(place.path):
         raise UsageError(f"{place}: there is no pool and no pool directory of this name")
-    return [Place(place.kind, path) for path in found.values()]
+    return [place]
 
 
 def _is_pool_name(name: str) -> bool:
@@ -77,55 +74,6 @@ def writer_of(pool: Place) -> str:
     return urllib.parse.unquote(os.path.basename(pool.path).removesuffix(SUFFIX))
 
 
-def generations(path: str) -> dict[int, str]:
-    """The pool file at ``path`` (1) and its successors, ``<stem>+2.portus`` (2) and so on: those
-    that are there, oldest first. A run goes on in a successor when a pool file takes no stores any
-    more; a device has none. Raises ``MediumError``."""
-    if is_device(path):
-        return {1: path}
-    directory, name = os.path.split(path)
-    stem, suffix = os.path.splitext(name)
-    pattern = re.compile(re.escape(stem) + r"\+([0-9]+)" + re.escape(suffix))
-    found = {1: path} if os.path.exists(path) else {}
-    for entry in LocalFiles().entries(directory):
-        match = pattern.fullmatch(entry)  # no name of a model: there a plus is quoted
-        if match:
-            found[int(match[1])] = os.path.join(directory, entry)
-    return dict(sorted(found.items()))
-
-
-def newest_generation(path: str) -> tuple[int, str]:
-    """The last of ``generations``; ``path`` if there is none."""
-    return max(generations(path).items(), default=(1, path))
-
-
-def generation_of(path: str, number: int) -> str:
-    """The path of a generation of the pool file at ``path``, which may not be there yet."""
-    stem, suffix = os.path.splitext(path)
-    return path if number == 1 else f"{stem}+{number}{suffix}"
-
-
-def first_generation(path: str) -> str:
-    """The pool file that the one at ``path`` is a successor of, or that is itself one."""
-    return _numbered(path)[0]
-
-
-def superseded(paths: Iterable[str]) -> set[str]:
-    """Return those of the pool files at ``paths`` that have a successor among them."""
-    runs: dict[str, list[tuple[int, str]]] = {}
-    for path in paths:
-        first, number = _numbered(path)
-        runs.setdefault(first, []).append((number, path))
-    return {path for run in runs.values() for _, path in sorted(run)[:-1]}
-
-
-def _numbered(path: str) -> tuple[str, int]:
-    """The first pool file of a run, and which generation this one is."""
-    stem, suffix = os.path.splitext(path)
-    first, _, number = stem.rpartition("+")
-    return (first + suffix, int(number)) if number.isdecimal() and first else (path, 1)
-
-
 def on_disk(path: str) -> int:
     """Bytes that a pool file takes of its file system: less than its size, if it has holes. 0 for
     an address, for a device, and where nothing is."""
@@ -135,29 +83,19 @@ def on_disk(path: str) -> int:
         return 0
 
 
-def links_directory(pool_path: str) -> str:
-    """Where the links of the pool at ``pool_path`` are: beside a file. Nothing lasts beside a
-    device, and its name may change: there it is ``<uuid>.references``, among what programs keep
-    for this user. Raises as opening that pool does.
-    """
-    return _beside(pool_path, ".references")
-
-
 def journal_directory(pool_path: str) -> str:
-    """Where the journals of the pool at ``pool_path`` are; the same place as ``links_directory``,
-    of another name. They outlast the pool: a training that ended has one to be read."""
-    return _beside(pool_path, JOURNAL_SUFFIX)
-
-
-def _beside(pool_path: str, suffix: str) -> str:
+    """Where the journals of the pool at ``pool_path`` are: beside a file. Nothing lasts beside a
+    device, and its name may change: there it is ``<uuid>.journal``, among what programs keep for
+    this user. They outlast the pool: a training that ended has one to be read. Raises as opening
+    that pool does."""
     if not is_device(pool_path):
-        return os.path.splitext(pool_path)[0] + suffix
+        return os.path.splitext(pool_path)[0] + JOURNAL_SUFFIX
     reader = open_reader(pool_path)
     try:
         uuid = reader.superblock.uuid.hex()
     finally:
         reader.close()
-    return os.path.join(state_directory(), uuid + suffix)
+    return os.path.join(state_directory(), uuid + JOURNAL_SUFFIX)
 
 
 def state_directory() -> str:
@@ -200,11 +138,8 @@ _unfinished: Final[set[str]] = set()
 """What the threads of this process are making."""
 
 
-def create_pool(
-    path: str, files: FileSystem, uuid: bytes | None = None, after: Root | None = None
-) -> None:
+def create_pool(path: str, files: FileSystem) -> None:
     """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
-    uuid, after: of a successor: see ``format_superblock``.
 
     Its directory exists. Raises ``MediumError``; then there is no pool, and nothing half-made.
     On a DAX device the pool is made in place, if it is blank.
@@ -220,7 +155,7 @@ def create_pool(
     try:
         medium = files.create(fresh, DATA_START)
         try:
-            format_pool(medium, uuid, after)
+            format_pool(medium)
         finally:
             medium.close()
         _publish(fresh, path, files)
@@ -329,21 +264,6 @@ def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
         locks = FileLocks(path, writable=False)
         undo.callback(locks.close)
         reader = PoolReader(medium, locks)
-        undo.pop_all()
-        return reader
-
-
-def open_superseded(path: str) -> PoolReader | None:
-    """A pool file that has a successor, for reading. None, with an error in the log, if it cannot
-    be read: it is not to stand in the way of what is in its successor."""
-    with contextlib.ExitStack() as undo:
-        try:
-            reader = open_reader(path)
-            undo.callback(reader.close)
-            reader.catalogue()
-        except PortusError as error:
-            _log.error("versions saved before its successor was made cannot be read: %s", error)
-            return None
         undo.pop_all()
         return reader
 

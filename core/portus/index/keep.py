@@ -116,11 +116,6 @@ class Keep:
         assert made is not None
         return made
 
-    def as_mapping(self) -> dict[str, object]:
-        """What ``of`` makes an equal one of; JSON has all of it."""
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: each for name, each in said.items() if each is not None}
-
     def staying(self, versions: Sequence[_Version]) -> list[_Version]:
         """Return those of ``versions`` that stay: all versions of one model, in the order of their
         commits, oldest first."""
@@ -130,11 +125,6 @@ class Keep:
         """Return those of ``versions`` that would stay without being among the ``last``. newest_ns:
         the time of a newer version, which is not among ``versions``."""
         return self._among(versions, last=0, newest_ns=newest_ns)
-
-    @property
-    def is_last_alone(self) -> bool:
-        """True if nothing stays but the ``last``."""
-        return self.every is None and self.within is None and self.best is None
 
     def _among(
         self, versions: Sequence[_Version], *, last: int, newest_ns: int | None

@@ -152,11 +152,6 @@ class Place:
         return self.kind is PlaceKind.DIRECTORY
 
     @property
-    def is_for_many(self) -> bool:
-        """True where several writers save side by side, each to a pool or a model of its own."""
-        return self.is_directory or self.is_host
-
-    @property
     def address(self) -> Address:
         """The address of the host; only a place that is one host has it."""
         assert self.kind is PlaceKind.HOST

@@ -87,10 +87,10 @@ _GROWTH: Final = 2 << 20
 """A pool grows to a multiple of this many bytes: the size of a huge page."""
 
 
-def format_pool(medium: Medium, uuid: bytes | None = None, after: Root | None = None) -> None:
-    """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return.
-    uuid, after: see ``format_superblock``."""
-    format_superblock(medium, uuid, after)
+def format_pool(medium: Medium, uuid: bytes | None = None) -> None:
+    """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return. uuid:
+    its identity; None draws one."""
+    format_superblock(medium, uuid)
     medium.persist([Extent(0, DATA_START)])
 
 

@@ -58,15 +58,6 @@ class PoolReader:
         """
         return self._ahead(newest_catalogue(self.medium, self.superblock.uuid))
 
-    def may_have(self, token: bytes) -> bool:
-        """True if readers may find the version of that token, though its commit failed: its root
-        is in a slot, durable or not. Reads the pool anew. Raises ``MediumError``."""
-        try:
-            there = newest_catalogue(self.medium, self.superblock.uuid)
-        except CorruptionError:
-            return False  # nobody finds anything there
-        return any(entry.info.token == token for entry in there.entries())
-
     def _ahead(self, found: Catalogue) -> Catalogue:
         """The catalogue that a damaged slot led to, if all of it is whole; else ``found``. A slot
         that is torn since a crash in a commit looks like one that rotted."""

@@ -76,35 +76,13 @@ _TRIED_MAX: Final = 1 << 16
 FIRST_ROOT: Final = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
 
 
-def format_superblock(
-    medium: Medium, uuid: bytes | None = None, after: Root | None = None
-) -> Superblock:
-    """Store (not persist) the superblock, twice, and the first root. For a new medium only.
-
-    after: the newest root of the pool that this one goes on from. Commits and ids of versions are
-    numbered on from there, also past a commit that failed: it may be there all the same. uuid: that
-    of a successor follows from its own (``successor_uuid``).
-    """
+def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
+    """Store (not persist) the superblock, twice, and the first root. For a new medium only."""
     block = Superblock(uuid or os.urandom(16), time.time_ns())
     for offset in SUPERBLOCK_OFFSETS:
         store_superblock(medium, block, offset)
-    store_root(medium, block.uuid, FIRST_ROOT if after is None else _first_after(after))
+    store_root(medium, block.uuid, FIRST_ROOT)
     return block
-
-
-def successor_uuid(uuid: bytes, generations: int = 1) -> bytes:
-    """Return the uuid of the pool that is ``generations`` successors after the pool ``uuid``."""
-    for _ in range(generations):
-        uuid = digest(uuid)
-    return uuid
-
-
-def _first_after(root: Root) -> Root:
-    return replace(
-        FIRST_ROOT,
-        sequence=root.sequence + 2 + root.sequence % 2,  # that of slot 0
-        next_version=root.next_version + _TRIED_MAX,
-    )
 
 
 def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:

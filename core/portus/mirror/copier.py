@@ -93,16 +93,6 @@ class Copier(Behind):
 
     # Before the first save.
 
-    def has_versions(self) -> bool:
-        """True if there is something that a new pool is to begin with. Raises what the store
-        raises."""
-        return self._mirror.read().newest is not None
-
-    def claim_for(self, pool: bytes) -> None:
-        """Claim it for a pool that is to be made, and will have this identity. Raises
-        ``UsageError`` if it may be read, not written."""
-        self._written(lambda: self._mirror.claim(who(), pool, 0))
-
     def begin(self, joined: Joined) -> None:
         """Copy from the pool ``joined`` from now on: at the start, and when the pool has a
         successor. Blocks while versions are fetched.

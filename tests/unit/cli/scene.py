@@ -16,6 +16,7 @@ from portus.cli.app import app
 from portus.client.job.settings import Settings
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.client.paths.training_files import TrainingFiles
+from portus.index.directory import WRITERS
 from portus.index.place import Place
 
 
@@ -73,6 +74,23 @@ def pointing(pool: str | Path, name: str) -> Iterator[TrainingFiles]:
     with contextlib.closing(TrainingFiles(settings, pool=Place.named(pool))) as files:
         files.begin(name, "/nowhere/.portus", "/nowhere/ckpt")
         yield files
+
+
+@contextlib.contextmanager
+def scattered(path: str) -> Iterator[None]:
+    """Leave only runs of about 64 KiB free, so that a storage gets several extents."""
+    writer = WRITERS.open(path)
+    held = []
+    while writer.free_bytes() >= 72 << 10:  # less would make it grow
+        held.append(writer.reserve(64 << 10))
+    for each in held[::2]:
+        writer.release(each)
+    try:
+        yield
+    finally:
+        for each in held[1::2]:
+            writer.release(each)
+        WRITERS.close(writer)
 
 
 class Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 import portus as library
+from portus.client.job.settings import Settings
+from portus.client.loading.resolve import POOLS
 from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.paths.training_files import TrainingFiles
 from portus.format.checksum import UNIT
 from portus.shelf import Shelf
-from tests.golden.make import scattered
-from tests.unit.cli.scene import Run, pointing, portus, portus_json, state
+from tests.unit.cli.scene import Run, pointing, portus, portus_json, scattered, state
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
@@ -27,36 +30,33 @@ def saved(run: Run, state: Any, model: str = "x") -> None:
         trainer.save(state, 1).wait()
 
 
-def in_a_directory(run: Run, state: Any, step: int = 1) -> bytes:
-    """The file that a directory checkpointer writes."""
-    with library.Checkpointer(run.root / "stock") as checkpointer:
-        checkpointer.save(state, step, metrics={"loss": 0.5}).wait()
-    return (run.root / "stock" / f"step-{step:08d}.pt").read_bytes()
-
-
 # --- as it was saved ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("out", ["out.pt", "step-00000020.pt", "pytorch_model.bin"])
-def test_the_file_is_the_one_that_a_directory_would_have(run: Run, out: str) -> None:
-    with run.trainer() as trainer:
-        trainer.save(run.states[20], 20, metrics={"loss": 0.5}).wait()
-    said = portus("export", "net@20", out)
-    assert said.code == 0, said.err
-    assert "as it was saved" in said.out
-    assert Path(out).read_bytes() == in_a_directory(run, run.states[20], 20)
-
-
-def test_the_file_is_the_one_that_save_writes(run: Run) -> None:
-    path = run.root / "step-00000010.pt"
+@pytest.mark.parametrize("out", ["out.pt", "step-00000010.pt", "pytorch_model.bin"])
+def test_the_file_is_the_one_that_save_writes(run: Run, out: str) -> None:
+    path = run.root / "stock" / "step-00000010.pt"
+    path.parent.mkdir()
     library.save(run.states[10], path, wait=True)
-    document = portus_json("export", "net@10", "out.pt")
-    assert Path("out.pt").read_bytes() == path.read_bytes()
+    document = portus_json("export", "net@10", out)
+    assert Path(out).read_bytes() == path.read_bytes()
     assert document["exact"] is True
     assert document["step"] == 10
-    assert document["out"] == str(run.root / "out.pt")
+    assert document["out"] == str(run.root / out)
     assert document["size"] == path.stat().st_size
-    assert portus("verify", "out.pt").code == 0
+    said = portus("export", "net@10", out, "--force")
+    assert "net@10, as it was saved" in said.out
+    assert portus("verify", "out.pt").code == (0 if out == "out.pt" else 2)
+
+
+def test_a_pointer_leads_to_the_file_that_the_training_would_have_put_there(run: Run) -> None:
+    [path] = run.point(1)
+    there = run.root / "files" / path.name
+    with contextlib.closing(TrainingFiles(Settings(journal=False))) as files:
+        files.save(state(1), str(there), 1).wait()
+    assert portus("export", path, "out.pt").code == 0
+    assert portus("export", "led@1", "again.pt").code == 0
+    assert Path("out.pt").read_bytes() == Path("again.pt").read_bytes() == there.read_bytes()
 
 
 def test_all_kinds_of_values_are_in_it(run: Run) -> None:
@@ -76,19 +76,17 @@ def test_all_kinds_of_values_are_in_it(run: Run) -> None:
         assert Path("out.pt").read_bytes() == path.read_bytes()
 
 
-def test_what_a_pointer_leads_to_is_exported_from_wherever_it_is(
+def test_a_pointer_is_followed_to_a_pool_that_was_moved(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [path] = run.point(1)
     monkeypatch.chdir("/")
-    moved = run.root / "moved.portus"
+    monkeypatch.setattr(POOLS, "_allowed", [])
+    moved, out = run.root / "moved.portus", run.root / "out.pt"
     os.rename(run.led, moved)
-    out = run.root / "out.pt"
     assert portus("export", path, out).code == 2
     assert portus("export", path, out, "--pool", moved).code == 0
-    with library.Checkpointer(run.root / "stock") as checkpointer:
-        checkpointer.save(state(1), 1).wait()
-    assert out.read_bytes() == (run.root / "stock" / path.name).read_bytes()
+    assert torch.load(out, weights_only=False)["epoch"] == 1
 
 
 @pytest.fixture

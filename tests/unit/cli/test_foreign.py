@@ -20,7 +20,7 @@ from portus.protocol import messages as said
 from portus.protocol.messages import Fault, Said
 from portus.transport.stream import Link
 from tests.hosts import serving, url
-from tests.unit.cli.scene import portus
+from tests.unit.cli.scene import pointing, portus
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\nroot# \u202egnp.exe\x9b31m\x7f\u2028"
 SEEN = r"\x1b]0;owned\x07\x1b[2J\r\nroot# \u202egnp.exe\x9b31m\x7f\u2028"
@@ -44,8 +44,10 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / f"pool{EVIL.replace('/', '')}.portus"
     with PoolCheckpointer(path, EVIL, keep=None) as run:
         for step in (1, 2):
-            state = {EVIL: torch.full((1000,), float(step))}
-            run.save(state, step, reference=tmp_path / f"{EVIL}{step}.ckpt")
+            run.save({EVIL: torch.full((1000,), float(step))}, step).wait()
+    with pointing(path, EVIL) as files:
+        state = {EVIL: torch.full((1000,), 3.0)}
+        files.save(state, str(tmp_path / f"{EVIL.replace('/', '')}3.ckpt"), 3).wait()
     data = bytearray(path.read_bytes())
     data[data.index(torch.full((1000,), 2.0).numpy().tobytes())] ^= 1
     path.write_bytes(data)
@@ -63,11 +65,13 @@ def test_no_command_prints_what_moves_a_cursor(pool: Path) -> None:
         ["gc", "--dry-run"],
         ["rm", f"{EVIL}@1"],
         ["export", f"{EVIL}@2", "out.pt"],
-        ["materialize", f"{EVIL}2.ckpt"],
+        ["gc", "--missing", "."],
+        ["show", f"{EVIL}3.ckpt"],
+        ["rm", f"{EVIL}3.ckpt"],
         ["rescue", str(pool)],
     )
     for command in commands:
-        where = [] if command[0] in ("materialize", "rescue") else ["--pool", str(pool)]
+        where = [] if command[0] == "rescue" else ["--pool", str(pool)]
         done = portus(*command, *where)
         assert SEEN[:20] in done.out + done.err, command
         assert is_harmless(done.out), (command, done.out)
@@ -122,7 +126,7 @@ def test_names_of_a_hosts_pool_and_its_notes_are_harmless_too(tmp_path: Path) ->
     with serving(tmp_path / "host") as server:
         with PoolCheckpointer(url(server), EVIL, keep=None) as run:
             run.save({EVIL: torch.zeros(9)}, 1).wait()
-            run._pool.writer.note_failure(f"{EVIL} failed")  # type: ignore[union-attr]
+            run._pool.open().note_failure(f"{EVIL} failed")  # type: ignore[union-attr]
         done = portus("ls", url(server))
         assert done.out.count(SEEN) == 1, "the model"
         assert r"the last save that failed: \x1b]0;owned\x07\x1b[2J root# \u202e" in done.out

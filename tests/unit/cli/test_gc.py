@@ -145,7 +145,7 @@ def test_it_gives_space_back_to_the_file_system_and_none_that_is_read(
     assert portus_json("ls")["pools"][0]["on_disk"] == on_disk(str(path))
     assert portus("verify").code == 0
     with PoolCheckpointer(path, keep=None) as run:
-        assert run.steps() == [5, 6]
+        assert [each.step for each in run.versions()] == [5, 6]
         for step in range(7, 10):  # where there are holes
             run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
     assert portus("verify").code == 0

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import portus as face
 from portus.cli import gc
+from portus.client.loading.resolve import POOLS
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.directory import on_disk
 from tests.hosts import serving, url
-from tests.unit.cli.scene import portus, portus_json, state
+from tests.unit.cli.scene import pointing, portus, portus_json, state
 from tests.unit.client.stuck import until
 
 
@@ -20,7 +21,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A storage host with three versions of one model."""
     monkeypatch.chdir(tmp_path)
     with serving(tmp_path / "host") as server:
-        with PoolCheckpointer(url(server), model="run", keep=None) as checkpointer:
+        with PoolCheckpointer(url(server), "run", keep=None) as checkpointer:
             for step in (1, 2, 3):
                 checkpointer.save(state(step), step)
         yield url(server)
@@ -72,11 +73,8 @@ def test_export_writes_a_file_here(address: str, tmp_path: Path) -> None:
 
 
 def test_rm_lets_go_of_a_version_on_a_host(address: str) -> None:
-    refused = portus("rm", "run@2", "--pool", address)
-    assert (refused.code, "the host cannot tell" in refused.err) == (2, True)
-    assert portus("rm", "run@2", "--force", "--pool", address).code == 0
-    (pool,) = portus_json("ls", address)["pools"]
-    assert [version["step"] for version in pool["models"][0]["versions"]] == [1, 3]
+    assert portus("rm", "run@2", "--pool", address).code == 0
+    assert steps(address) == [1, 3]
 
 
 def steps(address: str) -> list[int]:
@@ -85,69 +83,57 @@ def steps(address: str) -> list[int]:
 
 
 @pytest.fixture
-def referenced(address: str, tmp_path: Path) -> Path:
-    """The directory of a trainer with two more versions, both with reference files."""
-    root = tmp_path / "trainer"
-    with PoolCheckpointer(address, model="more", keep=None, links=str(root / ".portus")) as saver:
-        for step in (4, 5):
-            saver.save(state(step), step, reference=root / f"{step}.ckpt")
-    return root
+def pointers(address: str, tmp_path: Path) -> list[Path]:
+    """Those to two more versions."""
+    paths = [tmp_path / "trainer" / f"{step}.ckpt" for step in (4, 5)]
+    with pointing(address, "more") as files:
+        for step, path in zip((4, 5), paths, strict=True):
+            files.save(state(step), str(path), step).wait()
+    return paths
 
 
-def test_gc_lets_go_of_what_was_deleted_on_the_machine_of_the_trainer(
-    address: str, referenced: Path, monkeypatch: pytest.MonkeyPatch
+def test_rm_removes_the_pointers_to_a_version_on_a_host(address: str, pointers: list[Path]) -> None:
+    assert "removed 1 pointer" in portus("rm", "more@4", "--pool", address).out
+    assert [path.exists() for path in pointers] == [False, True]
+    [removed] = portus_json("rm", pointers[1], "--pool", address)["removed"]
+    assert removed["step"] == 5
+    assert not pointers[1].exists()
+    assert steps(address) == [1, 2, 3]
+
+
+def test_a_pointer_to_a_host_is_shown_verified_and_exported(
+    address: str, pointers: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(POOLS, "_allowed", [])
+    assert "PORTUS_POOL" in portus("export", pointers[0], "out.pt").err, "strangers choose no host"
+    for arguments in (
+        ("show", pointers[0]),
+        ("verify", pointers[0]),
+        ("export", pointers[0], "out.pt"),
+        ("export", pointers[0].parent, "out"),
+    ):
+        said = portus(*arguments, "--pool", address)
+        assert said.code == 0, said
+    face.save(state(4), "4.ckpt", wait=True)
+    assert Path("out.pt").read_bytes() == Path("4.ckpt").read_bytes()
+    assert sorted(path.name for path in Path("out").iterdir()) == ["4.ckpt", "5.ckpt"]
+
+
+def test_gc_lets_go_of_versions_whose_pointers_were_deleted(
+    address: str, pointers: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("gc", address, "--missing", str(pointers[0].parent))
+    pointers[0].unlink()
+    assert portus_json(*arguments, "--yes")["pools"][0]["retired"] == [], "it is young"
     monkeypatch.setattr(gc, "YOUNG_S", 0)
-    monkeypatch.chdir(referenced)
-    assert portus_json("gc", address)["pools"][0]["retired"] == []
-    (referenced / "4.ckpt").unlink()
-    (would,) = portus_json("gc", address, "--dry-run")["pools"][0]["retired"]
+    (would,) = portus_json(*arguments, "--dry-run")["pools"][0]["retired"]
     assert would["step"] == 4
+    assert portus(*arguments).code == 2
     assert sorted(steps(address)) == [1, 2, 3, 4, 5]
-    (retired,) = portus_json("gc", address)["pools"][0]["retired"]
+    (retired,) = portus_json(*arguments, "--yes")["pools"][0]["retired"]
     assert (retired["model"], retired["step"]) == ("more", 4)
     assert sorted(steps(address)) == [1, 2, 3, 5]
-    assert torch.load(referenced / "5.ckpt", weights_only=False)["epoch"] == 5
-
-
-def test_a_dry_run_of_gc_tells_about_how_much_a_host_would_give_back(
-    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(gc, "YOUNG_S", 0)
-    size = 1 << 20
-    with PoolCheckpointer(address, model="big", keep=None) as trainer:
-        for step in (1, 2):
-            held = torch.full((size // 4,), float(step))
-            trainer.save({"x": held}, step, reference=tmp_path / f"{step}.ckpt").wait()
-    (tmp_path / "1.ckpt").unlink()
-    until = time.monotonic() + 30
-    while True:  # when its last trainer ends, the host gives back by itself what nothing reaches
-        (would,) = portus_json("gc", address, "--dry-run")["pools"]
-        if would["freed"] < 2 * size or time.monotonic() > until:
-            break
-        time.sleep(0.01)
-    (did,) = portus_json("gc", address)["pools"]
-    assert [each["step"] for each in would["retired"]] == [1]
-    assert abs(would["freed"] - did["freed"]) < 100_000 < size <= did["freed"]
-    assert "nothing to do" in portus("gc", address, "--dry-run").out
-
-
-def test_gc_of_a_host_spares_a_reference_file_that_may_be_about_to_get_its_name(
-    address: str, referenced: Path
-) -> None:
-    (referenced / "4.ckpt").unlink()
-    links = str(referenced / ".portus")
-    assert portus_json("gc", address, "--links", links)["pools"][0]["retired"] == []
-    assert sorted(steps(address)) == [1, 2, 3, 4, 5]
-
-
-def test_gc_of_a_host_says_on_which_machine_to_ask(address: str) -> None:
-    said = portus("gc", address)
-    assert said.code == 2
-    assert "--links" in said.err
-    missing = portus("gc", address, "--links", "nowhere")
-    assert missing.code == 2
-    assert "nowhere" in missing.err
+    assert face.load(pointers[1])["epoch"] == 5
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -168,20 +154,20 @@ def test_rm_and_gc_have_a_host_give_space_back_while_others_save(
     address: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "host" / "default.portus")
-    with PoolCheckpointer(address, model="mine", keep=None) as saver:
+    with PoolCheckpointer(address, "mine", keep=None) as saver:
         save(saver, 1, 2, 3, 4)
         saver.wait()
         before, (listed,) = on_disk(path), portus_json("ls", address)["pools"]
         assert listed["on_disk"] == before
         assert 4 * SIZE < listed["kept"] < listed["size"] - listed["free"] + 1
-        assert portus("rm", "mine@1", "--force", "--pool", address).code == 0
-        assert portus("rm", "mine@2", "--force", "--pool", address).code == 0
+        assert portus("rm", "mine@1", "--pool", address).code == 0
+        assert portus("rm", "mine@2", "--pool", address).code == 0
         assert on_disk(path) <= before - 2 * SIZE
         save(saver, 5, 6, 7)
         saver.wait()
         taken = on_disk(path)
-        (collected,) = portus_json("gc", address, "--missing")["pools"]
-        assert collected["freed"] == taken - on_disk(path) > 0
+        (collected,) = portus_json("gc", address)["pools"]
+        assert collected["freed"] == taken - on_disk(path) >= 0
         save(saver, 8)
         loaded = saver.load(4)
         assert isinstance(loaded, dict)
@@ -191,8 +177,8 @@ def test_rm_and_gc_have_a_host_give_space_back_while_others_save(
 
 def test_a_host_gives_space_back_when_the_last_trainer_ends(address: str, tmp_path: Path) -> None:
     path = str(tmp_path / "host" / "default.portus")
-    with PoolCheckpointer(address, model="second", keep=1) as second:
-        with PoolCheckpointer(address, model="first", keep=1) as first:
+    with PoolCheckpointer(address, "second", keep=1) as second:
+        with PoolCheckpointer(address, "first", keep=1) as first:
             save(first, 1, 2, 3)
         save(second, 1, 2, 3)
         second.wait()

@@ -119,7 +119,7 @@ def test_help_offers_a_mirror_where_one_is_taken(call: str, tmp_path: Path) -> N
     assert "takes pools" not in told.err
 
 
-@pytest.mark.parametrize("call", ["report", "scrub", "pin m", "unpin m", "materialize ."])
+@pytest.mark.parametrize("call", ["report", "scrub"])
 def test_help_offers_no_mirror_where_none_is_taken(call: str, tmp_path: Path) -> None:
     command, *target = call.split()
     assert "mirror" not in portus(command, "--help").out.lower()

@@ -39,17 +39,20 @@ def process(
     [
         ("ls",),
         ("show", "net"),
-        ("show", "net@20"),
         ("verify",),
         ("verify", "net@20"),
-        ("export", "net", "out.safetensors"),
+        ("export", "net", "out.pt"),
+        ("export", "ckpt/step-00000005.pt", "out.pt"),
         ("gc",),
+        ("gc", "--missing", "ckpt"),
         ("rm", "net@10"),
-        ("rm", "last.ckpt"),
+        ("rm", "led@5"),
+        ("rm", "ckpt/step-00000005.pt"),
     ],
     ids=" ".join,
 )
 def test_it_works_without_torch(run: Run, arguments: tuple[str, ...]) -> None:
+    run.point(5)
     done = process(*arguments, "--json", before=WITHOUT_TORCH, cwd=run.root)
     assert done.returncode == 0, done.stderr
     assert isinstance(json.loads(done.stdout), dict)
@@ -125,7 +128,6 @@ def holding(path: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.long
 def test_a_pool_that_is_being_written_is_read_and_not_changed(run: Run) -> None:
-    run.last.unlink()
     holder = holding(run.net)
     try:
         for command in (("ls",), ("show", "net@20"), ("verify",), ("gc", "--dry-run")):
@@ -144,7 +146,6 @@ def test_a_pool_that_is_being_written_is_read_and_not_changed(run: Run) -> None:
 @pytest.mark.long
 def test_a_pool_removed_while_somebody_waits_for_it_is_not_written(run: Run) -> None:
     """Whoever opens it holds a file that has no name any more: that must be noticed."""
-    run.last.unlink()
     assert process("rm", "net", "--yes", cwd=run.root).returncode == 0
     holder = holding(run.net)
     waiting = subprocess.Popen(
@@ -184,7 +185,7 @@ def test_ctrl_c_leaves_nothing_behind(run: Run) -> None:
     )
     before = sorted(os.listdir(run.root))
     done = subprocess.Popen(
-        [sys.executable, "-c", slow + MAIN, "export", "big", "out.safetensors"],
+        [sys.executable, "-c", slow + MAIN, "export", "big", "out.pt"],
         cwd=run.root,
         stderr=subprocess.PIPE,
         text=True,
@@ -224,13 +225,13 @@ def at_a_terminal(run: Run, typed: str, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.long
 def test_progress_is_shown_at_a_terminal(run: Run) -> None:
-    for arguments in (("verify",), ("export", "net", "out.safetensors")):
+    for arguments in (("verify",), ("export", "net", "out.pt")):
         code, shown = at_a_terminal(run, "", *arguments)
         assert code == 0, shown
         assert "\u2501" in shown
     code, shown = at_a_terminal(run, "", "ls")
     assert code == 0
-    assert "last.ckpt" in shown
+    assert "net.portus" in shown
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,6 @@ def test_progress_is_shown_at_a_terminal(run: Run) -> None:
     ],
 )
 def test_a_whole_model_is_asked_about_at_a_terminal(run: Run, typed: str, code: int) -> None:
-    run.last.unlink()
     found, shown = at_a_terminal(run, typed, "rm", "net")
     assert found == code, shown
     assert "[y/N]" in shown
@@ -266,13 +266,13 @@ def test_a_reader_that_has_enough_ends_it_quietly(run: Run) -> None:
 
 @pytest.mark.long
 def test_a_path_that_is_no_text_does_no_harm(run: Run) -> None:
-    odd = os.fsencode(run.root) + b"/odd\xff.ckpt"
-    with run.trainer() as trainer:
-        trainer.save({"a": 1}, 99, reference=os.fsdecode(odd)).wait()
+    run.point(99, directory=os.fsdecode(b"odd\xff"))
     done = process("ls", cwd=run.root)
     assert done.returncode == 0
-    assert "odd\\udcff.ckpt" in done.stdout
+    assert "odd\\udcff" in done.stdout
     assert process("ls", "--json", cwd=run.root).returncode == 0
+    out = process("export", os.fsdecode(b"odd\xff"), "out", cwd=run.root)
+    assert out.returncode == 0, out.stderr
 
 
 @pytest.mark.long

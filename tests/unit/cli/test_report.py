@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -16,7 +17,10 @@ import torch
 from portus.cli.output import Output
 from portus.cli.report import sparks
 from portus.cli.training import training_of
+from portus.client.job.settings import Settings
 from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.paths.training_files import TrainingFiles
+from portus.index.place import Place
 from portus.journal.lines import Head, encoded
 from tests.bench.journal import example
 from tests.unit.cli.scene import portus, portus_json
@@ -26,16 +30,15 @@ STEPS = 30501
 
 
 def trained(root: Path, name: str = "run", steps: int = 7) -> Path:
-    """A run that saved at steps 3 and 6, with a reference at each, and ended."""
+    """A run that saved at steps 3 and 6 to a pool, and ended."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with PoolCheckpointer(root / ".portus", name, keep=None) as checkpointer:
-        checkpointer.prepare(1000)
+    with PoolCheckpointer(root / ".portus" / f"{name}.portus", name, keep=None) as checkpointer:
+        checkpointer.save({"model": model.state_dict()}, 0).wait()
         for step in range(1, steps + 1):
             optimizer.step()
             if step % 3 == 0:
-                state = {"model": model.state_dict()}
-                checkpointer.save(state, step, reference=root / f"{name}-{step}.ckpt").wait()
+                checkpointer.save({"model": model.state_dict()}, step).wait()
     return root
 
 
@@ -47,13 +50,13 @@ def test_a_run_is_found_by_all_that_it_may_be_called(
     (tmp_path / "checkpoints").mkdir()
     for names in (
         (), ("run",), (tmp_path,), (tmp_path / ".portus",), (tmp_path / ".portus/run.portus",),
-        (tmp_path / ".portus/run.journal",), (tmp_path / "run-6.ckpt",),
+        (tmp_path / ".portus/run.journal",),
         (tmp_path / "checkpoints",), ("run", "--pool", ".portus"),
     ):  # fmt: skip
         found = portus_json("report", *names)
         assert found["run"] == "run"
         assert found["steps"]["kept"] == 7
-        assert [each["step"] for each in found["versions"]] == [3, 6]
+        assert [each["step"] for each in found["versions"]] == [0, 3, 6]
         assert not found["running"]
 
 
@@ -83,30 +86,29 @@ def test_what_cannot_be_reported_is_said_with_what_to_do(tmp_path: Path) -> None
     assert portus("report", "b", "--pool", tmp_path / ".portus", "--html", tmp_path).code == 74
 
 
-def by_project(root: Path, *names: str) -> None:
-    """Runs whose names are the directories of their checkpoints, as adapters name them."""
+def by_project(root: Path, pool: Path | None, *names: str) -> None:
+    """Runs whose names are the directories of their checkpoints, as adapters name them. pool: at
+    their paths are pointers."""
     for name in names:
         checkpoints = root / name / "checkpoints"
         checkpoints.mkdir(parents=True)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with PoolCheckpointer(root / ".portus", name, keep=None) as checkpointer:
-            checkpointer.prepare(1000)
+        place = None if pool is None else Place.named(pool)
+        with contextlib.closing(TrainingFiles(Settings(), pool=place)) as files:
+            files.begin(name, str(root / ".portus"), str(checkpoints))
             optimizer.step()
-            state = {"model": model.state_dict()}
-            checkpointer.save(state, 1, reference=checkpoints / "last.ckpt").wait()
+            files.save({"model": model.state_dict()}, str(checkpoints / "last.ckpt"), 1).wait()
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("is_real", [False, True], ids=["references", "real"])
+@pytest.mark.parametrize("is_real", [False, True], ids=["pointers", "files"])
 def test_every_run_is_found_by_the_name_that_is_printed_and_by_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_real: bool
 ) -> None:
     names = [f"lightning_logs/version {number}" for number in range(count)]
-    by_project(tmp_path, *names)
+    by_project(tmp_path, None if is_real else tmp_path / "pool.portus", *names)
     monkeypatch.chdir(tmp_path)
-    if is_real:
-        assert portus("materialize", "lightning_logs").code == 0
     asked = portus("report").err
     assert all(repr(name) in asked for name in names)
     command = shlex.split(asked[asked.index("portus report") :])
@@ -116,18 +118,8 @@ def test_every_run_is_found_by_the_name_that_is_printed_and_by_its_files(
             found = portus_json("report", said)
             assert (found["run"], found["title"]) == (name, f"{tmp_path.name}/{name}")
             assert portus_json("report", said, "--pool", ".portus")["run"] == name
-        assert portus("show", name).code == 0
     monkeypatch.chdir(tmp_path / "lightning_logs")
     assert portus_json("report", names[-1])["run"] == names[-1]
-
-
-def test_runs_by_hand_in_one_directory_are_told_apart_by_their_real_files(tmp_path: Path) -> None:
-    trained(tmp_path, "a")
-    trained(tmp_path, "b")
-    assert portus("materialize", tmp_path).code == 0
-    for name in "ab":
-        found = portus_json("report", tmp_path / f"{name}-6.ckpt")
-        assert (found["run"], found["title"]) == (name, name)
 
 
 def test_a_run_that_saves_to_the_projects_checkpoints_is_titled_by_the_project(
@@ -196,20 +188,6 @@ def test_people_get_a_summary_with_a_chart(tmp_path: Path) -> None:
     assert re.search(r"steps that are kept +█{40,}.? +94\.3% +9\.43 h", said.out)
     assert "steps between saves: 29 to 289\n  ▃▃▃" in said.out
     assert re.search(r"1 .*step \d+ +85 steps +85.3 s +60 s", said.out)
-
-
-def test_ranks_are_one_run(tmp_path: Path) -> None:
-    (lines,) = (example(tmp_path) / ".portus").glob("*/*.lines")
-    data = lines.read_bytes()
-    lines.unlink()
-    for rank in range(2):
-        folder = tmp_path / ".portus" / f"run%2Frank-{rank}-of-2.journal"
-        folder.mkdir()
-        model = encoded(Head(format=1, model=f"run/rank-{rank}-of-2"))
-        (folder / f"run%2Frank-{rank}-of-2.lines").write_bytes(model + data.split(b"\n", 1)[1])
-    found = portus_json("report", tmp_path)
-    assert (found["run"], found["steps"]["kept"]) == ("run", STEPS)
-    assert found["saves"]["written_bytes"] == 2 * 273 * (3 << 30)
 
 
 def test_a_page_holds_nothing_that_a_name_could_make_it_run(tmp_path: Path) -> None:

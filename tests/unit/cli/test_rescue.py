@@ -12,15 +12,20 @@ import pytest
 import portus
 from portus.cli import rescue
 from portus.client.loading.view import PoolView
+from portus.client.paths.pooled import PoolCheckpointer
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
 from portus.index import directory
 from portus.index.check import check
 from portus.media.base import FileSystem
 from portus.media.lock import FileLocks
 from portus.spec import PAGE
-from tests.unit.cli.scene import Run, portus_json
+from tests.unit.cli.scene import Run, portus_json, state
 from tests.unit.cli.scene import portus as command
 from tests.unit.client.same import assert_same
+
+
+def steps(trainer: PoolCheckpointer) -> list[int]:
+    return [each.step for each in trainer.versions()]
 
 
 def overwritten(path: Path, *places: tuple[int, int]) -> None:
@@ -70,15 +75,14 @@ def test_a_pool_that_does_not_open_is_listed_and_made_again(run: Run, loss: str)
     with PoolView(fresh) as view:
         for step, state in run.states.items():
             assert_same(view.load("net", step), state)
-    out = run.root / "net.safetensors"
+    out = run.root / "net.pt"
     assert command("export", "net@20", out, "--pool", fresh).code == 0
 
     run.net.unlink()
-    os.rename(fresh, run.net)  # reference files lead to it, there
-    assert_same(portus.load_reference(run.last), run.states[20])
+    os.rename(fresh, run.net)
     with run.trainer() as trainer:
         trainer.save(run.states[10], 30).wait()
-        assert trainer.steps() == [10, 20, 30]
+        assert steps(trainer) == [10, 20, 30]
     assert command("verify", "--pool", run.net).code == 0
 
 
@@ -87,10 +91,20 @@ def test_a_pool_is_made_whole_where_it_is(run: Run, loss: str) -> None:
     LOSSES[loss](run.net)
     said = command("rescue", run.net, "--in-place")
     assert (said.code, said.err) == (0, ""), said.out
-    assert_same(portus.load_reference(run.last), run.states[20])
     with run.trainer() as trainer:
+        assert_same(trainer.load(20), run.states[20])
         trainer.save(run.states[10], 30).wait()
     assert check(run.net) == []
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_pointers_lead_to_the_pool_that_takes_the_place_of_a_lost_one(run: Run, loss: str) -> None:
+    [path] = run.point(5)
+    LOSSES[loss](run.led)
+    fresh = run.root / "fresh.portus"
+    assert command("rescue", run.led, "--into", fresh).code == 0
+    os.replace(fresh, run.led)
+    assert_same(portus.load(path), state(5))
 
 
 def test_a_file_that_ends_within_a_page_is_made_whole_where_it_is(run: Run) -> None:
@@ -101,7 +115,8 @@ def test_a_file_that_ends_within_a_page_is_made_whole_where_it_is(run: Run) -> N
     assert (said.code, said.err) == (0, ""), said.out
     assert check(run.net) == []
     assert run.net.stat().st_size % PAGE == 0
-    assert_same(portus.load_reference(run.last), run.states[20])
+    with run.trainer() as trainer:
+        assert_same(trainer.load(20), run.states[20])
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["and opens", "and is lost again"])
@@ -125,7 +140,7 @@ def test_what_was_saved_after_another_rescue_stays(
     said = command("rescue", run.net, "--in-place")
     assert (said.code, said.err) == (0, ""), said.out
     with run.trainer() as trainer:
-        assert trainer.steps() == [10, 20, 30]
+        assert steps(trainer) == [10, 20, 30]
     assert check(run.net) == []
 
 
@@ -147,7 +162,7 @@ def test_a_pool_file_that_lost_its_directory_and_its_name_is_found_by_any_name(r
 
 
 def test_what_is_damaged_is_named_and_left_out(run: Run) -> None:
-    run.damage(20, "model.weight")
+    run.damage(20, "weight")
     both_slots(run.net)
     said = command("rescue", run.net)
     assert said.code == 0  # nobody lists it: it may have been let go of
@@ -159,7 +174,7 @@ def test_what_is_damaged_is_named_and_left_out(run: Run) -> None:
 
 
 def test_what_a_root_lists_and_is_damaged_is_exit_code_1(run: Run) -> None:
-    run.damage(20, "model.weight")
+    run.damage(20, "weight")
     assert command("rescue", run.net).code == 1
 
 

@@ -18,7 +18,7 @@ def test_rot_is_told_of_before_a_version_is_needed(run: Run) -> None:
     said = portus("scrub", run.pool)
     assert said.code == 0
     assert said.out.count("healthy") == 2
-    run.damage(10, "model.weight")  # no load of the newest looks at it
+    run.damage(10, "weight")  # no load of the newest looks at it
     said = portus("scrub", run.pool, "--rate", "1GB/s")
     assert said.code == 4
     assert "V4: version 1 of 'net' (step 10)" in said.err, "at once"
@@ -28,7 +28,7 @@ def test_rot_is_told_of_before_a_version_is_needed(run: Run) -> None:
 
 
 def test_what_a_storage_host_has_can_be_scrubbed(run: Run) -> None:
-    run.damage(20, "model.weight")
+    run.damage(20, "weight")
     with serving(run.net) as server:
         assert portus("scrub", url(server)).code == 4
         assert portus("verify", url(server)).code == 1
@@ -42,7 +42,7 @@ def test_a_rate_that_is_none_is_refused(run: Run, rate: str) -> None:
 
 
 def test_ctrl_c_ends_it(run: Run, tmp_path: Path) -> None:
-    run.damage(10, "model.weight")
+    run.damage(10, "weight")
     command = [sys.executable, "-c", MAIN, "scrub", str(run.net), "--rate", "1/s"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as done:
         assert done.stderr is not None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from portus.client.paths.pooled import PoolCheckpointer
-from tests.unit.cli.scene import Run, portus, portus_json
+from portus.client.paths.saver import Safetensors
+from portus.shelf import Shelf
+from tests.unit.cli.scene import Run, pointing, portus, portus_json
 
 
 def test_a_model_shows_its_versions(run: Run) -> None:
@@ -18,28 +18,62 @@ def test_a_model_shows_its_versions(run: Run) -> None:
     assert [line.split()[0] for line in said.out.splitlines()[2:]] == ["10", "20"]
     document = portus_json("show", "net")
     assert [each["step"] for each in document["versions"]] == [10, 20]
-    assert document["versions"][1]["references"][0]["path"] == str(run.last)
+    [path] = run.point(5)
+    assert portus("show", "led").out.splitlines()[2].endswith(str(path.parent))
+    assert portus_json("show", "led")["versions"][0]["directory"] == str(path.parent)
 
 
-def test_a_version_shows_every_leaf(run: Run) -> None:
+def test_a_version_shows_what_is_in_its_file(run: Run) -> None:
     [version] = portus_json("show", "net@20")["versions"]
-    tensors = {each["name"]: each for each in version["tensors"]}
+    [file] = version["files"]
+    assert file["name"] == "step-00000020.pt"
+    assert file["size"] == version["size"]
+    tensors = {each["name"]: each for each in file["tensors"]}
     for name, tensor in run.states[20]["model"].items():
         shown = tensors[f"model.{name}"]
         assert shown["shape"] == list(tensor.shape)
         assert f"torch.{shown['dtype']}" == str(tensor.dtype)
-        assert shown["strides"] == list(tensor.stride())
         assert shown["size"] == tensor.numel() * tensor.element_size()
-    assert {each["name"]: each["value"] for each in version["leaves"]} == {
-        "epoch": 20,
-        "text": "x",
-        "lr": [0.1, 0.2],
-    }
-    assert 0 < version["shared"] < version["size"], "all but the weights is as in step 10"
+    assert file["others"] == {"epoch": "20", "text": "'x'", "lr.0": "0.1", "lr.1": "0.2"}
+    assert 0 < version["shared"] < version["size"]
     said = portus("show", "net@20")
+    assert "step-00000020.pt: 7.9 KiB" in said.out
     assert "model.tied" in said.out
-    assert "shares memory with model.weight" in said.out
-    assert "held by last.ckpt" in said.out
+
+
+def test_the_tensors_of_a_version_are_not_read(run: Run) -> None:
+    run.damage(20, "weight")
+    assert portus("show", "net@20").code == 0
+    assert portus("verify", "net@20").code == 1
+
+
+def test_each_file_of_a_version_is_shown(run: Run) -> None:
+    directory = str(run.root / "ckpt" / "checkpoint-7")
+    tensors = {"layer.weight": torch.ones(3, 4)}
+    with pointing(run.led, "led") as files:
+        files.save_directory(
+            directory, {"optimizer.pt": {"lr": 1}, "m.safetensors": Safetensors(tensors)}, 7
+        ).wait()
+    [version] = portus_json("show", "led@7")["versions"]
+    assert version["directory"] == directory
+    found = {each["name"]: each for each in version["files"]}
+    assert found["optimizer.pt"]["others"] == {"lr": "1"}
+    [tensor] = found["m.safetensors"]["tensors"]
+    assert tensor == {"name": "layer.weight", "dtype": "float32", "shape": [3, 4], "size": 48}
+    said = portus("show", "led@7").out
+    assert f"at      {directory}" in said
+    assert "layer.weight  float32  [3, 4]" in said
+
+
+def test_a_shelf_shows_every_leaf(run: Run) -> None:
+    path = run.root / "shelf.portus"
+    with Shelf(path) as shelf:
+        shelf.t, shelf.n = torch.arange(12.0).reshape(3, 4), 5
+    [version] = portus_json("show", "shelf@0", "--pool", path)["versions"]
+    [tensor] = version["tensors"]
+    assert (tensor["name"], tensor["shape"], tensor["strides"]) == ("t", [3, 4], [4, 1])
+    assert version["leaves"] == [{"name": "n", "value": 5}]
+    assert "float32" in portus("show", "shelf@0", "--pool", path).out
 
 
 def test_bytes_shared_with_older_versions_are_said(run: Run) -> None:
@@ -47,19 +81,21 @@ def test_bytes_shared_with_older_versions_are_said(run: Run) -> None:
         for step in (30, 40, 50):
             trainer.save(run.states[20], step).wait()
     [version] = portus_json("show", "net@50")["versions"]
-    assert version["shared"] == version["size"] > 0
+    assert 4000 < version["shared"] < version["size"], "all tensors, and not the pickle"
     assert "shared with older versions" in portus("show", "net@50").out
 
 
 def test_two_versions_of_one_step_are_told_apart_by_their_ids(run: Run) -> None:
-    with run.trainer() as trainer:
-        trainer.save({"again": torch.zeros(1)}, 20).wait()
-    lines = portus("show", "net").out.splitlines()
+    run.point(20, directory="a")
+    run.point(20, directory="b")
+    lines = portus("show", "led").out.splitlines()
     assert lines[1].split()[:3] == ["STEP", "ID", "COMMIT"]
     twice = [line.split()[1] for line in lines[2:] if line.split()[0] == "20"]
     assert len(set(twice)) == 2
-    ids = [each["id"] for each in portus_json("show", "net")["versions"] if each["step"] == 20]
+    ids = [each["id"] for each in portus_json("show", "led")["versions"]]
     assert twice == list(map(str, ids))
+    versions = portus_json("show", "led@20")["versions"]
+    assert [each["id"] for each in versions] == ids
 
 
 def test_what_is_unique_to_a_version_is_what_removing_it_frees(run: Run) -> None:
@@ -79,41 +115,24 @@ def test_what_is_unique_to_a_version_is_what_removing_it_frees(run: Run) -> None
     assert abs(freed - shown["unique"]) <= 1 << 16, "but for the records of the commit"
 
 
-def test_a_step_that_came_twice_shows_both(run: Run) -> None:
-    with run.trainer() as trainer:
-        trainer.save({"again": torch.zeros(1)}, 20).wait()
-    versions = portus_json("show", "net@20")["versions"]
-    assert [v["tensors"][0]["name"] for v in versions] == [
-        "model.weight",
-        "again",
-    ]
-
-
-def test_a_reference_file_shows_its_version(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    [by_step] = portus_json("show", "net@20")["versions"]
+def test_a_pointer_shows_what_it_leads_to(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    [path] = run.point(5)
+    [version] = portus_json("show", "led@5")["versions"]
     monkeypatch.chdir("/")
-    [by_path] = portus_json("show", run.last)["versions"]
-    assert by_path == by_step
+    by_path = portus_json("show", path)
+    assert by_path["tensors"] == version["files"][0]["tensors"]
+    assert by_path["step"] == 5
+    assert by_path["leads_to"] == f"led@5 in {run.led}"
+    assert f"leads to led@5 in {run.led}" in portus("show", path).out
+    assert "leads to led@5" in portus("ls", path.parent).out
 
 
-def test_a_reference_file_that_is_not_near_its_pool_shows_its_version(tmp_path: Path) -> None:
-    with PoolCheckpointer(tmp_path / "pools", "far") as checkpointer:
-        checkpointer.save({"a": 1}, 3, reference=tmp_path / "3.ckpt").wait()
-    [version] = portus_json("show", tmp_path / "3.ckpt")["versions"]
-    assert (version["model"], version["step"]) == ("far", 3)
-    with PoolCheckpointer(tmp_path / ".portus", "near") as checkpointer:
-        checkpointer.save({"a": 1}, 3).wait()
-    [version] = portus_json("show", tmp_path / "3.ckpt")["versions"]
-    assert version["model"] == "far", "a pool of something else above it hides nothing"
-    said = portus("show", tmp_path / "3.ckpt", "--pool", tmp_path / ".portus")
-    assert "leads to step 3 of model 'far', which is not in" in said.err
-
-
-@pytest.mark.parametrize("command", ["ls", "gc", "scrub"])
-def test_a_reference_file_in_place_of_a_pool_is_said_to_be_one(run: Run, command: str) -> None:
-    said = portus(command, run.last)
-    assert said.code == 2
-    assert "is a reference file" in said.err
+def test_a_pointer_in_place_of_a_pool_is_said_to_be_one(run: Run) -> None:
+    [path] = run.point(5)
+    for arguments in (("gc", path), ("show", "led", "--pool", path)):
+        said = portus(*arguments)
+        assert said.code == 2
+        assert "is a pointer to a checkpoint" in said.err
 
 
 @pytest.mark.parametrize(
@@ -149,19 +168,23 @@ def test_what_is_in_a_pool_that_cannot_be_read_is_not_said_to_be_missing(run: Ru
     assert portus("show", "other").code == 0
 
 
-def test_a_damaged_tree_is_one_line_and_exit_code_1(run: Run) -> None:
+def test_a_damaged_table_is_one_line_and_exit_code_1(run: Run) -> None:
     data = run.net.read_bytes()
-    run.net.write_bytes(data.replace(b'"text":"x"', b'"text":"y"'))
-    said = portus("show", "net@20")
-    assert said.code == 1
+    run.net.write_bytes(data.replace(b'"name":"step-00000020.pt"', b'"name":"step-00000021.pt"'))
+    for arguments in (("show", "net@20"), ("show", "net"), ("export", "net@20", "out.pt")):
+        said = portus(*arguments)
+        assert said.code == 1
+        assert "tree record" in said.err
+        assert len(said.err.splitlines()) == 1
+    said = portus("ls", run.net)
+    assert said.code == 0
     assert "tree record" in said.err
-    assert len(said.err.splitlines()) == 1
 
 
 def test_values_of_odd_kinds_are_shown(run: Run) -> None:
     state = {"a": float("nan"), "b": b"xyz", "c": {1: "one"}, "d": (), "e": 1 << 80}
     with PoolCheckpointer(run.pool / "odd.portus", "odd") as trainer:
         trainer.save(state, 1).wait()
-    lines = [line.split() for line in portus("show", "odd@1").out.splitlines()]
-    shown = {line[0]: line[1] for line in lines if line and line[0] in {"a", "b", "c.1", "d", "e"}}
-    assert shown == {"a": "float", "b": "bytes", "c.1": "str", "d": "list", "e": "int"}
+    [version] = portus_json("show", "odd@1")["versions"]
+    others = version["files"][0]["others"]
+    assert others == {"a": "nan", "b": "bytes", "c.1": "'one'", "d": "()", "e": str(1 << 80)}

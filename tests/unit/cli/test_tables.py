@@ -128,9 +128,6 @@ def test_tables_outlive_the_collection_of_garbage_a_rescue_and_their_marks(
     assert (said.code, said.out.splitlines()[0]) == (0, "removed embedding marks@2 (version 2)")
     assert same(content(path), before)
     assert portus("verify", "--pool", path).code == 0
-    said = portus("pin", "embedding", "--pool", path)
-    assert said.code == USAGE
-    assert "a pin would not keep its contents; portus export embedding@" in said.err
     assert portus("rm", "embedding", "--pool", path).code == USAGE  # asks, and nobody answers
     assert portus("rm", "embedding", "--yes", "--pool", path).code == 0
     assert portus_json("ls", path)["pools"][0]["models"] == []

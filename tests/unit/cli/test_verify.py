@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths.pooled import PoolCheckpointer
 from portus.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -25,7 +24,7 @@ def test_a_healthy_pool_is_said_to_be(run: Run) -> None:
 
 
 def test_it_says_why_it_counts_versions_that_ls_does_not_list(run: Run) -> None:
-    with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
+    with run.trainer(keep=1) as trainer:
         for step in (30, 40):
             trainer.save(run.states[20], step).wait()
         [listed] = portus_json("ls", run.net)["pools"][0]["models"]
@@ -38,11 +37,10 @@ def test_it_says_why_it_counts_versions_that_ls_does_not_list(run: Run) -> None:
 
 
 def test_damage_is_named_with_exit_code_1(run: Run) -> None:
-    run.damage(20, "model.weight")
+    run.damage(20, "weight")
     said = portus("verify")
     assert said.code == 1
     assert "error V4: version 2 of 'net' (step 20), storage" in said.out
-    assert "model.weight" in said.out
     assert f"{run.net}: DAMAGED" in said.out
     document = portus_json("verify", code=1)
     assert document["healthy"] is False
@@ -56,14 +54,19 @@ def test_damage_is_named_with_exit_code_1(run: Run) -> None:
     ("target", "code"), [("net@10", 0), ("net@20", 1), ("net", 1), ("other", 0)]
 )
 def test_only_what_is_asked_for_is_read(run: Run, target: str, code: int) -> None:
-    run.damage(20, "model.weight")
+    run.damage(20, "weight")
     assert portus("verify", target).code == code
 
 
-def test_a_reference_file_can_be_verified(run: Run) -> None:
-    assert portus("verify", run.last).code == 0
-    run.damage(20, "model.weight")
-    assert portus("verify", run.last).code == 1
+def test_what_a_pointer_leads_to_can_be_verified(run: Run) -> None:
+    first, _ = run.point(1, 2)
+    assert portus("verify", first).code == 0
+    assert "healthy by the checksums of Portus" in portus("scrub", first).out
+    run.damage(1, "weight", run.led)
+    assert portus("verify", first).code == 1
+    assert portus("scrub", first).code == 4
+    found = portus_json("verify", first.parent, code=1)
+    assert [each["healthy"] for each in found["files"]] == [False, True]
 
 
 def test_a_torn_slot_is_a_warning_and_exit_code_0(run: Run) -> None:
@@ -85,7 +88,6 @@ def test_a_newest_slot_that_is_damaged_is_said_with_an_exit_code_of_its_own(run:
     assert "mend F3: root slot 0: expected the root of commit 2" in said.out
     assert f"{run.net}: NEEDS REPAIR; 2 versions" in said.out
     assert portus_json("verify", code=3)["healthy"] is False
-    assert portus("verify", run.last).code == 3
     assert "20" in portus("ls", run.net).out
     run.trainer().close()
     assert portus("verify").code == 0
@@ -112,7 +114,7 @@ def test_it_works_while_a_trainer_writes(run: Run) -> None:
 
 
 def test_damage_is_named_for_every_version_that_shares_the_bytes(run: Run) -> None:
-    run.damage(20, "model.half")
+    run.damage(20, "half")
     findings = portus_json("verify", code=1)["pools"][0]["findings"]
     assert [each["where"].split(",")[0] for each in findings] == [
         "version 1 of 'net' (step 10)",

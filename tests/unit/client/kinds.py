@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import portus
+from portus.client.state.codecs import register_codec
 
 
 class Color(enum.Enum):
@@ -135,7 +135,7 @@ class Replay:
         return cls(state["rows"], state["note"])
 
 
-portus.register_codec(Replay, Replay.encoded, Replay.decoded, name="tests.Replay")
+register_codec(Replay, Replay.encoded, Replay.decoded, name="tests.Replay")
 
 
 RAN: list[str] = []

@@ -84,9 +84,7 @@ def test_every_medium_is_served(tmp_path: Path) -> None:
 
 def test_what_a_host_makes_is_its_own(tmp_path: Path) -> None:
     with Host(tmp_path / "made" / "pools") as host:
-        reference = tmp_path / "here.ckpt"
-        with portus.PoolCheckpointer(host.url, links=str(tmp_path / "links")) as checkpointer:
-            checkpointer.save(STATE, 1, reference=reference).wait()
+        saved(host.url)
         assert host.stop() == 0
     modes: dict[int, set[int]] = {stat.S_IFDIR: set(), stat.S_IFREG: set()}
     for path in [tmp_path / "made", *(tmp_path / "made").rglob("*")]:
@@ -204,7 +202,9 @@ def test_prometheus_reads_what_was_counted(tmp_path: Path) -> None:
     size = found[f"portus_pool_bytes{tenant}"]
     assert found["portus_saves_total"] == 2
     assert found["portus_abandoned_total"] == 0
-    assert found["portus_pulled_bytes_total"] + found["portus_shared_bytes_total"] == 1_600_016
+    assert found["portus_shared_bytes_total"] == 800_000
+    # The rest of the two files: what is new in each, and the bytes around their storages.
+    assert 800_016 < found["portus_pulled_bytes_total"] < 808_000
     assert found["portus_read_bytes_total"] > 800_000
     assert 0 < found["portus_hash_seconds_total"] < found["portus_pull_seconds_total"]
     assert 0 < found[f"portus_persist_seconds_total{tenant}"] < found["portus_commit_seconds_total"]
@@ -291,7 +291,8 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
     first, second = found["committed"]
     assert {event["level"] for event in (first, second)} == {"info"}
     expected = {"tenant": "default", "model": "a run", "step": 20, "version": 2, "commit": 2}
-    assert second.items() >= {**expected, "bytes": 800_008, "shared_bytes": 800_000}.items()
+    assert second.items() >= {**expected, "shared_bytes": 800_000}.items()
+    assert 800_008 < int(second["bytes"]) < 804_000, "that of the file"
     assert (first["retired"], second["retired"]) == (0, 1)
     assert 0 < float(second["commit_seconds"]) < float(second["seconds"]) < 60
     peers = {event["peer"]: event for event in found["connected"]}

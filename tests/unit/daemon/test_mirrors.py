@@ -23,6 +23,7 @@ from portus.mirror.store import Store, UnwritableError
 from portus.testing.hosting import serving, url
 from portus.testing.stores import CountingStore
 from tests.hosts import Host
+from tests.unit.cli.scene import pointing
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import until
 
@@ -58,13 +59,13 @@ def save(pools: Path, bucket: StoreAddress | None, *wanted: int) -> None:
 def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
     tmp_path: Path, bucket: StoreAddress, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer has its reference files, and the address is the same."""
+    """The pointers that the trainer has lead there."""
     monkeypatch.chdir(tmp_path)
     where = [place if ":" in place else str(tmp_path / f"{place} {n}") for n in range(2)]
     with serving(where[0], mirrors=TenantMirrors(bucket)) as server:
-        with portus.PoolCheckpointer(url(server), "net", keep=2) as saver:
+        with pointing(url(server), "net") as files:
             for step in (1, 2, 3):
-                saver.save(state(step), step, reference=tmp_path / f"{step % 2}.ckpt").wait()
+                files.save(state(step), str(tmp_path / f"{step % 2}.ckpt"), step).wait()
         with portus.PoolCheckpointer(url(server), "other") as saver:
             saver.save(state(7), 7).wait()
         with portus.open(url(server)) as pool:
@@ -73,11 +74,10 @@ def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
     assert steps(bucket, "other") == [7]
     with serving(where[1], mirrors=TenantMirrors(bucket)) as server:
         portus.allow(url(server))
-        assert_same(portus.load_reference(tmp_path / "1.ckpt"), state(3))
-        assert_same(portus.load_reference(tmp_path / "0.ckpt"), state(2))
-        hosted = server.house.pools.of("default")
-        paths = {each.written_path for each in hosted.holds.references()}
-        assert paths == {str(tmp_path / "1.ckpt"), str(tmp_path / "0.ckpt")}
+        for step in (2, 3):
+            path = tmp_path / f"{step % 2}.ckpt"
+            assert portus.is_reference(path)
+            assert_same(portus.load(path), state(step))
         with portus.PoolCheckpointer(url(server), "net", keep=2) as saver:
             assert_same(saver.load(), state(3))
             saver.save(state(4), 4).wait()

@@ -147,7 +147,7 @@ def test_quotas_are_each_tenants_own_and_may_change_in_the_middle(
         with portus.PoolCheckpointer(url(server, "big"), on_error="raise") as run:
             run.save(big, 1).wait()
         with portus.PoolCheckpointer(url(server, "small"), on_error="raise") as run:
-            with pytest.raises(MediumError, match="max_bytes is 1048576"):
+            with pytest.raises(MediumError, match="quota is 1048576"):
                 run.save(big, 1).wait()
             write(tmp_path / "quotas", "small 32M")
             reload(options, server)

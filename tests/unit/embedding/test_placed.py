@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import portus
-from portus.client.files.pins import pin
 from portus.client.loading import restore
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
 from portus.embedding.moment import Moment
@@ -261,19 +260,6 @@ def test_a_crash_after_a_written_table_in_place_was_loaded_finds_what_was_writte
         small.model.load_state_dict({"table.weight": torch.zeros_like(small.weight)})
         found = durable(shutil.copy(device, f"{device}.crashed"))
     assert found["model"]["table.weight"][[1, 7], 0].tolist() == [-1, 5]
-
-
-def test_a_mark_of_tables_in_place_that_is_pinned_is_kept_beyond_so_many(device: str) -> None:
-    small = Small()
-    with small.protect(Path(device), in_place=True, keep=1) as tables:
-        for number in range(3):
-            small.step(number)
-            state = small.model.state_dict()
-            if number == 1:
-                info = tables._store.marks()[-1].info
-                assert pin(Place.named(device), tables._pool, info)
-        assert [each.info.step for each in tables._store.marks()] == [2, 3]
-    assert isinstance(state["table.weight"], Elsewhere)
 
 
 def test_what_something_else_wrote_last_is_durable_once_it_is_closed(device: str) -> None:

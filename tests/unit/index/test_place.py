@@ -13,12 +13,10 @@ import pytest
 import torch
 
 import portus
-import portus.dcp
 from portus.cli.export import ExportOptions
 from portus.cli.export import run as export
 from portus.cli.output import Output
 from portus.cli.pools import find_pool
-from portus.client.leaving.materialize import materialize
 from portus.daemon.pools import Pools as HostPools
 from portus.errors import UsageError
 from portus.index.keep import Keep
@@ -131,18 +129,15 @@ def _exported(url: str) -> Any:
 WAYS: dict[str, Callable[[str], Any]] = {
     "Checkpointer": lambda url: portus.PoolCheckpointer(url),
     "PortusIO": lambda url: PortusIO(url),
-    "materialize": lambda url: materialize("run.ckpt", to=f"{url}/last.ckpt"),
     "variable": _by_variable,
     "yaml": _by_yaml,
     "serve": lambda url: HostPools(url),
     "open": lambda url: portus.open(url),
     "allow": lambda url: portus.allow(url),
     "check": lambda url: portus.check(url),
-    "mend": lambda url: portus.mend(url),
     "export": _exported,
-    "dcp": lambda url: portus.dcp.GroupWriter(url, "m"),
+    "TrainingFiles": lambda url: portus.TrainingFiles(portus.Settings(), pool=Place.named(url)),
     "--pool": lambda url: find_pool(url),
-    "links": lambda url: portus.PoolCheckpointer("portus+unix:///x", links=url),
 }
 
 

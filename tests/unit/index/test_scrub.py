@@ -18,6 +18,7 @@ from portus.format.checksum import UNIT
 from portus.index.check import CheckOptions, Finding
 from portus.index.directory import open_reader
 from portus.index.place import Place
+from portus.index.pool import PoolWriter
 from portus.index.scrub import scrub
 from portus.media.file import UncachedFile
 from portus.media.local import LocalFiles
@@ -140,8 +141,7 @@ def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) 
     with PoolCheckpointer(pool.path, keep=1) as run:
         run.save(state(3), 3).wait()
         run.save(state(4), 4).wait()
-        assert run._pool.writer is not None
-        assert run._pool.writer.locks.pins() == set()
+        assert run._pool.open().locks.pins() == set()
 
 
 def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> None:
@@ -149,6 +149,7 @@ def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> No
     wait: Callable[[float], object] = called.append
     with PoolCheckpointer(pool.path) as run:
         run.load()
-        assert run._pool.writer is not None
-        assert scrub(run._pool.writer, 1 << 40, CheckOptions(), wait=wait) == []
+        writer = run._pool.open()
+        assert isinstance(writer, PoolWriter)
+        assert scrub(writer, 1 << 40, CheckOptions(), wait=wait) == []
     assert called

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.dcp import GroupWriter
 from portus.index.directory import has_pool
 from portus.index.place import Place, PlaceKind
 from portus.media.dax import DaxDevice, device_facts
@@ -48,14 +47,10 @@ def test_what_is_stored_and_persisted_is_in_the_file(device: str) -> None:
     assert Path(device).read_bytes()[5:11] == b"portus"
 
 
-def test_on_a_blank_device_there_is_nothing_to_mend(device: str) -> None:
+def test_a_blank_device_has_no_pool_and_gets_none_before_the_first_save(device: str) -> None:
     assert not has_pool(device)
-    assert portus.mend(device, uncommitted=True) == []
-    assert not any(Path(device).read_bytes()), "nothing is made before the first save"
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_shards_of_many_ranks_do_not_go_to_one_pool(device: str, tmp_path: Path) -> None:
-    for place in (device, tmp_path / "one.portus"):
-        with pytest.raises(portus.UsageError, match="found a path"):
-            GroupWriter(place)
+    with portus.PoolCheckpointer(device) as saver:
+        assert saver.steps() == []
+        assert not any(Path(device).read_bytes()), "nothing is made before the first save"
+        saver.save({"x": 1}, 1).wait()
+    assert has_pool(device)

@@ -15,9 +15,13 @@ JOURNALS: Final = "checkpoints.journal"
 
 class FileJournal:
     """The journal of one training, which is called ``name`` there. place: returns the directory of
-    the journal; None while there is none. It is asked again at each save."""
+    the journal; None while there is none. It is asked again at each save. medium: what is saved
+    to."""
 
-    def __init__(self, name: str, place: Callable[[], str | None]) -> None:
+    def __init__(
+        self, name: str, place: Callable[[], str | None], medium: str = PlaceKind.DIRECTORY.value
+    ) -> None:
+        self._medium: Final = medium
         self._journal: Final = Journal(name)
         self._place: Final = place
         self._journal.on_first_step(self._begin_at)
@@ -42,4 +46,4 @@ class FileJournal:
 
     def _begin_at(self) -> tuple[str, str] | None:
         directory = self._place()
-        return None if directory is None else (directory, PlaceKind.DIRECTORY.value)
+        return None if directory is None else (directory, self._medium)

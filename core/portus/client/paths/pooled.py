@@ -73,7 +73,9 @@ class PoolCheckpointer(Checkpointer):
         self._keep: Final = Keep.of(keep)
         self._pool: Final = TrainingPool(place, model, self.settings, is_named=True)
         self._journal: Final = (
-            FileJournal(model, self._pool.journal) if self.settings.journal else None
+            FileJournal(model, self._pool.journal, place.kind.value)
+            if self.settings.journal
+            else None
         )
         self._last: SaveHandle | None = None
         self._process: Final = os.getpid()
@@ -96,7 +98,13 @@ class PoolCheckpointer(Checkpointer):
     ) -> SaveHandle:
         self._check_usable()
         number, scored = checked_step(step), checked_metrics(metrics)
-        extra = Extra(step=number, metrics=scored, retire=partial(self._surplus, number, scored))
+        extra = Extra(
+            step=number,
+            metrics=scored,
+            retire=partial(self._surplus, number, scored),
+            begun=self._begun,
+            then=self._over,
+        )
         self._last = handle = self._saver.save_version(f"step-{number:08d}.pt", state, extra)
         if synchronous or is_blocking():
             handle.join()

@@ -47,7 +47,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "tensors": lambda: {"w": torch.arange(3000.0), "step": 7, "name": "net"},
     "values alone": lambda: {"step": 7, "losses": [0.5, float("nan")]},
     "a tensor alone": lambda: torch.arange(9),
-    "nothing": lambda: {},
+    "nothing": dict,
     "empty storages": lambda: {
         "first": torch.zeros(0),
         "between": torch.ones(3),
