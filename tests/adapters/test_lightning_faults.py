@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client.paths.pooled import PoolCheckpointer
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError
 from portus.index import directory, roots
 from portus.index.directory import create_pool
@@ -196,11 +195,11 @@ def test_a_file_system_that_is_read_only_is_said_at_the_first_save(small: Path) 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A pool file with one version, and a reference file beside its directory."""
+    """A pool file with one version, and a pointer beside its directory."""
     path = tmp_path / "pool" / "run.portus"
-    with PoolCheckpointer(path) as checkpointer:
-        state = {"weight": torch.arange(300_000.0)}
-        checkpointer.save(state, 1, reference=tmp_path / "old.ckpt").wait()
+    files = portus.TrainingFiles(portus.Settings(), pool=portus.Place.named(path))
+    files.save({"weight": torch.arange(300_000.0)}, str(tmp_path / "old.ckpt"), 1).wait()
+    files.close()
     return path
 
 
@@ -215,7 +214,7 @@ def refused(tmp_path: Path, pool: Path, error: type[PortusError], *words: str) -
     assert not threads()
 
 
-def test_a_truncated_pool_is_refused_and_its_references_say_so(tmp_path: Path, saved: Path) -> None:
+def test_a_truncated_pool_is_refused_and_its_pointers_say_so(tmp_path: Path, saved: Path) -> None:
     os.truncate(saved, 700_000)
     refused(tmp_path, saved, CorruptionError, "truncated")
     with pytest.raises(CorruptionError, match="truncated"):
@@ -245,7 +244,7 @@ def test_a_pool_that_cannot_be_opened_ends_the_run_before_its_first_step(tmp_pat
 
 
 @pytest.mark.long
-def test_a_pool_that_is_deleted_under_a_training_is_said_and_saves_go_on_in_a_successor(
+def test_a_pool_that_is_deleted_under_a_training_fails_its_saves_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Deletes(Callback):
@@ -258,8 +257,9 @@ def test_a_pool_that_is_deleted_under_a_training_is_said_and_saves_go_on_in_a_su
         net = fit(tmp_path, Deletes(), pool=tmp_path / "run.portus")
     assert len(net.seen) == BATCHES
     assert "the file was deleted" in caplog.text
-    newest = max(tmp_path.rglob("*.ckpt"), key=os.path.getmtime)
-    assert torch.load(newest, weights_only=False)["global_step"] == BATCHES
+    assert "training continues" in caplog.text
+    assert not (tmp_path / "ckpt" / f"step={BATCHES}.ckpt").exists(), "no pointer leads nowhere"
+    assert not threads()
 
 
 @contextlib.contextmanager

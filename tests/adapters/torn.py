@@ -15,8 +15,8 @@ import torch
 
 from portus.client.fence.fence import Fence
 from portus.client.fence.writers import Stability
-from portus.client.paths.saver import FileSaver
 from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.paths.saver import FileSaver
 from portus.client.state.state import flatten
 from portus.errors import AbandonedError, PortusError
 from portus.pipeline.audit import Audit, Auditor, Late, Probed, Stored

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import portus
 import portus.dcp
 import portus_accelerate
-from portus.dcp import GroupReader, GroupWriter, PortusStorageWriter
+from portus.dcp import PortusStorageWriter
 from portus.testing.adapter import Order
 from portus_lightning import PortusIO
 from portus_lightning.companion_of_lightning import PortusCompanion
@@ -46,32 +46,35 @@ def step_of(weight: torch.Tensor, said: int) -> int:
 def newest(directory: Path, is_whole: Callable[[Path], bool] = bool) -> Path | None:
     """The checkpoint with the highest number in its name; none whose save was cut off."""
     found = directory.glob("step*[0-9]*") if directory.is_dir() else ()
-    whole = [path for path in found if path.suffix != ".uncommitted" and is_whole(path)]
+    whole = [path for path in found if is_whole(path)]
     return max(whole, key=lambda path: int("".join(filter(str.isdigit, path.name))), default=None)
 
 
 class ByHand:
-    """A loop of one's own, with ``portus.Checkpointer``."""
+    """A loop of one's own, with ``portus.TrainingFiles``."""
 
     @staticmethod
     def train(order: Order) -> None:
-        run, links = Path(order.run), f"{order.run}/.portus"
-        pool = order.pool or links
-        portus.mend(pool, uncommitted=True, links=links)
+        run = Path(order.run)
         weight, optimizer = started()
-        with portus.PoolCheckpointer(pool, "net", keep=1, links=links) as checkpointer:
-            state: dict[str, Any] = {"weight": weight.data, "step": 0}
-            found = newest(run / "ckpt")
-            if found is not None:
-                state = torch.load(found)
-                weight.data.copy_(state["weight"])
-            for step in range(state["step"] + 1, order.until + 1):
-                weight.sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                path = str(run / "ckpt" / f"step={step}.ckpt")
-                checkpointer.save({"weight": weight.data, "step": step}, step, reference=path)
-                order.saved(step, path)
+        pool = portus.Place.named(order.pool) if order.pool else None
+        files = portus.TrainingFiles(portus.Settings(), pool=pool)
+        files.begin(os.fspath(run), f"{run}/.portus", f"{run}/ckpt")
+        files.recover(f"{run}/ckpt")
+        step, found = 0, newest(run / "ckpt")
+        if found is not None:
+            state = portus.load(found)
+            weight.data.copy_(state["weight"])
+            step = state["step"]
+        while step < order.until:
+            weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            path = str(run / "ckpt" / f"step={step}.ckpt")
+            files.save({"weight": weight.data, "step": step}, path, step)
+            order.saved(step, path)
+        files.close()
 
     @staticmethod
     def load(path: str) -> int:
@@ -187,25 +190,16 @@ class Accelerate:
 
 
 class Shards:
-    """``portus.dcp``, at one rank: directories of torch's, or groups on a storage host."""
+    """``portus.dcp``, at one rank: directories of torch's, of files, or of pointers to a storage
+    host."""
 
     @staticmethod
     def train(order: Order) -> None:
         weight, optimizer = started()
         above = Path(order.run, "ckpt")
         state = {"weight": weight.data, "step": torch.tensor(0)}
-        groups = directories = None
-        if order.pool is not None and portus.Place.named(order.pool).is_host:
-            links = f"{order.run}/.portus"
-            portus.mend(order.pool, uncommitted=True, links=links)
-            groups = GroupWriter(order.pool, "net", keep=1, links=links)
-            groups.prepare(0)  # and from then on references may lead there
-            found = newest(above, lambda each: bool(GroupReader.at(each)))
-            if found is not None:
-                Shards._load(str(found), state)
-        else:
-            directories = PortusStorageWriter()
-            portus.dcp.load_newest(state, above)
+        writer = PortusStorageWriter(pool=order.pool, model=order.run)
+        portus.dcp.load_newest(state, above)
         step = int(state["step"])
         while step < order.until:
             weight.sum().backward()
@@ -213,27 +207,12 @@ class Shards:
             optimizer.zero_grad()
             step += 1
             path = str(above / f"step_{step}")
-            state = {"weight": weight.data, "step": torch.tensor(step)}
-            if groups is not None:
-                groups.save_directory(state, path, step=step)
-            elif directories is not None:
-                directories.save(state, path)
+            writer.save({"weight": weight.data, "step": torch.tensor(step)}, path)
             order.saved(step, path)
-        for each in (groups, directories):
-            if each is not None:
-                each.close()
+        writer.close()
 
     @staticmethod
     def load(path: str) -> int:
         state = {"weight": torch.zeros(SIZE), "step": torch.tensor(0)}
-        Shards._load(path, state)
+        portus.dcp.load(state, path)
         return step_of(state["weight"], int(state["step"]))
-
-    @staticmethod
-    def _load(path: str, state: dict[str, torch.Tensor]) -> None:
-        if any(name.endswith(".shard") for name in os.listdir(path)):
-            reader = GroupReader.at(path)
-            assert reader is not None, f"{path}: no checkpoint"
-            portus.dcp.load(state, reader)
-        else:
-            portus.dcp.load(state, path)

@@ -99,6 +99,13 @@ Target = Annotated[
         metavar="MODEL[@STEP]", help="a version, a file, a pointer, or MIRROR/MODEL[@STEP]"
     ),
 ]
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL[@STEP]...",
+        help="versions, files, pointers, or MIRROR/MODEL[@STEP]",
+    ),
+]
 OptionalTarget = Annotated[
     str | None,
     typer.Argument(
@@ -320,7 +327,7 @@ def pull(
 
 @app.command(epilog=EXIT_CODES)
 def rm(
-    target: Target,
+    targets: Targets,
     pool: PoolOrMirror = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="delete a whole model without asking")
@@ -351,7 +358,7 @@ def rm(
     with reported(as_json) as output:
         from portus.cli import rm
 
-        output.code = rm.run(target, pool, yes=yes, force=force, keep=keep, output=output)
+        output.code = rm.run(targets, pool, yes=yes, force=force, keep=keep, output=output)
 
 
 @app.command(epilog=EXIT_CODES)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from portus.cli.progress import Progress, bar
+from portus.cli.progress import bar
 from portus.client.loading.contents import Storages
 from portus.client.loading.open_file import table_of
 from portus.errors import CorruptionError, UsageError
@@ -32,7 +32,7 @@ class VersionFiles:
             raise UsageError(f"there is no file {name!r} in this version; it has {names!r:.500}")
         return names.index(name)
 
-    def write(self, number: int, path: str, advanced: Progress) -> None:
+    def write(self, number: int, path: str) -> None:
         """Write a file to ``path``, synced. One unit (16 MiB) is in memory at a time, and what is
         around the storages. Raises ``CorruptionError``, ``MediumError``, ``OSError``."""
         file, done = self.files[number], 0
@@ -40,7 +40,7 @@ class VersionFiles:
         first, around = sum(counts[:number]), sum(counts) + number
         try:
             outside = b"".join(map(bytes, self._storages.read(around, 0, file.around)))
-            with open(path, "wb") as out:
+            with bar(file.name) as advanced, open(path, "wb") as out:
                 for storage, inside, length in file.spans().within(0, file.size):
                     if storage == counts[number]:
                         out.write(outside[inside : inside + length])
@@ -63,9 +63,3 @@ def files_of(reader: PoolReader, entry: VersionEntry) -> Iterator[VersionFiles |
         record = reader.record(current)
         table = table_of(reader, record)
         yield None if table is None else VersionFiles(reader, record, table.files)
-
-
-def write_shown(files: VersionFiles, number: int, path: str) -> None:
-    """Write a file to ``path``, as ``VersionFiles.write``, with a progress bar."""
-    with bar(files.files[number].name) as advanced:
-        files.write(number, path, advanced)

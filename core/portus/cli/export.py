@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from portus.cli import files, trees
-from portus.cli.exact import VersionFiles, files_of, write_shown
+from portus.cli.exact import VersionFiles, files_of
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import (
@@ -29,7 +29,7 @@ from portus.cli.pools import (
 from portus.cli.trees import ExportResult
 from portus.client.loading.resolve import use_reference
 from portus.directory.folder import FOLDER
-from portus.errors import CorruptionError, UsageError
+from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.reference import Reference
 from portus.image.safetensors import SUFFIX
 from portus.index.place import local_path
@@ -128,22 +128,22 @@ def _written_files(version: VersionFiles, title: str, options: ExportOptions) ->
         out = options.out.rstrip(os.sep)
         with directory_in_place(out, force=options.force, names=names) as made:
             for number, name in enumerate(names):
-                write_shown(version, number, os.path.join(made, name))
-        return ExportResult(size)
+                version.write(number, os.path.join(made, name))
+        return ExportResult(size=size, exact=True)
     number = 0 if options.file is None else version.number(options.file)
     name, size = version.files[number].name, version.files[number].size
     if options.is_exact(name):
         _refuse_there(options)
         check_room(options.out, size)
         with file_in_place(options.out) as temporary:
-            write_shown(version, number, temporary)
-        return ExportResult(size)
+            version.write(number, temporary)
+        return ExportResult(size=size, exact=True)
     _refuse_kind(options)
     check_room(options.out, size)
     near = os.path.dirname(os.path.abspath(options.out.rstrip(os.sep)))
     with tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder:
         whole = os.path.join(folder, name)
-        write_shown(version, number, whole)
+        version.write(number, whole)
         return _converted(whole, options, title)
 
 
@@ -157,7 +157,7 @@ def _written_file(path: str, options: ExportOptions) -> ExportResult:
         return _converted(path, options, path)
     _refuse_there(options)
     with file_in_place(options.out) as temporary:
-        return ExportResult(_copy_led_to(path, options.out, temporary))
+        return ExportResult(size=_copy_led_to(path, options.out, temporary), exact=True)
 
 
 def _written_directory(path: str, options: ExportOptions) -> ExportResult:
@@ -184,12 +184,15 @@ def _written_directory(path: str, options: ExportOptions) -> ExportResult:
                     os.fsync(file.fileno())
                 size += os.path.getsize(target)
             sync_directory(within)
-    return ExportResult(size)
+    return ExportResult(size=size, exact=True)
 
 
 def _pointers_in(directory: str) -> list[str]:
-    """The pointers in a directory, not below."""
-    paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory))]
+    """The pointers in a directory, not below. Raises ``MediumError``."""
+    try:
+        paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory))]
+    except OSError as error:
+        raise MediumError(error.errno, f"{directory}: {error.strerror}") from error
     return [path for path in paths if pointer_at(path) is not None]
 
 
@@ -202,7 +205,7 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
                 raise CorruptionError(f"{path}: it leads to a version that has no files")
             number = version.number(said.part)
             check_room(out, version.files[number].size)
-            write_shown(version, number, target)
+            version.write(number, target)
             return version.files[number].size
 
     return use_reference(path, copy)
@@ -227,7 +230,13 @@ def _converted(path: str, options: ExportOptions, title: str) -> ExportResult:
             )
     except (UsageError, CorruptionError) as error:
         raise type(error)(str(error).replace(path, title)) from error
-    return ExportResult(done.size, done.tensors, done.shared, done.left_out, done.no_weights)
+    return ExportResult(
+        size=done.size,
+        tensors=done.tensors,
+        shared=done.shared,
+        left_out=done.left_out,
+        no_weights=done.no_weights,
+    )
 
 
 def _written_tree(found: FoundVersion, options: ExportOptions) -> ExportResult:
@@ -302,13 +311,13 @@ def _said(
             f"note: left out {count} that are not weights of the model: "
             f"{_listed(done.no_weights)}; use --names for others"
         )
-    what = count_text(done.tensors, "tensor") if done.tensors else "as it was saved"
+    what = "as it was saved" if done.exact else count_text(done.tensors, "tensor")
     output.line(f"{options.out}: {title}, {what}, {size_text(done.size)}, verified")
     output.document(
         {
             **about,
             "out": os.path.abspath(options.out),
-            "exact": not done.tensors,
+            "exact": done.exact,
             "size": done.size,
             "tensors": done.tensors,
             "shared": [list(names) for names in done.shared],

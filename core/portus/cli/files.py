@@ -206,9 +206,9 @@ class _Pace:
         time.sleep(max(0.0, due_s - time.monotonic()))
 
 
-def rm(path: str, output: Output, *, force: bool, keep: Keep | None = None) -> int:
+def rm(path: str, output: Output, *, force: bool, keep: Keep | None = None) -> list[Json]:
     """Remove one file, durably, or those of a ``Checkpointer``'s directory that ``keep`` lets go
-    of; the exit code. Raises ``UsageError`` for a file that a link beside it leads to, unless
+    of; which, for machines. Raises ``UsageError`` for a file that a link beside it leads to, unless
     ``force``."""
     if os.path.isdir(path) and keep is None:
         raise UsageError(f"{path}: expected a file, or --keep to say which of them stay")
@@ -225,8 +225,7 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None = None) -> i
     if keep is not None:
         size = sum(each.size for each in found)
         output.line(f"{count_text(len(found), 'file')} removed, {size_text(size)}")
-    output.document({"removed": [_document(each) for each in found]})
-    return 0
+    return [_document(each) for each in found]
 
 
 def _let_go_of(directory: str, keep: Keep) -> list[str]:

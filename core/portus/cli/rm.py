@@ -23,7 +23,6 @@ from portus.client.files.host import HostPool
 from portus.client.loading.resolve import use_reference
 from portus.errors import StaleError, UsageError
 from portus.format.reference import Reference
-from portus.image.packed import FileTable
 from portus.index.directory import WRITERS
 from portus.index.keep import Keep
 from portus.index.place import Place, PlaceKind
@@ -39,27 +38,30 @@ WAIT_S = 1.0
 
 
 def run(
-    target: str, pool: str | None, *, yes: bool, force: bool, keep: str | None, output: Output
+    targets: Sequence[str],
+    pool: str | None,
+    *,
+    yes: bool,
+    force: bool,
+    keep: str | None,
+    output: Output,
 ) -> int:
-    """Remove; the exit code. keep: of a model, or of a directory of files, what this says stays,
-    see ``Keep.parse``."""
+    """Remove, one target after another; the exit code. keep: of a model, or of a directory of
+    files, what this says stays, see ``Keep.parse``."""
     kept = None if keep is None else Keep.parse(keep)
-    path = files.meant(target, pool)
-    if path is not None and keep is None and pointer_at(path) is not None:
-        allow(pool)
-        return _remove_pointer(os.path.abspath(path), output)
-    if path is not None:
-        return files.rm(path, output, force=force, keep=kept)
-    target, pool = aimed(target, pool)
-    removed = _remove_versions(target, pool, yes=yes, force=force, keep=kept, output=output)
-    size = sum(each.info.size for each in removed)
-    then = (
-        "the run that mirrors there, or portus gc, deletes the objects a day later"
-        if pool is not None and is_store(pool)
-        else "the pool file keeps its size, and has holes where the file system allows"
-    )
-    output.line(f"{count_text(len(removed), 'version')} removed, {size_text(size)} or less; {then}")
-    output.document({"removed": [version_document(each.info) for each in removed]})
+    removed: list[Json] = []
+    for target in targets:
+        path = files.meant(target, pool)
+        if path is not None and keep is None and pointer_at(path) is not None:
+            allow(pool)
+            removed += _remove_pointer(os.path.abspath(path), output)
+        elif path is not None:
+            removed += files.rm(path, output, force=force, keep=kept)
+        else:
+            removed += _remove_versions(
+                *aimed(target, pool), yes=yes, force=force, keep=kept, output=output
+            )
+    output.document({"removed": removed})
     return 0
 
 
@@ -98,15 +100,12 @@ def _remove_files(paths: Sequence[str]) -> None:
         system.sync(directory)
 
 
-def _remove_pointer(path: str, output: Output) -> int:
-    """Remove a pointer, and its version if it was the last one; the exit code."""
+def _remove_pointer(path: str, output: Output) -> list[Json]:
+    """Remove a pointer, and its version if it was the last one; the version, for machines."""
 
     def led(reader: PoolReader, entry: VersionEntry, said: Reference) -> FoundVersion:
         place = Place.named(reader.medium.info.name)
         return FoundVersion(place, entry.info, lambda: (reader, entry))
-
-    def others(table: FileTable | None, token: bytes) -> list[str]:
-        return [] if table is None else [each for each in pointers_of(table, token) if each != path]
 
     found = use_reference(path, led)
     removed: list[Json] = []
@@ -117,8 +116,9 @@ def _remove_pointer(path: str, output: Output) -> int:
             raise UsageError(f"{path} changed meanwhile, and is still there: run this again")
         entries = pool.catalogue().entries()
         current = next((each for each in entries if each.info.token == found.info.token), None)
-        left = [] if current is None else others(table_in(pool, current), found.info.token)
+        table = None if current is None else table_in(pool, current)
         _remove_files([path])
+        left = [] if table is None else pointers_of(table, found.info.token)
         if current is not None and not left:
             pool.retire([current.info.id])
             removed.append(version_document(current.info))
@@ -127,13 +127,13 @@ def _remove_pointer(path: str, output: Output) -> int:
         output.line(f"{found.title} stays: {count_text(len(left), 'pointer')} lead to it")
     else:
         output.line(f"removed {found.title}, {size_text(found.info.size)} or less")
-    output.document({"removed": removed, "pointers": [path]})
-    return 0
+    return removed
 
 
 def _remove_versions(
     target: str, pool: str | None, *, yes: bool, force: bool, keep: Keep | None, output: Output
-) -> list[FoundVersion]:
+) -> list[Json]:
+    """Remove versions, and their pointers; the versions, for machines."""
     with open_pools(pool, target, mirrors=True) as pools:
         found = pools.select(target)
         is_whole = keep is None and {each.info.model for each in found} == {target}
@@ -152,7 +152,14 @@ def _remove_versions(
         output.line(f"removed {each.title} (version {each.info.id})")
     if pointers:
         output.line(f"removed {count_text(pointers, 'pointer')}")
-    return found
+    then = (
+        "the run that mirrors there, or portus gc, deletes the objects a day later"
+        if pool is not None and is_store(pool)
+        else "the pool file keeps its size, and has holes where the file system allows"
+    )
+    size = size_text(sum(each.info.size for each in found))
+    output.line(f"{count_text(len(found), 'version')} removed, {size} or less; {then}")
+    return [version_document(each.info) for each in found]
 
 
 def _by_place(found: Sequence[FoundVersion]) -> dict[Place, list[FoundVersion]]:

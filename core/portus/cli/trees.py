@@ -29,11 +29,12 @@ from portus.spec import TensorSpec
 
 @dataclass(slots=True)
 class ExportResult:
-    """What was exported, and what was not. ``batches``: up to which each part of protected tables
-    is."""
+    """What was exported, and what was not. ``exact``: every byte is as it was saved. ``batches``:
+    up to which each part of protected tables is."""
 
     size: int = 0
     tensors: int = 0
+    exact: bool = False
     shared: list[list[str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     no_weights: list[str] = field(default_factory=list)
@@ -105,7 +106,7 @@ def write_torch(
         storages = Storages(found.reader, record, logged(found.reader.medium, record))
         batches = batches_of(specs, storages)
     count = sum(_is_wanted(spec.name, names) for spec in specs)
-    return ExportResult(os.path.getsize(temporary), count, batches=batches)
+    return ExportResult(size=os.path.getsize(temporary), tensors=count, batches=batches)
 
 
 def _tensors(

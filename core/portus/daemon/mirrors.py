@@ -219,10 +219,8 @@ class TenantMirror:
                     self._store,
                     self.name,
                     model,
-                    None,
                     wait_s=0,
                     turn=self._turn,
-                    is_whole=True,
                     newest=newest,
                 )
             return copier

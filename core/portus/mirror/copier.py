@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -28,11 +28,10 @@ from portus.errors import (
     StaleError,
     TransportError,
 )
-from portus.index.keep import Keep
 from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.mirror.behind import PAUSE_MAX_S, READ_ALONE, Behind, ElsewhereError, who
-from portus.mirror.fetching import fill, missing, place_of
+from portus.mirror.fetching import fill, missing
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Added, Fact, Removed, State
@@ -62,22 +61,16 @@ class Copier(Behind):
         store: Store,
         address: str,
         model: str,
-        keep: Keep | None,
         *,
         wait_s: float,
         turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-        is_whole: bool = False,
         newest: int | None = None,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
-        """Take the parameters of ``Behind``, and some more. keep: which versions stay in the
-        mirror, besides those that the pool has; None: all. turn: entered while it copies, for
-        several that share a store. is_whole: the mirror has what the pool has, no more, and an
-        empty pool gets all of it. newest: as for ``Mirror``."""
+        """Take the parameters of ``Behind``, and some more. turn: entered while it copies, for
+        several that share a store. newest: as for ``Mirror``."""
         super().__init__(store, address, model, wait_s=wait_s, pause_max_s=pause_max_s)
-        self._keep: Final = keep
         self._turn: Final = turn
-        self._is_whole: Final = is_whole
         self._mirror: Final = Mirror(
             self._store, model, key=configured_key(), name=self.address, newest=newest
         )
@@ -94,8 +87,7 @@ class Copier(Behind):
     # Before the first save.
 
     def begin(self, joined: Joined) -> None:
-        """Copy from the pool ``joined`` from now on: at the start, and when the pool has a
-        successor. Blocks while versions are fetched.
+        """Copy from the pool ``joined`` from now on. Blocks while versions are fetched.
 
         Raises ``UsageError`` if the pool's history continued elsewhere, for wrong credentials and
         the like, and if the mirror may be read, not written; ``TransportError`` if the store cannot
@@ -125,7 +117,6 @@ class Copier(Behind):
             state = self._mirror.read()
             newest = state.newest
             if newest is not None and self._is_behind(state, newest, joined, own):
-                joined.require_alone(state, newest)
                 self._fill(state, joined)
                 joined.since = joined.writer.catalogue().root.sequence
         except (TransportError, MediumError) as error:
@@ -364,48 +355,25 @@ class Copier(Behind):
 
     def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
         """What is to be said besides: which versions go."""
-        gone = {each.token for each in state.versions} - self._kept(state, infos)
+        kept = {info.token for info in infos} | self._unread
+        gone = {each.token for each in state.versions} - kept
         return [Removed(token) for token in sorted(gone)]
-
-    def _kept(self, state: State, infos: Sequence[VersionInfo]) -> set[bytes]:
-        """The tokens of the versions that are to be mirrored: what the pool has, and what ``keep``
-        wants of the others."""
-        local = {info.token for info in infos}
-        if self._is_whole:
-            return local | self._unread
-        if self._keep is None:
-            return local | {each.token for each in state.versions}
-        mirrored = sorted(state.versions, key=place_of)
-        tokens = {each.token for each in mirrored}
-        every: list[Added | VersionInfo] = [*mirrored]
-        every += [info for info in infos if info.token not in tokens]
-        return local | {each.token for each in self._keep.staying(every)}
 
 
 class Joined:
     """A pool that versions of a model are copied from."""
 
-    def __init__(
-        self,
-        model: str,
-        writer: PoolWriter,
-        older: Callable[[], Collection[PoolReader]] = tuple,
-    ) -> None:
-        """older: the pools that it is a successor of."""
+    def __init__(self, model: str, writer: PoolWriter) -> None:
         self.writer: Final = writer
         self.since = writer.catalogue().root.sequence
         """Its newest commit when it was joined."""
         self.is_claimed = False
         self._model: Final = model
-        self._older: Final = older
 
     @property
     def name(self) -> str:
         """The name of the pool, for messages."""
         return self.writer.medium.info.name
-
-    def require_alone(self, state: State, newest: Added) -> None:
-        """Raise ``UsageError`` if it is not to be filled from a mirror that says ``state``."""
 
     def is_behind(self, state: State, own: Sequence[VersionInfo]) -> bool:
         """True if a mirror has the newer history. own: ``infos``."""
@@ -414,22 +382,15 @@ class Joined:
 
     def infos(self) -> list[VersionInfo]:
         """The versions of the model, oldest commit first."""
-        return [info for _, info in self._found()]
+        listed = self.writer.catalogue().models.get(self._model)
+        return [entry.info for entry in listed.versions] if listed else []
 
     def has_pool(self, uuid: bytes) -> bool:
-        """True if it is one of these."""
-        return any(each.superblock.uuid == uuid for each in (*self._older(), self.writer))
+        """True if it is this one."""
+        return self.writer.superblock.uuid == uuid
 
     def reader_of(self, info: VersionInfo) -> PoolReader:
-        """The pool that has this version. Raises ``StaleError``."""
-        for reader, each in self._found():
-            if each == info:
-                return reader
+        """The pool, if it has this version. Raises ``StaleError``."""
+        if info in self.infos():
+            return self.writer
         raise StaleError(f"step {info.step} was let go of")
-
-    def _found(self) -> list[tuple[PoolReader, VersionInfo]]:
-        found = []
-        for reader in (*self._older(), self.writer):
-            listed = reader.catalogue().models.get(self._model)
-            found += [(reader, entry.info) for entry in listed.versions] if listed else []
-        return found

@@ -59,9 +59,7 @@ class Leader(Copier):
     ) -> None:
         """name: of the host that has the log. is_home: it is this host: whatever it told of is
         in the log, so what else its pool has does not count."""
-        super().__init__(
-            store, name, model, None, wait_s=0, turn=turn, is_whole=True, pause_max_s=PAUSE_MAX_S
-        )
+        super().__init__(store, name, model, wait_s=0, turn=turn, pause_max_s=PAUSE_MAX_S)
         self.is_home: Final = is_home
         self.why_over = ""
         """Why nothing that is committed here counts any more; empty while it may."""

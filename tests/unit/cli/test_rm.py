@@ -134,6 +134,29 @@ def test_a_pointer_is_removed_with_its_version(run: Run) -> None:
     assert steps(run.led) == []
 
 
+def test_a_pointer_that_is_reached_through_a_link_is_the_same_one(run: Run) -> None:
+    first, second = run.point(1, 2)
+    (run.root / "link").symlink_to(run.root / "ckpt")
+    assert portus("rm", run.root / "link" / first.name).code == 0
+    assert steps(run.led) == [2]
+    newest = run.root / "newest.pt"
+    newest.symlink_to(second)
+    assert "stays: 1 pointer" in portus("rm", newest).out
+    assert second.exists()
+
+
+def test_several_targets_are_removed_one_after_another(run: Run) -> None:
+    first, _ = run.point(1, 2)
+    stock = run.root / "stock.pt"
+    torch.save({}, stock)
+    document = portus_json("rm", "net@10", first, stock, "led@2")
+    assert [each["step"] for each in document["removed"]] == [10, 1, None, 2]
+    assert (steps(run.net), steps(run.led)) == ([20], [])
+    said = portus("rm", "net@20", "net@30")
+    assert (said.code, "there is no net@30" in said.err) == (2, True)
+    assert steps(run.net) == []
+
+
 def test_a_pointer_is_not_a_model_to_keep_some_of(run: Run) -> None:
     [path] = run.point(1)
     for target, why in (("net@10", "--keep is for a model"), (path, "expected a directory")):

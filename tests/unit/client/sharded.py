@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import portus.client.dcp.group_writer
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +40,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import portus.client.dcp.group_writer
 import portus.dcp
 from portus.client.fence.writers import classify
 from portus.dcp import GroupReader, GroupWriter

@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from portus.client.retention import Retention
+from portus.client.shards.cuts import FORMAT
+from portus.index.groups import Past, new_id, part_model, part_token
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -34,13 +37,10 @@ from portus.client.job.exchange import Heard
 from portus.client.job.settings import Settings
 from portus.client.leaving import materialize_shards
 from portus.client.paths.pooled import PoolCheckpointer
-from portus.client.retention import Retention
 from portus.client.run import Run
 from portus.client.shards import grouped
-from portus.client.shards.cuts import FORMAT
 from portus.dcp import Group, GroupReader, GroupWriter, groups, load
 from portus.index.directory import WRITERS
-from portus.index.groups import Past, new_id, part_model, part_token
 from portus.index.keep import Keep
 from portus.index.place import Place
 from portus.spec import VersionInfo

@@ -128,10 +128,10 @@ def test_pointers_of_before_and_after_a_host_was_killed_lead_to_their_states(
             files.begin("net", str(tmp_path / ".portus"), str(tmp_path))
             for step in (1, 2, 3, 4, 5):
                 files.save(state(step), str(tmp_path / f"{step % 2}.ckpt"), step).wait()
+                for each in range(max(1, step - 1), step + 1):
+                    assert_same(portus.load(tmp_path / f"{each % 2}.ckpt"), state(each))
                 if step == 3:
                     first.kill()
-                    assert_same(portus.load(tmp_path / "0.ckpt"), state(2))
-                assert_same(portus.load(tmp_path / f"{step % 2}.ckpt"), state(step))
         assert portus.is_reference(tmp_path / "1.ckpt")
         with portus.open(second.url) as view:
             assert view.steps("net") == [4, 5], "the others are let go of"
@@ -266,10 +266,11 @@ def test_the_second_host_begins_nothing_of_which_it_knows_nothing(tmp_path: Path
 
 
 def test_durable_2_takes_two_hosts(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"durable=2: model 'net' is saved to .*expected a storage"
+    with (
+        portus.PoolCheckpointer(tmp_path / "run.portus", "net", durable=2) as saver,
+        pytest.raises(UsageError, match=r"durable=2: model 'net' is saved to .*expected a storage"),
     ):
-        portus.PoolCheckpointer(tmp_path / "pools", "net", durable=2)
+        saved(saver, 1)
     with (
         serving(tmp_path / "alone") as alone,
         pytest.raises(UsageError, match="on this host alone: durable=2 takes one that is served"),

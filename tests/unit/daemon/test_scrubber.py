@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_host_tells_of_rot_by_itself(run: Run) -> None:
-    run.damage(10, "model.weight")
+    run.damage(10, "weight")
     port = free_port()
     with Host(run.pool, "--scrub", "1G/s", "--metrics", str(port)) as host:
         while host.log.count('"scrubbed"') < 2:

@@ -19,7 +19,6 @@ from portus.cli.output import Output
 from portus.cli.pools import find_pool
 from portus.daemon.pools import Pools as HostPools
 from portus.errors import UsageError
-from portus.index.keep import Keep
 from portus.index.place import Place, PlaceKind, local_path
 from portus_accelerate.settings import VARIABLE, from_environment, to_text
 from portus_lightning import PortusIO
@@ -157,10 +156,8 @@ def test_wherever_a_place_is_named_such_a_url_is_refused(
 def test_settings_say_the_place_to_other_processes_whole(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = {"last": 3, "best": ["loss", "min", 2]}
-    monkeypatch.setenv(VARIABLE, json.dumps({"pool": "pools", "max_bytes": 5, "keep": keep}))
+    monkeypatch.setenv(VARIABLE, json.dumps({"pool": "pools", "max_bytes": 5}))
     settings = from_environment()
-    assert settings.keep == Keep(last=3, best=("loss", "min", 2))
     assert json.loads(to_text(settings))["pool"] == str(here / "pools")
     monkeypatch.setenv(VARIABLE, to_text(settings))
     assert from_environment() == settings

@@ -177,7 +177,7 @@ class TrainingPool:
 
     def _let_go(self, pool: Pool, pointer: Reference) -> None:
         entry = _entry_of(pool.catalogue(), bytes.fromhex(pointer.token))
-        if entry is None or pointer.pool != pool.superblock.uuid.hex():
+        if entry is None:
             return
         try:
             with pool.pinned(entry.info.id) as current:

@@ -27,7 +27,8 @@ import portus
 import portus.dcp
 from portus.client.dcp import whole_calls
 from portus.client.files.pending import PENDING
-from portus.client.loading.checkpoint_file import has_digests, is_whole, verify_file
+from portus.client.loading.checkpoint_file import has_digests, verify_file
+from portus.client.loading.recognized import is_whole
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import (
     BusyError,

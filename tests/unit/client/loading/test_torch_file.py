@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from portus.client.loading import open_file, torch_file
-from portus.client.loading.checkpoint_file import is_whole, load_file, verify_file
+from portus.client.loading.checkpoint_file import load_file, verify_file
+from portus.client.loading.recognized import is_whole
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.image.torch_reader import read_torch
 from portus.media.file import PlainFile

@@ -13,7 +13,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-from portus.client.loading.checkpoint_file import has_digests, is_whole, verify_file
+from portus.client.loading.checkpoint_file import has_digests, verify_file
+from portus.client.loading.recognized import is_whole
 from portus.client.paths import process
 from portus.client.paths.face import load, save, save_safetensors
 from portus.errors import CorruptionError, UsageError

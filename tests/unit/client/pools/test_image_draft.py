@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +244,40 @@ def test_what_is_copied_in_the_background_is_the_file_of_the_call(scene: Scene) 
             training.step()
             handle.wait()
             assert stored(path) == expected
+
+
+SHARED_WITH_ANOTHER = pytest.mark.xfail(
+    strict=True,
+    reason="ImageDraft shares with the newest version of when it was begun, and Save compares with "
+    "the newest of when it copies: a host then commits other bytes than those of the call",
+)
+
+
+@pytest.mark.parametrize("is_host", [False, pytest.param(True, marks=SHARED_WITH_ANOTHER)])
+def test_a_save_behind_another_one_in_flight_is_the_state_of_its_call(
+    tmp_path: Path, is_host: bool
+) -> None:
+    """Nothing was stepped between the two, so the second one shares what the first one stored."""
+    with ExitStack() as stack:
+        host = [url(stack.enter_context(serving(tmp_path / "host")))] if is_host else []
+        scene = Scene(tmp_path, *host)
+        files = stack.enter_context(scene.training())
+        files.open()
+        training = Trained()
+        for step in range(4):
+            training.step()
+            go = threading.Event()
+            files._opened()[0].later(partial(go.wait, 30))
+            first, second = (
+                files.save(training.state(), scene.path(f"{each}.ckpt"), 2 * step + each)
+                for each in (0, 1)
+            )
+            go.set()
+            first.wait()
+            second.wait()
+            for each in (0, 1):
+                made = written(scene.root / "plain", f"{each}.ckpt", training.state())
+                assert stored(scene.path(f"{each}.ckpt")) == made, (step, each)
 
 
 def test_a_flipped_bit_anywhere_in_a_version_is_found(tmp_path: Path) -> None:
