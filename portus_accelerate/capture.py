@@ -56,7 +56,7 @@ class Capture:
 
 
 def torch_name(name: str) -> str:
-    """The name of a torch file with the same content: a reference is read by ``torch.load``."""
+    """The name of a torch file with the same content: a pointer is read by ``torch.load``."""
     stem, extension = os.path.splitext(name)
     if extension != ".safetensors":
         return name

@@ -41,8 +41,7 @@ class CheckpointFiles:
             settings, pool=None, max_bytes=None, durable=1, journal=False, mirror="none"
         )
         self._settings: Final = settings if is_writer else alone
-        named = settings.pool or portus.Place.by_variable()
-        self._shards_at: Final = None if named is None or named.is_directory else named
+        self._shards_at: Final = settings.pool_at
         self._pool: Final = self._shards_at if is_writer else None
         self._plain: portus.TrainingFiles | None = None
         self._run_of: Final = run_of

@@ -37,7 +37,7 @@ class Origin:
 
 
 def origin_of(directory: str) -> Origin | None:
-    """None if nothing in ``directory`` says so: it is none of ours, or was materialised.
+    """None if nothing in ``directory`` says so: it is none of ours.
 
     Raises ``UsageError`` naming the files and steps if they are of several checkpoints,
     ``CorruptionError`` for a damaged file.

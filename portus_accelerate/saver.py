@@ -120,8 +120,7 @@ class Saver:
     @property
     def _pool_at(self) -> portus.Place | None:
         """The pool, on a device or on storage hosts, that the user named; None: there is none."""
-        named = self._settings.pool or portus.Place.by_variable()
-        return None if named is None or named.is_directory else named
+        return self._settings.pool_at
 
     def cadence(self) -> portus.Cadence:
         """When the loop of the script saves, from the first call on."""

@@ -58,6 +58,14 @@ class Settings(portus.Settings):
             every = "auto" if self.every is None else self.every
             portus.checked_cadence(every, self.max_overhead, self.mtbf)
 
+    @property
+    def pool_at(self) -> portus.Place | None:
+        """The pool that the user named, on a device or on storage hosts; None: there is none."""
+        if self.pool is not None:
+            return self.pool
+        named = portus.Place.by_variable()
+        return None if named is None or named.is_directory else named
+
 
 _GONE: Final = {
     "keep": "checkpoints are files, and total_limit (save_total_limit) says which of them stay; "

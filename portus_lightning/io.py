@@ -419,7 +419,9 @@ class PortusIO(CheckpointIO):
     @property
     def _pool_at(self) -> portus.Place | None:
         """The pool, on a device or on storage hosts, that the user named; None: there is none."""
-        named = self._pool or portus.Place.by_variable()
+        if self._pool is not None:
+            return self._pool
+        named = portus.Place.by_variable()
         return None if named is None or named.is_directory else named
 
     def _run_of(self, directory: str) -> portus.Run:

@@ -1,4 +1,4 @@
-"""Lets ``torch.load`` read reference files in programs that never import Portus.
+"""Lets ``torch.load`` follow pointers in programs that never import Portus.
 
 ``register`` runs at the end of ``import torch``, by the entry point in ``portus_in_torch``. So it
 imports nothing: what it loads, every program on the machine pays for (under 2 ms on 2 cores).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def this_is_a_pointer_run_portus_export(text: str) -> object:
-    """What ``torch.load`` calls for a reference file; ``text`` is the string in it.
+    """What ``torch.load`` calls for a pointer; ``text`` is the string in it.
 
     Named so that a machine without Portus prints what to do. Returns the verified state, on the
     CPU or, for ``map_location="meta"``, without memory. Raises ``PortusError``.
@@ -24,7 +24,7 @@ this_is_a_pointer_run_portus_export.__qualname__ = "this_is_a_pointer_run_portus
 
 
 def register() -> None:
-    """Allow the one global of reference files for ``torch.load``. Any number of calls is one."""
+    """Allow the one global of pointers for ``torch.load``. Any number of calls is one."""
     try:
         from torch.serialization import add_safe_globals
 

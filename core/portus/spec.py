@@ -69,7 +69,7 @@ class VersionInfo:
 
     ``id`` is unique in its pool and grows; ``commit`` is the commit that made it visible, the
     order that "newest" means (V4); ``step`` is the caller's, and may come twice. ``token`` is 16
-    random bytes by which a reference file names the version. ``size`` is the sum of its
+    random bytes by which a pointer names the version. ``size`` is the sum of its
     storages in bytes, shared ones included. ``time_ns`` is Unix time in nanoseconds.
     ``inexact``: another process wrote a part of it while that was copied, so it may hold bytes of
     several moments. ``metrics``: what it was saved with, by name, for ``Keep(best=)``. What a

@@ -33,7 +33,7 @@ enum call {
   OPEN, CREATE, CLOSE, READ, WRITE, FSYNC, FDATASYNC, TRUNCATE, ALLOCATE, LINK, RENAME, UNLINK,
   MKDIR, RMDIR, STAT, FSTAT, LIST, LOCK, MAP, STATFS, CHMOD, UTIME, ACCESS, READLINK, CALLS
 };
-enum place { POOL, LINKS, FILES, PLACES };
+enum place { POOL, FILES, PLACES };
 
 #define ANY -1
 #define ANY_CHANGE -2
@@ -91,7 +91,7 @@ static int fails_at(enum call call, const char *path) {
   if (strncmp(path, root, root_length) || (path[root_length] && path[root_length] != '/')) return 0;
   const char *rest = path + root_length;
   enum place place = FILES;
-  if (strstr(rest, "/.portus")) place = strstr(rest, ".references") ? LINKS : POOL;
+  if (strstr(rest, "/.portus")) place = POOL;
   long own = atomic_fetch_add(&counts[call][place], 1);
   long all = atomic_fetch_add(&totals[place], 1);
   long changed = is_change(call) ? atomic_fetch_add(&changes[place], 1) : -1;

@@ -51,11 +51,10 @@ class Call(enum.IntEnum):
 
 
 class Where(enum.IntEnum):
-    """The pools, their links, or elsewhere: where checkpoints are."""
+    """The pools, or elsewhere: where checkpoints are."""
 
     POOL = 0
-    LINKS = 1
-    FILES = 2
+    FILES = 1
 
 
 _CHANGES = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES)

@@ -120,7 +120,7 @@ class World:
 
     def _train_without_space(self, name: str) -> None:
         call = self._source.choice((Call.ALLOCATE, Call.WRITE, Call.ANY_CHANGE))
-        where = self._source.choice((Where.POOL, Where.LINKS, Where.FILES))
+        where = self._source.choice(list(Where))
         number = self._source.randrange(20)
         self.train(name, Fault(call, where, number, errno.ENOSPC, True))
 
@@ -163,7 +163,8 @@ class World:
             self.runs[name].asked.pop(file.name, None)
 
     def duplicate(self, name: str) -> None:
-        """As ``cp 7.ckpt keep.ckpt``, to keep a checkpoint."""
+        """As ``cp 7.ckpt keep.ckpt``. That keeps nothing, since a version goes with the pointers that
+        were put where they are; but what it loads is right, or an error."""
         run = self.runs[name]
         files = [each for each in self._files(name) if each.name in run.told]
         if files:
@@ -171,8 +172,6 @@ class World:
             kept = file.with_name(f"kept-{self._count}-{file.name}")
             self.acts.append(f"{name}/{file.name} is copied to {kept.name}")
             shutil.copy(file, kept)
-            run.told[kept.name] = run.told[file.name]
-            run.asked[kept.name] = set(run.asked.get(file.name, ()))
 
     def _rot(self, name: str) -> None:
         pools = sorted((self._root / name / ".portus").glob("*.portus"))
@@ -190,9 +189,9 @@ class World:
         from portus.cli.app import app
 
         pools = self._root / name / ".portus"
-        if pools.exists():
+        if (pools / "run.portus").exists():
             self.acts.append(f"{name}: portus gc")
-            done = app(["gc", str(pools)], standalone_mode=False)
+            done = app(["gc", str(pools / "run.portus")], standalone_mode=False)
             assert not done or self.runs[name].rotten, f"portus gc ended with {done}"
 
     # What is known.
@@ -249,7 +248,7 @@ class World:
         told, asked = run.told.get(file.name), run.asked.get(file.name, set())
         where = f"{file.parent.parent.name}/{file.name}"
         try:
-            state: Any = portus.load_reference(file)
+            state: Any = portus.load(file, weights_only=False)
         except portus.PortusError as error:
             self.refused += 1
             if told is not None and not run.rotten:

@@ -26,7 +26,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus.client.paths.training_files import TrainingFiles
-from portus.client.paths.pooled import PoolCheckpointer
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say
 from portus_lightning.companion_of_lightning import PortusCompanion
@@ -85,20 +84,14 @@ class Told(logging.Handler):
         for name in ("portus", "portus_lightning", "portus_accelerate"):
             logging.getLogger(name).addHandler(self)
             logging.getLogger(name).propagate = False
-        to_pool, to_file = PoolCheckpointer.save, TrainingFiles.save
-
-        def save(own: PoolCheckpointer, state: object, step: int, **named: Any) -> SaveHandle:
-            handle = to_pool(own, state, step, **named)
-            self.handles.append((step, handle))
-            return handle
+        to_file = TrainingFiles.save
 
         def save_file(own: TrainingFiles, state: object, path: str, step: int) -> SaveHandle:
             handle = to_file(own, state, path, step)
             self.handles.append((step, handle))
             return handle
 
-        setattr(PoolCheckpointer, "save", save)  # noqa: B010 - it only listens
-        setattr(TrainingFiles, "save", save_file)  # noqa: B010
+        setattr(TrainingFiles, "save", save_file)  # noqa: B010 - it only listens
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
@@ -107,20 +100,25 @@ class Told(logging.Handler):
         return sorted({step for step, handle in self.handles if handle.committed})
 
 
-def checkpointer(root: Path) -> None:
-    """A loop by hand, with a file for each step and one called "last"."""
+def by_hand(root: Path) -> None:
+    """A loop by hand, whose states are in a pool: a pointer for each step and one called "last"."""
     folder = root / "ckpt"
     weight = torch.nn.Parameter(torch.zeros(3000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    with PoolCheckpointer(root / ".portus" / "run.portus", keep=2) as saver:
+    pool = portus.Place.named(root / ".portus" / "run.portus")
+    files = TrainingFiles(portus.Settings(), pool=pool)
+    try:
+        files.begin("run", str(root / ".portus"), str(folder))
         for step in range(1, STEPS + 1):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
             state = {"weight": weight.detach(), "step": step}
-            saver.save(state, step, reference=folder / "last.ckpt")
-            saver.save(state, step, reference=folder / f"step={step}.ckpt")
+            files.save(state, str(folder / "last.ckpt"), step)
+            files.save(state, str(folder / f"step={step}.ckpt"), step)
             if step > 2:
-                saver.remove(folder / f"step={step - 2}.ckpt")
+                files.remove(str(folder / f"step={step - 2}.ckpt"))
+    finally:
+        files.close()
 
 
 def lightning(root: Path) -> None:
@@ -307,7 +305,7 @@ def _step_in(state: Any) -> int:
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
-    each.__name__: each for each in (checkpointer, lightning, accelerate, transformers)
+    each.__name__: each for each in (by_hand, lightning, accelerate, transformers)
 }
 
 

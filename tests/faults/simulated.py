@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import portus
-from portus.client.files import fate, reference
-from portus.client.files.fate import Fate, FileLink
-from portus.client.files.keeper import Keeper
-from portus.client.files.removals import Removal, Removals
-from portus.client.paths.pooled import PoolCheckpointer
-from portus.format.reference import Reference
-from portus.index.catalogue import Catalogue
+from portus.client.paths.draft import PooledDraft
+from portus.client.paths.training_files import TrainingFiles
+from portus.pipeline.draft import Labels
+from portus.pipeline.plan import Before
 from portus.pipeline.run import Save, Stage
 from portus.spec import VersionInfo
 from portus.testing.nursery import Say
@@ -72,24 +69,28 @@ def _train(say: Say, root: Path, steps: int) -> None:
         folder.mkdir(exist_ok=True)
     training = _resumed(say, folder)
     handles: list[tuple[str, int, Any]] = []
-    with PoolCheckpointer(root / ".portus", "run", keep=1) as checkpointer:
+    files = TrainingFiles(
+        portus.Settings(), pool=portus.Place.named(root / ".portus" / "run.portus")
+    )
+    try:
+        files.begin("run", str(root / ".portus"), str(folder))
         for _ in range(steps):
             training.advance()
             step, old = training.step, training.step - KEEP
             for name in ("last", str(step)):
                 say(f"asks {name}.ckpt {step}")
-                handle = checkpointer.save(
-                    training.state(), step, reference=folder / f"{name}.ckpt"
-                )
+                handle = files.save(training.state(), str(folder / f"{name}.ckpt"), step)
                 handles.append((f"{name}.ckpt", step, handle))
             with own_call():
                 is_there = (folder / f"{old}.ckpt").exists()
             if is_there:
                 say(f"removes {old}.ckpt")
-                checkpointer.remove(folder / f"{old}.ckpt")
+                files.remove(str(folder / f"{old}.ckpt"))
             _tell(say, handles[:-2])
             del handles[:-2]
         _tell(say, handles)
+    finally:
+        files.close()
 
 
 def _tell(say: Say, handles: list[tuple[str, int, Any]]) -> None:
@@ -108,8 +109,8 @@ def _resumed(say: Say, folder: Path) -> Training:
         steps = sorted((int(each.stem) for each in folder.glob("[0-9]*.ckpt")), reverse=True)
     for name in ("last", *steps):
         try:
-            state: Any = portus.load_reference(folder / f"{name}.ckpt")
-        except portus.PortusError as error:
+            state: Any = portus.load(folder / f"{name}.ckpt", weights_only=False)
+        except (portus.PortusError, FileNotFoundError) as error:
             say(f"passed over {name} {error}".replace("\n", " "))
             continue
         say(f"resumed {state['step']}")
@@ -122,23 +123,11 @@ def _resumed(say: Say, folder: Path) -> Training:
 
 
 def _remove_at_once() -> None:
-    def reached(self: Removals, removal: Removal) -> None:
-        self._make(removal, self._keeper)
+    def remove(self: TrainingFiles, path: str) -> None:
+        saver, _ = self._opened()
+        saver.remove(path)
 
-    setattr(Removals, "reached", reached)  # noqa: B010
-
-
-def _take_one_name_for_deleted() -> None:
-    """What was true of links before they knew which file they are of: a copy has no second name."""
-    stock = fate._Judge._look
-
-    def look(self: fate._Judge, name: reference.LinkName, of: Reference) -> FileLink:
-        status = self._files.status(f"{self._directory}/{name}")
-        if status is not None and status.links > 1:
-            return stock(self, name, of)
-        return FileLink(of, Fate.DELETED, of.written_path)
-
-    setattr(fate._Judge, "_look", look)  # noqa: B010
+    setattr(TrainingFiles, "remove", remove)  # noqa: B010
 
 
 def _tell_before_the_commit() -> None:
@@ -154,18 +143,33 @@ def _tell_before_the_commit() -> None:
     setattr(Save, "_commit", commit)  # noqa: B010
 
 
-def _keep_no_version_for_its_files() -> None:
-    def held(self: Keeper, catalogue: Catalogue, coming: object = None) -> set[int]:
-        return set()
+def _put_pointers_before_the_commit() -> None:
+    def commit(
+        self: PooledDraft, labels: Labels, before: Before | None, retire: Collection[int]
+    ) -> Before:
+        self._pointers.finish()
+        self._pointers.publish()
+        return self._version.commit(labels, before, retire)
 
-    setattr(Keeper, "held", held)  # noqa: B010
+    setattr(PooledDraft, "commit", commit)  # noqa: B010
+
+
+def _let_go_of_what_others_lead_to() -> None:
+    committing = PooledDraft.commit
+
+    def commit(
+        self: PooledDraft, labels: Labels, before: Before | None, retire: Collection[int]
+    ) -> Before:
+        return committing(self, labels, before, self._pool.open().catalogue().ids())
+
+    setattr(PooledDraft, "commit", commit)  # noqa: B010
 
 
 MISTAKES: dict[str, Callable[[], None]] = {
     "removed at once": _remove_at_once,
-    "one name is deleted": _take_one_name_for_deleted,
     "told before the commit": _tell_before_the_commit,
-    "files hold nothing": _keep_no_version_for_its_files,
+    "pointers before the commit": _put_pointers_before_the_commit,
+    "pointers hold nothing": _let_go_of_what_others_lead_to,
 }
 
 

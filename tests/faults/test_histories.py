@@ -20,7 +20,7 @@ ACTS = 7
 HISTORIES_MAX = 200
 """Of the slowest to be found, one in fifteen shows it."""
 
-POOL, LINKS, FILES = Where
+POOL, FILES = Where
 LONG_S = 60
 
 pytestmark = pytest.mark.skipif(bool(calls.why_not()), reason=calls.why_not())
@@ -69,12 +69,6 @@ def it_goes_on(world: World, number: int) -> None:
         world.happens(lambda: world.train("run1", steps=4))
 
 
-def a_copy_of_a_file_is_kept(world: World, number: int) -> None:
-    world.happens(lambda: world.train("run1", steps=4))
-    world.happens(lambda: world.duplicate("run1"))
-    world.happens(lambda: world.train("run1", steps=4))
-
-
 def its_disk_fails(world: World, number: int) -> None:
     """From write ``number`` on."""
     world.happens(lambda: world.train("run1", steps=4))
@@ -84,9 +78,9 @@ def its_disk_fails(world: World, number: int) -> None:
 
 TELLING = {
     "removed at once": its_disk_fails,
-    "one name is deleted": a_copy_of_a_file_is_kept,
     "told before the commit": its_disk_fails,
-    "files hold nothing": it_goes_on,
+    "pointers before the commit": its_disk_fails,
+    "pointers hold nothing": it_goes_on,
 }
 """For each engine that is wrong on purpose a history that finds it, with one of ``NUMBERS``."""
 

@@ -35,9 +35,6 @@ WAIT_S: Final = 60.0
 _ABREAST: Final = 4
 """Models that are copied at once."""
 
-_NOWHERE: Final = "portus://mirror"
-"""The pool of a reference that came from a mirror, for people to read."""
-
 
 class CopiedPool(Protocol):
     """What a copier needs of a tenant's pool."""

@@ -165,7 +165,7 @@ INDEX_ENTRY: Final = Record(
         Field("commit", "Q", "the commit that made it visible"),
         Field("step", "q", "the caller's"),
         Field("time_ns", "Q", "Unix time in nanoseconds"),
-        Field("token", "16s", "random, names the version in reference files"),
+        Field("token", "16s", "random, names the version in pointers"),
         Field("size", "Q", "sum of its storages in bytes, shared ones included"),
         Field("flags", "Q", "1: inexact; the other bits are zero"),
         Field("offset", "Q", "version record"),

@@ -8,8 +8,8 @@ It is a real torch file (a zip archive, nothing compressed, about 1.5 KiB)::
     archive/README.txt   what a human should do with the file
 
 The string is 32 hex digits (xxh3_128 of the rest) and then one JSON object. Every other byte
-follows from the string. So nothing is ever unpickled here: a file is a reference if it is, byte
-for byte, what ``encode`` makes of the fields found in it. One that carries a mark of a reference
+follows from the string. So nothing is ever unpickled here: a file is a pointer if it is, byte
+for byte, what ``encode`` makes of the fields found in it. One that carries a mark of a pointer
 and is not is damaged (``CorruptionError``); one that carries none is somebody else's file.
 """
 
@@ -29,10 +29,10 @@ GLOBAL_NAME: Final = "this_is_a_pointer_run_portus_export"
 """What torch calls with the string; the name is what a machine without Portus prints."""
 
 SIZE_MAX: Final = 128 << 10
-"""Bytes. A longer file is no reference."""
+"""Bytes. A longer file is no pointer."""
 
 HEAD_SIZE: Final = 256
-"""Bytes; a reference is longer, and says within them that it is one."""
+"""Bytes; a pointer is longer, and says within them that it is one."""
 
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
@@ -83,14 +83,14 @@ def encode(reference: Reference) -> bytes:
 
 
 def may_begin(head: bytes) -> bool:
-    """False if ``head``, ``HEAD_SIZE`` bytes, is not how a reference begins."""
+    """False if ``head``, ``HEAD_SIZE`` bytes, is not how a pointer begins."""
     return _HEAD_MARK in head
 
 
 def decode(data: bytes) -> Reference | None:
-    """What the file with the bytes ``data`` (all of them) says; None if it is no reference.
+    """What the file with the bytes ``data`` (all of them) says; None if it is no pointer.
 
-    Raises ``CorruptionError`` for a damaged reference and ``UsageError`` for one that a newer
+    Raises ``CorruptionError`` for a damaged pointer and ``UsageError`` for one that a newer
     Portus wrote.
     """
     if len(data) > SIZE_MAX or not (may_begin(data[:HEAD_SIZE]) or _TAIL_MARK in data):
@@ -103,7 +103,7 @@ def decode(data: bytes) -> Reference | None:
 
 
 def decode_text(text: str) -> Reference:
-    """What the string in a reference file says. Raises as ``decode`` does."""
+    """What the string in a pointer says. Raises as ``decode`` does."""
     body = text[2 * DIGEST_SIZE :]
     if not body.isascii() or digest(body.encode()).hex() != text[: 2 * DIGEST_SIZE]:
         raise CorruptionError("pointer: the checksum of its text does not match")

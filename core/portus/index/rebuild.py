@@ -2,7 +2,7 @@
 
 Their records and bytes stay where they are, or are copied to the same places of a new medium; what
 led to them is written anew, behind all of them. So ids, tokens, commits and times stay as they
-were, reference files lead to them again, and what versions share they share still.
+were, pointers lead to them again, and what versions share they share still.
 """
 
 from __future__ import annotations

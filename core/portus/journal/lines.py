@@ -65,7 +65,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="k
     after its commit. ``step``: as the training calls it. ``steps``: of the optimizer, done in this
     session at the call; ``work_s``: what these take without saves. ``step_s``: a step without a
     save, of late; ``cost_s``: what the saves since the line before added to the time of training;
-    None if unknown. ``file``: its first reference file, seen from the directory of the journal; ""
+    None if unknown. ``file``: its file, seen from the directory of the journal; ""
     without one. Other times and sizes as in ``portus.SaveStats``."""
 
     session: str

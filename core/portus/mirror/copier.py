@@ -7,7 +7,7 @@ end (``yield_space``). What the pool let go of goes from the mirror too, unless 
 there. Reference files go along, by their paths.
 
 Before anything is saved, ``begin`` looks which of the two has the newer history. A pool that is new
-gets from the mirror what the model had: its newest version, what its reference files lead to, and
+gets from the mirror what the model had: its versions, and
 these files. A pool whose history went on elsewhere is named, and not gone on from. Then it claims
 the mirror, which is its first write: where that is not allowed, nothing ever would be mirrored.
 """

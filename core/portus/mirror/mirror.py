@@ -165,7 +165,7 @@ class Mirror:
         self._writer.log.require()
 
     def note(self, facts: Sequence[Fact]) -> State:
-        """Say ``facts``, all or none: versions removed, reference files. Raises as ``copy``."""
+        """Say ``facts``, all or none: versions removed. Raises as ``copy``."""
         return self._perform(self._writer.note(facts))
 
     def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> Freed:

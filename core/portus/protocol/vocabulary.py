@@ -32,7 +32,6 @@ class Phase(enum.Enum):
     READY = "ready"
     ASKED = "asked"
     LOOKING = "looking"
-    LISTING = "listing"
     READING = "reading"
     CHECKING = "checking"
     CONNECTING = "connecting"

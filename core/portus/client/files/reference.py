@@ -15,10 +15,10 @@ _NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def read(path: str | os.PathLike[str]) -> Reference | None:
-    """What the reference file at ``path`` says; None if there is no regular file, or another's.
+    """What the pointer at ``path`` says; None if there is no regular file, or another's.
 
     Reads at most ``SIZE_MAX`` bytes, and nothing of a longer file. Raises ``CorruptionError`` for
-    a damaged reference, naming it, and ``MediumError`` for what cannot be read.
+    a damaged pointer, naming it, and ``MediumError`` for what cannot be read.
     """
     data = _read_small(os.fspath(path))
     if data is None:

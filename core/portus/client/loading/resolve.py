@@ -194,7 +194,10 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
     """Where the version may be, and whether that is configured."""
     seen = set()
     for place in POOLS.allowed():
-        for each in place.readable if place.is_host else pools_at(place):
+        pools = place.readable
+        with contextlib.suppress(UsageError):  # it may have been moved
+            pools = pools or pools_at(place)
+        for each in pools:
             seen.add(each.path)
             yield each, True
     named = [reference.pool_path]

@@ -56,7 +56,7 @@ def chosen(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
 
 
 def of_token(catalogue: Catalogue, token: bytes) -> VersionEntry:
-    """The version that reference files call ``token``. Raises ``StaleError``."""
+    """The version that pointers call ``token``. Raises ``StaleError``."""
     for entry in catalogue.entries():
         if entry.info.token == token:
             return entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_log: Final = logging.getLogger("portus")
+
 _NAME_MAX: Final = 200
 
 
@@ -65,11 +68,14 @@ class PoolCheckpointer(Checkpointer):
         self.settings: Final = Settings(**settings)
         """How it saves and loads."""
         self.model: Final = model
-        if mirror_of(self.settings) is not None and self.settings.mirror is not None:
-            raise UsageError(
-                f"mirror: {place} is a pool; save to a directory, or give a storage host the "
-                "mirror (portus serve --mirror)"
+        if mirror_of(self.settings) is not None:
+            why = (
+                f"{place} is a pool, which this does not mirror; save to a directory, or give a "
+                "storage host the mirror (portus serve --mirror)"
             )
+            if self.settings.mirror is not None:
+                raise UsageError(f"mirror: {why}")
+            _log.warning("portus: model %r is NOT mirrored: %s", model, why)
         self._keep: Final = Keep.of(keep)
         self._pool: Final = TrainingPool(place, model, self.settings, is_named=True)
         self._journal: Final = (

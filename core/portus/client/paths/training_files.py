@@ -70,6 +70,12 @@ class TrainingFiles:
     ) -> None:
         if pool is None:
             _refuse_of_pools(settings)
+        elif pool.is_directory:
+            raise UsageError(
+                f"pool: expected a device, a pool file (*.portus) or a storage host, found {pool}, "
+                "a directory; checkpoints are files in the directories that they are saved to, so "
+                "leave it out"
+            )
         settings.require_mirror_of_files("checkpoints are files", "save to that host: pool=")
         self._pool_at: Final = pool
         self._is_named: Final = is_named
