@@ -4,8 +4,9 @@
     python recipes/lora.py --size 124M       1 GB of memory, some minutes on a CPU
 
 Every checkpoint is the whole state: frozen weights, adapters, and the optimizer of the adapters.
-But a version reaches the bytes of the version before it where they are equal, so that from the
-second save on only what was trained is written.
+But in a pool a version reaches the bytes of the version before it where they are equal, so that
+from the second save on only what was trained is written. The pool is a file here; on a machine that
+has one it is a device for persistent memory, or a storage host.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the same as --size tiny")
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="from one save to the next")
-    parser.add_argument("--pool", default="runs/lora/.portus")
+    parser.add_argument("--pool", default="runs/lora/lora.portus")
     args = parser.parse_args()
     size = "tiny" if args.tiny else args.size
     print(f"{'save':>4} {'state':>15} {'written':>15} {'shared':>15}   (bytes)")

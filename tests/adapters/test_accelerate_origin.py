@@ -15,8 +15,11 @@ def test_what_several_processes_saved_at_once_is_one_checkpoint(tmp_path: Path) 
     home = tmp_path / "step_5"
     home.mkdir()
     for number, model in enumerate(("net", "net~2", "net~2/rank-1-of-2")):
-        with portus.PoolCheckpointer(tmp_path / "pools", model) as checkpointer:
-            checkpointer.save({}, 5, reference=home / str(number)).wait()
+        pool = portus.Place.named(tmp_path / f"{number}.portus")
+        files = portus.TrainingFiles(portus.Settings(), pool=pool)
+        files.begin(model, str(tmp_path / ".portus"), str(tmp_path))
+        files.save({}, str(home / str(number)), 5).wait()
+        files.close()
     assert origin_of(str(home)) == Origin(str(home), "net", 5)
 
 

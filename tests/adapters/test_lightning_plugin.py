@@ -210,8 +210,7 @@ def test_the_journal_is_under_the_root_and_never_in_the_checkpoint_directory(roo
     def root_of(directory: Path, default: Path | None) -> str:
         io = PortusIO()
         io.begin(None if default is None else str(default))
-        links = io.pooled.run_of(str(directory)).links
-        assert links is not None
+        links = io._run_of(str(directory)).links
         return os.path.dirname(links)
 
     assert root_of(root / "runs" / "ckpt", root / "runs") == str(root / "runs")
@@ -372,10 +371,10 @@ def test_the_strategies_of_lightning_are_told_apart() -> None:
         (lightnings("ModelParallelStrategy", _save_distributed_checkpoint=False), False),
     ],
 )
-def test_strategies_that_save_in_shards_go_through_a_pool_directory_or_a_host(
+def test_strategies_that_save_in_shards_go_through_directories_or_a_host(
     strategy: Any, is_sharded: bool, tmp_path: Path
 ) -> None:
-    assert bypass(strategy, PortusIO(pool=tmp_path)) == ""
+    assert bypass(strategy, PortusIO()) == ""
     assert bypass(strategy, PortusIO(pool="portus://host:7117")) == ""
     (tmp_path / "one.portus").touch()
     refused = bypass(strategy, PortusIO(pool=tmp_path / "one.portus"))

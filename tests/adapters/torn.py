@@ -61,6 +61,7 @@ def slow_down(
 ) -> None:
     """Have the copier do ``pause`` before the next save. ``awaited`` is set when somebody waits
     for that."""
+    saver = saver._saver if isinstance(saver, PoolCheckpointer) else saver
     saver._queue.put(_Before(pause, awaited or threading.Event()))
 
 
@@ -97,9 +98,10 @@ class SlowSaves:
         audited: bool = True,
         pause: Callable[[], object] = _sleep,
     ) -> None:
-        self.checkpointer = PoolCheckpointer(folder, keep=None, fence_timeout=FENCE_S_MAX)
+        path = folder / "torn.portus"
+        self.checkpointer = PoolCheckpointer(path, keep=None, fence_timeout=FENCE_S_MAX)
         if not audited:
-            self.checkpointer._saves._auditor = Unaudited()  # type: ignore[misc]
+            self.checkpointer._saver._auditor = Unaudited()  # type: ignore[misc]
         self.saves: list[SaveHandle] = []
         self._pause = pause
         self._unguarded = unguarded
@@ -148,7 +150,7 @@ class SlowSaves:
         self.finish()
         found: set[str] = set()
         for step in self.checkpointer.steps():
-            held = contents(self.checkpointer.load(step))
+            held = contents(self.checkpointer.load(step, weights_only=False))
             found |= {name for name in held if held[name] != self._wanted[step][name]}
         return found
 

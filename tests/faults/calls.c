@@ -2,9 +2,8 @@
 
    Loaded by LD_PRELOAD, so it stands between a program (Python and its libraries) and libc. Nothing
    happens before `faults_begin`. Then each call on a path or descriptor below the root is counted,
-   by what it does and where: in the pools (below a directory `.portus`), in their links (below
-   `*.references`), or elsewhere, which is where checkpoints are. One kind of call at one kind of
-   place fails, once or from then on, by `faults_arm`. A failing close does close, as on Linux; any
+   by what it does and where: in the pools (below a directory `.portus`), or elsewhere, which is
+   where checkpoints are. One kind of call at one kind of place fails, once or from then on, by `faults_arm`. A failing close does close, as on Linux; any
    other failing call has no effect.
 
    What it cannot see: calls that libc makes by itself (readdir's getdents64 is met at opendir and

@@ -163,8 +163,8 @@ class World:
             self.runs[name].asked.pop(file.name, None)
 
     def duplicate(self, name: str) -> None:
-        """As ``cp 7.ckpt keep.ckpt``. That keeps nothing, since a version goes with the pointers that
-        were put where they are; but what it loads is right, or an error."""
+        """As ``cp 7.ckpt keep.ckpt``. That keeps nothing: a version goes with the last pointer that
+        was put where it is. But what the copy loads is right, or an error."""
         run = self.runs[name]
         files = [each for each in self._files(name) if each.name in run.told]
         if files:

@@ -34,15 +34,14 @@ LATER = ("accelerate", "transformers")
 MET_MIN = 30
 """Of the calls that it lets fail, so many are reached, however long that takes."""
 
-POOL, LINKS, FILES = Where
+POOL, FILES = Where
 
 TELLING = {
-    "checkpointer": [
+    "by_hand": [
         Fault(Call.CLOSE, POOL, 3, errno.EINTR, False),
-        Fault(Call.CLOSE, LINKS, 11, errno.EINTR, True),
-        Fault(Call.FSTAT, POOL, 51, errno.EIO, True),
-        Fault(Call.FSTAT, LINKS, 35, errno.EIO, True),
-        Fault(Call.LIST, FILES, 44, errno.ELOOP, True),
+        Fault(Call.CLOSE, FILES, 11, errno.EINTR, True),
+        Fault(Call.FSTAT, POOL, 25, errno.EIO, True),
+        Fault(Call.FSTAT, FILES, 15, errno.EIO, True),
         Fault(Call.STAT, FILES, 20, errno.ELOOP, True),
         Fault(Call.ANY, POOL, 112, errno.ELOOP, True),
     ],

@@ -41,7 +41,7 @@ def blank() -> None:
 
 
 @pytest.mark.usefixtures("blank")
-def test_a_run_saves_to_a_device_and_its_references_lead_there(
+def test_a_run_saves_to_a_device_and_its_pointers_lead_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -50,29 +50,35 @@ def test_a_run_saves_to_a_device_and_its_references_lead_there(
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "run" / "last.ckpt"
+    path.parent.mkdir()
     weights = torch.arange(300_000.0)
     state = {"w": weights, "step": 3}
     assert not has_pool(DEVDAX)
     with portus.PoolCheckpointer(DEVDAX, keep=1) as checkpointer:
         assert checkpointer.path == DEVDAX
         assert not has_pool(DEVDAX), "nothing is made before the first save"
-        checkpointer.save(state, 3, reference=path).wait()
+        checkpointer.save(state, 3).wait()
         checkpointer.save(state, 4).wait()
         with pytest.raises(BusyError):
             format_device(DEVDAX, LocalFiles(), force=True)
     with portus.PoolCheckpointer(DEVDAX, keep=1) as checkpointer:
         for step in (5, 6, 7):
             checkpointer.save({"w": torch.zeros(300_000), "step": step}, step).wait()
-        assert checkpointer.steps() == [3, 7], "the reference file holds step 3"
-    assert len(list((tmp_path / "state" / "portus").glob("*.references"))) == 1
-    monkeypatch.setenv("PORTUS_POOL", DEVDAX)
+        assert checkpointer.steps() == [7]
+    files = portus.TrainingFiles(portus.Settings(), pool=portus.Place.named(DEVDAX))
+    files.begin("run", str(tmp_path / "run" / ".portus"), str(path.parent))
+    files.save(state, str(path), 3).wait()
+    files.close()
+    assert portus.is_reference(path)
+    portus.register_reference_loader()
     loaded = torch.load(path)
     assert loaded["step"] == 3
     assert torch.equal(loaded["w"], weights)
     with pytest.raises(UsageError, match="max_bytes applies to files"):
         portus.PoolCheckpointer(DEVDAX, max_bytes=1 << 20)
     with portus.open(DEVDAX) as view:
-        assert view.steps() == [3, 7]
+        assert view.steps() == [7]
+        assert view.steps("run") == [3]
     assert not [each for each in portus.check(DEVDAX) if each.severity.value == "error"]
 
 

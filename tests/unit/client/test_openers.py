@@ -14,7 +14,7 @@ import torch
 
 import portus
 from portus.client.paths.pooled import PoolCheckpointer
-from portus.dcp import groups
+from portus.client.paths.training_files import TrainingFiles
 from portus.errors import PortusError
 from portus.spec import PAGE
 
@@ -39,17 +39,26 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "open a directory": lambda place: portus.open(place).close(),
     "check": lambda place: portus.check(place / "run.portus"),
     "save": lambda place: PoolCheckpointer(place / "run.portus").close(),
-    "load": lambda place: portus.load_reference(place / "run.ckpt"),
-    "mend": lambda place: portus.mend(place, uncommitted=True),
-    "groups": groups,
+    "load": lambda place: portus.load(place / "run.ckpt"),
+    "torch.load": lambda place: torch.load(place / "run.ckpt"),
+    "begin": lambda place: begin(place),
 }
+
+
+def begin(place: Path) -> None:
+    files = TrainingFiles(portus.Settings(), pool=portus.Place.named(place / "run.portus"))
+    try:
+        files.begin("default", str(place / ".portus"), str(place))
+    finally:
+        files.close()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("whole")
-    with PoolCheckpointer(place / "run.portus") as checkpointer:
-        checkpointer.save({"a": torch.zeros(10)}, 1, reference=place / "run.ckpt")
+    files = TrainingFiles(portus.Settings(), pool=portus.Place.named(place / "run.portus"))
+    files.save({"a": torch.zeros(10)}, str(place / "run.ckpt"), 1).wait()
+    files.close()
     return place
 
 

@@ -1,4 +1,4 @@
-"""A version, or a part of it, as a torch file: streamed, and verified on the way.
+"""A version of a tree, or a part of it, as a torch file: streamed, and verified on the way.
 
 ``torch.save`` wants the state in memory. A torch file is a zip archive, not compressed: the state
 as a pickle that names its storages (``data.pkl``), and a file of bytes for each of them
@@ -16,13 +16,14 @@ import io
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, Final
 
 import torch
 
-from portus.client.leaving import whole
-from portus.client.leaving.whole import OutlinedStorage, PoolPath
+from portus.client.loading import restore
+from portus.client.loading.contents import Storages
+from portus.client.loading.restore import Outline
 from portus.errors import CorruptionError, UsageError
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
@@ -55,26 +56,25 @@ def write(
     pool: PoolReader,
     entry: VersionEntry,
     target: BinaryIO,
-    part: str | None = None,
     *,
     keep: Callable[[str], bool] | None = None,
-    tables_pool: PoolPath | None = None,
     fits: Callable[[int], None] = lambda size: None,
     advanced: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Write the state of a version to ``target``, which can be sought in; or the value of its key
-    ``part``; or what has key paths to ``keep``.
+    """Write the state of a version to ``target``, which can be sought in; or what of it has key
+    paths to ``keep``.
 
     One unit is in memory at a time, and what of the state is no tensor. ``fits`` gets the size of
     the file, rounded up, before anything is written, ``advanced`` the bytes of each piece after it
-    was; both may raise. Protected tables come from their own pool, see ``whole.outlined``.
+    was; both may raise.
 
     Raises ``CorruptionError`` and ``MediumError``: then something was written; ``StaleError``; and
     ``UsageError`` for what torch cannot write, and before anything is written.
     """
-    with whole.outlined(pool, entry, part, keep, tables_pool=tables_pool) as outline:
-        pickled, order = _pickled(outline.state, outline.storages)
-        lengths = [storage.length for storage in order]
+    with restore.outlined(pool, entry, keep) as outline:
+        storages = Storages(pool, outline.record, outline.logged)
+        pickled, order = _pickled(outline)
+        lengths = [storages.length(index) for index in order]
         fits(sum(lengths) + len(pickled) + _ROOM * (len(order) + 4))
         with zipfile.ZipFile(target, "w") as archive:
 
@@ -88,32 +88,27 @@ def write(
 
             add("data.pkl", [memoryview(pickled)], len(pickled))
             add("byteorder", [memoryview(sys.byteorder.encode())], len(sys.byteorder))
-            for name, (storage, length) in enumerate(zip(order, lengths, strict=True)):
-                add(f"data/{name}", _read(storage), length)
+            for name, (index, length) in enumerate(zip(order, lengths, strict=True)):
+                add(f"data/{name}", _read(storages, index, outline), length)
             add("version", [memoryview(b"3\n")], 2)
 
 
-def _read(storage: OutlinedStorage) -> Iterator[memoryview]:
+def _read(storages: Storages, index: int, outline: Outline) -> Iterator[memoryview]:
     try:
-        yield from storage.storages.read(storage.index, 0, storage.length)
+        yield from storages.read(index, 0, storages.length(index))
     except CorruptionError as error:
-        raise CorruptionError(f"{storage.name}: {error}") from error
+        raise CorruptionError(f"{outline.name(index)}: {error}") from error
 
 
-def _pickled(
-    state: object, storages: Mapping[int, OutlinedStorage]
-) -> tuple[bytes, list[OutlinedStorage]]:
-    """The pickle of a state, and which storages its numbers mean, in order.
-
-    storages: by the address of what stands for them.
-    """
+def _pickled(outline: Outline) -> tuple[bytes, list[int]]:
+    """The pickle of a state, and which storages of the version its numbers mean, in order."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:
-        pickler.dump(state)
+        pickler.dump(outline.state)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         raise UsageError(f"torch cannot write this state to a file: {error}") from error
-    return buffer.getvalue(), [storages[address] for address in pickler.numbers]
+    return buffer.getvalue(), [outline.indices[address] for address in pickler.numbers]
 
 
 class _Pickler(pickle.Pickler):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from portus.client.loading.restore import load, load_where
+from portus.client.loading.restore import load
 from portus.client.loading.view import of_token
 from portus.client.state.elsewhere import Elsewhere, replaced
 from portus.errors import CorruptionError, StaleError, UsageError
@@ -40,18 +40,6 @@ def version_of(pool: PoolReader, place: Elsewhere) -> VersionEntry:
             f"the token {place.token}, found none: it was deleted, or this is not the pool "
             f"{place.pool}"
         ) from error
-
-
-def name_of(place: Elsewhere) -> str:
-    """The key path of the tensor in that version."""
-    return ".".join(map(str, place.path))
-
-
-def loaded(pool: PoolReader, place: Elsewhere) -> torch.Tensor:
-    """The tensor, verified, and no more of that version. Raises as ``load``, and ``StaleError``."""
-    name = name_of(place)
-    state = load_where(pool, version_of(pool, place), lambda path: path == name)
-    return within(state, place)
 
 
 def within(state: object, place: Elsewhere) -> torch.Tensor:

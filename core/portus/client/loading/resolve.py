@@ -91,7 +91,9 @@ def allow(pool: PlaceName) -> None:
 
 def load_text(text: str) -> object:
     """What ``torch.load`` gets for the string in a pointer. Raises as ``use_reference``."""
-    from portus.client.loading.restore import load_part  # it is heavy, and most programs load files
+    from portus.client.loading.restore import (
+        load_file_of,  # it is heavy, and most programs load files
+    )
 
     reference = decode_text(text)
     asked = _asked_of_torch(sys._getframe(1))
@@ -103,13 +105,18 @@ def load_text(text: str) -> object:
             "is read into memory. portus export makes a file that can be mapped",
         )
     weights_only = asked.get("weights_only")
-    settings = {"weights_only": weights_only} if isinstance(weights_only, bool) else {}
-    if str(asked.get("map_location")) == "meta":
-        settings["map_location"] = "meta"  # type: ignore[assignment]
+    asked_only = weights_only if isinstance(weights_only, bool) else None
+    asked_meta = str(asked.get("map_location")) == "meta"
     return _use(
         reference,
         path,
-        lambda reader, entry, found: load_part(reader, entry, found.part, **settings),
+        lambda reader, entry, found: load_file_of(
+            reader,
+            entry,
+            found.part,
+            weights_only=asked_only,
+            map_location="meta" if asked_meta else "cpu",
+        ),
     )
 
 

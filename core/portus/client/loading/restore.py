@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -198,67 +198,52 @@ class Outline:
 def outlined(
     pool: PoolReader,
     entry: VersionEntry,
-    part: str | None = None,
     keep: Callable[[str], bool] | None = None,
-    *,
-    device: Literal["cpu", "meta"] = "cpu",
 ) -> Iterator[Outline]:
-    """A version, or the value of its key ``part``, or what has key paths to ``keep``, without the
-    bytes of its tensors: memory is set aside for them, which nobody touches and so nobody has. All
-    else, arrays too, is loaded and verified. Of objects of codecs there are stand-ins. The version
-    is pinned inside.
+    """A version, or what of it has key paths to ``keep``, without the bytes of its tensors: memory
+    is set aside for them, which nobody touches and so nobody has. All else, arrays too, is loaded
+    and verified. Of objects of codecs there are stand-ins. The version is pinned inside.
 
-    Raises as ``load_part``.
+    Raises as ``load``.
     """
-    wanted = _within(part) if keep is None else keep
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-        wanted = wanted and by_place(opened.tree, wanted)
+        wanted = keep and by_place(opened.tree, keep)
         lengths = opened.record.storages["length"]
         needed = _storages_of(opened, wanted)
         read = np.intersect1d(needed, _of_arrays(opened))
         storages = fetched(opened, read)
         for index in np.setdiff1d(needed, read).tolist():
-            storages[index] = torch.UntypedStorage(int(lengths[index]), device=device)
+            storages[index] = torch.UntypedStorage(int(lengths[index]))
         state = _assembled(opened, storages, wanted, stand_ins=True)
-        state = _part(state, current.info, part)
         places = {each._cdata: index for index, each in enumerate(storages) if each is not None}
         yield Outline(state, places, opened.record, opened.tensors, opened.logged)
 
 
-def load_where(
+def load_file_of(
     pool: PoolReader,
     entry: VersionEntry,
-    keep: Callable[[str], bool],
+    name: str,
     *,
-    stand_ins: bool = False,
-) -> object:
-    """The part of a version at the key paths to ``keep``. stand_ins: in the place of objects of
-    codecs. Raises as ``load``."""
-    return _load(pool, entry, keep, True, stand_ins=stand_ins)
-
-
-def load_part(
-    pool: PoolReader,
-    entry: VersionEntry,
-    part: str | None,
-    *,
-    verify: bool = True,
     weights_only: bool | None = None,
+    map_location: str = "cpu",
 ) -> object:
-    """The value that the state, a dict, has for the key ``part``, and no more is read of it; all
-    of the state for None. Of a version of files: what ``torch.load`` gives for the file ``part``,
-    with that ``weights_only``.
+    """What ``torch.load`` gives for the file ``name`` of a version, with those settings.
 
-    Raises as ``load``, and ``CorruptionError`` if there is no such key or file.
+    Raises as ``load``, and ``CorruptionError`` if there is no such file.
     """
-    with files_opened(pool, entry, part) as files:
-        if files:
-            found = _loaded(files, entry.info, None, verify=verify, weights_only=weights_only)
-            return found if len(files) > 1 else next(iter(found.values()))
-    state = _part(_load(pool, entry, _within(part), verify), entry.info, part)
-    note_loaded(entry.info)
-    return state
+    with files_opened(pool, entry, name) as files:
+        if not files:
+            raise CorruptionError(f"{named(entry.info)}: has no file {name!r}")
+        found = _loaded(
+            files,
+            entry.info,
+            None,
+            verify=True,
+            weights_only=weights_only,
+            map_location=map_location,
+        )
+        return found[name]
 
 
 def verify(
@@ -348,16 +333,13 @@ def _load(
     entry: VersionEntry,
     keep: Callable[[str], bool] | None,
     verify: bool,
-    *,
-    stand_ins: bool = False,
 ) -> object:
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
         keep = keep and by_place(opened.tree, keep)
-        if not stand_ins:
-            check_codecs(opened.tree, keep)
+        check_codecs(opened.tree, keep)
         storages = fetched(opened, _storages_of(opened, keep))
-        return _assembled(opened, storages, keep, stand_ins=stand_ins)
+        return _assembled(opened, storages, keep, stand_ins=False)
 
 
 def _assembled(
@@ -371,21 +353,6 @@ def _assembled(
         return unflatten(opened.tree, opened.tensors, storages, keep, stand_ins=stand_ins)
     except CorruptionError as error:
         raise CorruptionError(f"{named(opened.record.info)}: {error}") from error
-
-
-def _within(part: str | None) -> Callable[[str], bool] | None:
-    """Return a test of whether a key path is in ``part``; None if all are."""
-    if part is None:
-        return None
-    return lambda path: path == part or path.startswith(f"{part}.")
-
-
-def _part(state: object, info: VersionInfo, part: str | None) -> object:
-    if part is None:
-        return state
-    if not isinstance(state, dict) or part not in state:
-        raise CorruptionError(f"{named(info)}: its state has no part {part!r}")
-    return state[part]
 
 
 def _of_arrays(opened: _Opened) -> Column:

@@ -37,7 +37,7 @@ class Training:
         self.root = root
         self.model = torch.nn.Linear(8, 8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.checkpointer = PoolCheckpointer(root / ".portus", "run", **settings)  # type: ignore[arg-type]
+        self.checkpointer = PoolCheckpointer(root / "pools" / "run.portus", "run", **settings)  # type: ignore[arg-type]
         self.step = 0
 
     def go(self, steps: int) -> None:
@@ -63,7 +63,7 @@ def run(tmp_path: Path) -> Iterator[Training]:
 
 
 def folder(root: Path) -> Path:
-    return root / ".portus" / "run.journal"
+    return root / "pools" / "run.journal"
 
 
 def seen(root: Path) -> Account:
@@ -158,7 +158,7 @@ def test_a_journal_that_cannot_be_written_is_said_once_and_ends_no_save(
     said = [each for each in caplog.messages if "journal" in each]
     assert len(said) == 1
     assert os.strerror(code) in said[0]
-    with PoolCheckpointer(tmp_path / ".portus", "run") as again:
+    with PoolCheckpointer(tmp_path / "pools" / "run.portus", "run") as again:
         assert again.steps() == [6, 9]
 
 
@@ -254,7 +254,7 @@ def test_a_signal_while_the_session_begins_may_save_and_wait(run: Training) -> N
     run.checkpointer.prepare(1000)
 
     def handle(*_: object) -> None:
-        handle = run.checkpointer.save(run.state(), 7, reference=run.root / "last.ckpt")
+        handle = run.checkpointer.save(run.state(), 7)
         run.checkpointer.wait()
         assert handle.done
 

@@ -19,11 +19,9 @@ from portus.client.loading.overlap import overlapping
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.format.layout import RecordKind
 from portus.index.directory import open_reader
 from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry, decode_layout
-from tests.unit.client.loading.test_fallback import flip
+from portus.index.records import VersionEntry
 
 
 def state(step: int) -> dict[str, Any]:
@@ -32,9 +30,13 @@ def state(step: int) -> dict[str, Any]:
     return {
         "model": {"w": torch.full((40, 30), float(step)), "b": torch.arange(30.0) + step},
         "head": {"w": tied, "tied": tied},
-        "array": np.arange(5000) + step,
+        "moments": torch.arange(5000) + step,
         "step": step,
     }
+
+
+NAMES = ("model.w", "model.b", "head.w", "moments")
+"""The tensors of a state, in the order of their storages."""
 
 
 def same(left: Any, right: Any) -> bool:
@@ -65,9 +67,12 @@ class Saved:
     def damage(self, step: int, name: str) -> None:
         """Flip a bit of a tensor or array."""
         record = self.pool.record(self.entry(step))
-        specs = decode_layout(self.pool.payload(record.layout, RecordKind.LAYOUT))
-        [storage] = {spec.storage for spec in specs if spec.name == name}
-        flip(self.path, record.storage_extents(storage)[0].offset + 5)
+        at = record.storage_extents(NAMES.index(name))[0].offset + 5
+        with open(self.path, "r+b") as file:
+            file.seek(at)
+            [byte] = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
 
     def restored(
         self, into: object, step: int = 3, *, strict: bool = True,
@@ -112,31 +117,41 @@ def test_a_load_is_in_memory_whatever_the_default_device_is(saved: Saved, device
 
 def test_damage_is_told_with_model_step_tensors_and_where(saved: Saved) -> None:
     saved.damage(2, "head.w")
-    with pytest.raises(CorruptionError, match=r"step 2.*head\.tied = head\.w|step 2.*head\.w"):
+    with pytest.raises(CorruptionError, match=r"step 2.*\['head'\]\['w'\]"):
         restore.load(saved.pool, saved.entry(2))
 
 
 def test_only_who_gives_up_checksums_is_handed_damaged_bytes(saved: Saved) -> None:
     saved.damage(2, "model.w")
-    for load in (restore.load_part, restore.load):
-        with pytest.raises(CorruptionError, match=r"model\.w is damaged"):
-            load(saved.pool, saved.entry(2), None)
+    with pytest.raises(CorruptionError, match=r"\['model'\]\['w'\]"):
+        restore.load(saved.pool, saved.entry(2))
     found = restore.load(saved.pool, saved.entry(2), verify=False)
     assert not same(found, state(2))
 
 
 def test_of_a_part_no_more_is_read(saved: Saved) -> None:
     saved.damage(3, "model.w")
-    assert same(restore.load_part(saved.pool, saved.entry(3), "head"), state(3)["head"])
-    assert same(
-        restore.load(saved.pool, saved.entry(3), ["head", "step"]),
-        {"head": state(3)["head"], "step": 3},
-    )
+    found = restore.load(saved.pool, saved.entry(3), ["head", "step"])
+    assert same(found, {"head": state(3)["head"], "step": 3})
 
 
-def test_a_part_that_is_not_there_is_a_damaged_reference(saved: Saved) -> None:
-    with pytest.raises(CorruptionError, match="no part 'optimizer'"):
+def test_a_file_that_is_not_there_is_a_damaged_pointer(saved: Saved) -> None:
+    with pytest.raises(CorruptionError, match="expected a file 'optimizer'"):
         restore.load_part(saved.pool, saved.entry(3), "optimizer")
+    name = "step-00000003.pt"
+    assert same(restore.load_part(saved.pool, saved.entry(3), name), state(3))
+
+
+def test_verify_counts_each_byte_once_and_sees_each_storage(saved: Saved) -> None:
+    told: list[int] = []
+    size = restore.verify(saved.pool, saved.entry(3), told.append)
+    assert size == sum(told) == saved.entry(3).info.size
+    for name in NAMES:
+        saved.damage(3, name)
+        with pytest.raises(CorruptionError):
+            restore.verify(saved.pool, saved.entry(3))
+        saved.damage(3, name)  # and back
+    assert restore.verify(saved.pool, saved.entry(3)) == size
 
 
 def test_a_pattern_that_matches_nothing_is_told_with_what_is_near(saved: Saved) -> None:
@@ -148,29 +163,6 @@ def test_a_pattern_that_matches_nothing_is_told_with_what_is_near(saved: Saved) 
 def test_what_is_no_pattern_is_refused(saved: Saved, names: Any) -> None:
     with pytest.raises(UsageError, match="names: expected a pattern"):
         saved.restored(state(7), names=names)
-
-
-def test_on_meta_no_byte_of_a_tensor_is_read(saved: Saved) -> None:
-    saved.damage(3, "model.w")
-    found: Any = restore.load_on_meta(saved.pool, saved.entry(3))
-    assert found["model"]["w"].shape == (40, 30)
-    assert found["model"]["w"].is_meta
-    assert np.array_equal(found["array"], state(3)["array"])
-    saved.damage(3, "array")
-    with pytest.raises(CorruptionError):
-        restore.load_on_meta(saved.pool, saved.entry(3))
-
-
-def test_verify_counts_each_byte_once_and_sees_each_storage(saved: Saved) -> None:
-    told: list[int] = []
-    size = restore.verify(saved.pool, saved.entry(3), told.append)
-    assert size == sum(told) == saved.entry(3).info.size
-    for name in ("array", "head.w", "model.b", "model.w"):
-        saved.damage(3, name)
-        with pytest.raises(CorruptionError):
-            restore.verify(saved.pool, saved.entry(3))
-        saved.damage(3, name)  # and back
-    assert restore.verify(saved.pool, saved.entry(3)) == size
 
 
 # Which version.
@@ -186,18 +178,6 @@ def test_the_newest_that_verifies_is_taken_and_it_is_said(
     saved.damage(1, "model.w")
     with pytest.raises(CorruptionError, match="step 3"):
         restore.newest_first(saved.all(), of_step)
-
-
-def test_another_copy_of_a_damaged_version_comes_before_an_older_one(saved: Saved) -> None:
-    saved.damage(3, "model.w")
-    told = []
-
-    def elsewhere(entry: VersionEntry, error: CorruptionError) -> object:
-        told.append((entry.info.step, "model.w" in str(error)))
-        return "a copy"
-
-    assert restore.newest_first(saved.all(), of_step, elsewhere) == "a copy"
-    assert told == [(3, True)]
 
 
 @pytest.mark.parametrize("first", ["damaged", "gone"])
@@ -219,7 +199,7 @@ def test_all_gone_is_asked_again_but_damage_is_told_first(saved: Saved, first: s
 # In place.
 
 
-@pytest.mark.parametrize("name", ["array", "head.w", "model.b", "model.w"])
+@pytest.mark.parametrize("name", ["moments", "head.w", "model.b", "model.w"])
 def test_a_state_is_untouched_whichever_storage_is_damaged(saved: Saved, name: str) -> None:
     saved.damage(3, name)
     into = state(7)
@@ -342,19 +322,6 @@ def test_lazy_bits_of_a_target_are_written_through(tmp_path: Path) -> None:
             restore.restore_into(reader, entry, into, strict=True, names=None, rename=None)
             assert torch.equal(into["plain"].resolve_conj(), numbers)
             assert torch.equal(into["lazy"].resolve_conj(), numbers.conj().resolve_conj())
-
-
-def test_shards_are_checked_and_small_ones_handed_out_at_once(saved: Saved) -> None:
-    def of_model(name: str) -> bool:
-        return name.startswith("model.")
-
-    size = 4 * (40 * 30 + 30)
-    assert restore.check_where(saved.pool, saved.entry(3), of_model, size - 1) is None
-    found: Any = restore.check_where(saved.pool, saved.entry(3), of_model, 1 << 20)
-    assert same(found["model"], state(3)["model"])
-    saved.damage(3, "model.b")
-    with pytest.raises(CorruptionError, match=r"model\.b"):
-        restore.check_where(saved.pool, saved.entry(3), of_model)
 
 
 @pytest.mark.parametrize("least", [0, 1])
