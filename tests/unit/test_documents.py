@@ -109,7 +109,7 @@ def test_the_page_of_compatibility_has_the_versions_of_the_code() -> None:
     assert f"version {portus.__version__}" in text
     for what, number in (
         ("pool", layout.FORMAT_VERSION),
-        ("reference file", reference.FORMAT),
+        ("pointer", reference.FORMAT),
         ("journal of a run", lines.FORMAT),
     ):
         assert re.search(rf"^\| {what} \| {number}\b", text, flags=re.MULTILINE), what

@@ -399,21 +399,18 @@ def loaded_by_portus_dcp() -> Iterator[State]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from portus.dcp import GroupReader, GroupWriter
-    from tests.hosts import serving, url
+    from portus.dcp import PortusStorageReader
 
     class Planner(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: ReadItem) -> Tensor:
             return self.lookup_tensor(read_item.dest_index)
 
     model = perceptron()
-    with tempfile.TemporaryDirectory() as folder, serving(folder) as server:
-        writer = GroupWriter(url(server), links=folder)
-        dcp.save({"model": perceptron().state_dict()}, storage_writer=writer, no_dist=True)
-        writer.close()
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"model": perceptron().state_dict()}, checkpoint_id=folder, no_dist=True)
         for state in trained(model, torch.optim.AdamW(model.parameters())):
             yield state
-            reader, planner = GroupReader(url(server)), Planner()
+            reader, planner = PortusStorageReader(folder), Planner()
             into = {"model": model.state_dict()}
             dcp.load(into, storage_reader=reader, planner=planner, no_dist=True)
 

@@ -364,8 +364,76 @@ def shards_refused(rank: int, count: int, root: Path) -> None:
     assert len(list((root / "step_2").iterdir())) == count + 1
 
 
+def hosts_save(rank: int, count: int, root: Path, parallel: str, last: str = "2") -> None:
+    """Save steps 1 to ``last`` to the hosts of $PORTUS_POOL; training goes on at once."""
+    job = _parallel(parallel, count)
+    writer = PortusStorageWriter(model="net", keep=3)
+    for step in range(1, int(last) + 1):
+        job.step(step)
+        note(job, root, step)
+        writer.save(job.state(step), root / f"step_{step}")
+        job.step(100 + step)
+    writer.close()
+
+
+def hosts_load(rank: int, count: int, root: Path, parallel: str, step: str) -> None:
+    job, place = _parallel(parallel, count, seed=2), root / f"step_{step}"
+    state = job.state(0)
+    portus.dcp.load(state, place)
+    assert job.take(state) == int(step)
+    is_noted(job, root, int(step))
+
+
+def _parallel(kind: str, count: int, seed: int = 1) -> Job:
+    return Job(seed, count, tensor_parallel=kind == "tp", replicas=2 if kind == "hsdp" else 1)
+
+
+def hosts_train(rank: int, count: int, root: Path, first: str, last: str, lost: str = "") -> None:
+    """Save steps, each when the one before is over. lost: those that fail on some rank."""
+    job, writer = Job(1, count), PortusStorageWriter(model="net", keep=3)
+    failed = {int(step) for step in lost.split(",") if step}
+    for step in range(int(first), int(last) + 1):
+        job.step(step)
+        note(job, root, step)
+        if step == min(failed, default=0) and rank == 0:
+            os.kill(int(os.environ["HOST"]), signal.SIGKILL)
+        dist.barrier()
+        with contextlib.suppress(PortusError):
+            writer.save(job.state(step), root / f"step_{step}").wait()
+        dist.barrier()
+        complete = (root / f"step_{step}" / ".metadata").exists()
+        assert complete == (step not in failed), (step, complete)
+        dist.barrier()
+    with contextlib.suppress(PortusError):
+        writer.close()
+
+
+def hosts_full(rank: int, count: int, root: Path) -> None:
+    """What has no room on a host is heard of on all ranks, and the next one is complete."""
+    writer = PortusStorageWriter(model="net")
+    small = {"same": torch.ones(1000), f"own{rank}": torch.full((1000,), float(rank))}
+    writer.save(small, root / "step_1").wait()
+    large = {**small, f"own{rank}": torch.ones((8 << 20) if rank == 1 else 1000)}
+    with pytest.raises(PortusError):
+        writer.save(large, root / "step_2", blocking=True).wait()
+    dist.barrier()
+    assert not (root / "step_2" / ".metadata").exists()
+    with contextlib.suppress(PortusError):
+        writer.save(small, root / "step_3").wait()
+    with contextlib.suppress(PortusError):
+        writer.save(small, root / "step_4").wait()
+    dist.barrier()
+    assert (root / "step_4" / ".metadata").exists()
+    with contextlib.suppress(PortusError):
+        writer.close()
+
+
 sharded.TASKS.update(
     {
+        "hosts_save": hosts_save,
+        "hosts_load": hosts_load,
+        "hosts_train": hosts_train,
+        "hosts_full": hosts_full,
         "dirs_save": dirs_save,
         "dirs_load": dirs_load,
         "dirs_keep_one": dirs_keep_one,

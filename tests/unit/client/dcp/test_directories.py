@@ -10,7 +10,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,8 @@ from portus.errors import (
     PortusError,
     UsageError,
 )
-from portus.testing.nursery import nursery
 from portus.writer.image_file import ImageFile
+from tests.unit.client.dcp.running import run
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -61,19 +60,6 @@ def own_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
     for each in whole_calls._writers:
         each.close()
-
-
-def run(root: Path, *tasks: str) -> str:
-    """Jobs one after another, in processes of their own; what they printed."""
-    with (
-        tempfile.NamedTemporaryFile() as errors,
-        nursery("tests.unit.client.dcp.jobs").start(
-            "run", str(root), tasks, {}, errors.name
-        ) as child,
-    ):
-        printed = child.rest()
-        assert child.wait() == 0, errors.read().decode(errors="replace")
-    return "\n".join(printed)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
