@@ -163,7 +163,7 @@ def _local_parts(checkpointer: portus.PoolCheckpointer, state: dict[str, torch.T
         hash_sources(sources, Stop())
         hash_s = time.perf_counter() - start
         change(state)
-        pool, _ = checkpointer._pool.open_or_create()
+        pool = checkpointer._pool.open()
         assert isinstance(pool, PoolWriter)
         flushed_s = pool.persist_s
         handle = checkpointer.save(state, step := step + 1)

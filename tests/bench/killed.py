@@ -113,7 +113,7 @@ def by_epoch(say: Say, place: str) -> None:
 def by_cadence(say: Say, place: str) -> None:
     """When the cadence says."""
     training, cadence = Training(), portus.Cadence(max_overhead=0.035)
-    with portus.PoolCheckpointer(Path(place, "pool"), keep=2) as checkpointer:
+    with portus.PoolCheckpointer(Path(place, "pool.portus"), keep=2) as checkpointer:
         first = 0
         if checkpointer.steps():
             state = checkpointer.load()

@@ -56,7 +56,6 @@ Told = dict[str, float]
 
 def mirror_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
     """None where there is no such server; it says why."""
-    yield frozen_row(memory)
     try:
         needs.check()
     except ServerError as error:
@@ -222,29 +221,6 @@ def directory_row(memory: Path, disk: Path, rounds: int) -> Row:
     )
 
 
-def frozen_row(memory: Path) -> Row:
-    """Bytes that a second version adds to a mirror, of a state of which 95 % are frozen, in %."""
-    frozen = tensors(95, int(FROZEN * 100) * MIB)
-    changing = {"head": torch.randn(5 * MIB // 4)}
-    sizes = []
-    with tempfile.TemporaryDirectory(prefix="frozen-", dir=memory) as folder:
-        mirror = Path(folder) / "mirror"
-        for step in range(2):
-            changing["head"] += 1
-            with portus.PoolCheckpointer(
-                f"{folder}/pool", keep=None, mirror=mirror.as_uri()
-            ) as saver:
-                saver.save(frozen | changing, step).wait()
-            sizes.append(sum(each.stat().st_size for each in mirror.rglob("*") if each.is_file()))
-    share = 100 * (sizes[1] - sizes[0]) / sizes[0]
-    return Row(
-        name="bytes that a version adds to a mirror, 95 % frozen",
-        bar=6,
-        unit="%",
-        figures={"portus": [share]},
-    )
-
-
 # The clients.
 
 
@@ -300,8 +276,8 @@ def _mirrored(folder: str, url: str) -> Told:
     """From the commit on, less what the end of a run without a mirror takes. What claims the mirror
     is in it."""
     state = tensors(64, SIZE)
-    unmirrored = portus.PoolCheckpointer(f"{folder}/other", keep=1, mirror="none", on_error="raise")
-    saver = portus.PoolCheckpointer(f"{folder}/pool", keep=1, mirror=url, on_error="raise")
+    unmirrored = portus.Checkpointer(f"{folder}/other", keep=1, mirror="none", on_error="raise")
+    saver = portus.Checkpointer(f"{folder}/run", keep=1, mirror=url, on_error="raise")
     unmirrored.save(state, 1).wait()
     end = _told(unmirrored.close)
     _touch()
@@ -311,13 +287,13 @@ def _mirrored(folder: str, url: str) -> Told:
 
 
 def _fresh(folder: str, url: str) -> Told:
-    """Until the state is in memory, and in the pool."""
-    portus.PoolCheckpointer(f"{folder}/other", mirror="none").close()  # what it imports late
+    """Until the state is in memory, and in the directory."""
+    portus.Checkpointer(f"{folder}/other", mirror="none").close()  # what it imports late
     _touch()
-    savers: list[portus.PoolCheckpointer] = []
+    savers: list[portus.Checkpointer] = []
 
     def load() -> None:
-        savers.append(portus.PoolCheckpointer(f"{folder}/pool", keep=1, mirror=url))
+        savers.append(portus.Checkpointer(f"{folder}/run", keep=1, mirror=url))
         savers[0].load()
 
     told = _told(load)
@@ -336,9 +312,8 @@ def _training(folder: str, mirror: str | None, *, every: int = EVERY) -> Told:
             highest = max(highest, anonymous())
 
     watcher = threading.Thread(target=watch)
-    with portus.PoolCheckpointer(
-        f"{folder}/pool", keep=2, mirror=mirror, on_error="raise"
-    ) as saver:
+    mirror = mirror or "none"
+    with portus.Checkpointer(f"{folder}/run", keep=2, mirror=mirror, on_error="raise") as saver:
         saver.save(trained.state(), 0).wait()
         watcher.start()
         handles = []

@@ -90,7 +90,7 @@ class Training:
         self.cadence = portus.Cadence(
             max_overhead=BOUND, now=lambda: time.perf_counter() - self._away_s
         )
-        self.checkpointer = portus.PoolCheckpointer(place / f"{shape}.pool", keep=2, **settings)  # type: ignore[arg-type]
+        self.checkpointer = portus.PoolCheckpointer(place / f"{shape}.portus", keep=2, **settings)  # type: ignore[arg-type]
         self._file = place / f"{shape}.pt"
         self._count = 0
 

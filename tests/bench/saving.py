@@ -29,7 +29,8 @@ SHORT = 256 * MIB
 def pool_at(place: Path, *, guard: Guard = "auto") -> Iterator[portus.PoolCheckpointer]:
     """A fresh pool, removed afterwards."""
     shutil.rmtree(place, ignore_errors=True)
-    checkpointer = portus.PoolCheckpointer(place, keep=1, on_error="raise", guard=guard)
+    path = place / "bench.portus"
+    checkpointer = portus.PoolCheckpointer(path, keep=1, on_error="raise", guard=guard)
     try:
         yield checkpointer
     finally:

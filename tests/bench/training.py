@@ -129,7 +129,6 @@ def first_row(memory: Path, rounds: int) -> Row:
     for _ in range(rounds):
         trained = Trained(40, 1024)
         with pool_at(memory / "pool") as checkpointer:
-            checkpointer.prepare(trained.size)
             for _ in range(10):
                 trained.step()
             checkpointer.wait()

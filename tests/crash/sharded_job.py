@@ -124,7 +124,10 @@ def say(line: str) -> None:
 def start(rank: int, task: str, count: int, root: Path, place: str, more: list[str]) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=count)
-    {"train_for_ever": train_for_ever, "look": look}[task](rank, count, root, *more)
+    if task == "look":
+        look(rank, count, root)
+    else:
+        train_for_ever(rank, count, root, *more)
     dist.destroy_process_group()
 
 

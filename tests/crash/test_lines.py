@@ -26,7 +26,6 @@ from portus.testing.crash import CrashFiles, Recording, record
 from portus.testing.explore import Explorer, ImageError
 from portus.testing.lines import CrashSpace
 from tests.crash.trainer import (
-    LINKS,
     POOL,
     SMALL,
     Fact,
@@ -46,7 +45,7 @@ SIZE: Final = SMALL + 10 * PAGE
 
 
 def device() -> CrashFiles:
-    files = CrashFiles(["/pools", LINKS])
+    files = CrashFiles(["/pools"])
     lines.make_device(files, POOL, SIZE)
     return files
 

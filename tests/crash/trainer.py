@@ -28,7 +28,7 @@ from portus.image.packed import FileTable, PackedFile, encode_table
 from portus.index.catalogue import read_catalogue
 from portus.index.check import Severity, check
 from portus.index.commit_records import Change
-from portus.index.directory import create_pool, links_directory, open_writer
+from portus.index.directory import create_pool, open_writer
 from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.records import NOWHERE, VersionEntry, decode_copies, encode_layout, read
@@ -43,7 +43,6 @@ from portus.testing.crash import CrashFiles, Faults
 from portus.transport.base import Stop
 
 POOL = "/pools/run.portus"
-LINKS = links_directory(POOL)
 SMALL = 28 * PAGE
 """Bytes of a pool that has to use its space again after a few saves."""
 
@@ -62,7 +61,7 @@ NO_POOL = Fact((None,))
 
 def disk(faults: Faults | None = None) -> CrashFiles:
     """An empty disk with the directories of a run."""
-    return CrashFiles(["/pools", LINKS], faults=faults or Faults())
+    return CrashFiles(["/pools"], faults=faults or Faults())
 
 
 # --- what is saved --------------------------------------------------------------------------
@@ -354,7 +353,7 @@ class Trainer:
             after = changed(after, model, [step], surplus)
             state, made = snapshot(model, step), images(model, step)
             asked = AskedDraft(self.writer, packed_lengths(made))
-            draft = ImageDraft(asked, model, table(model, step), made, None, lambda: False)
+            draft = ImageDraft(asked, model, table(model, step), made, lambda: None, lambda: False)
             draft.copy(np.arange(len(LENGTHS)), state.address, Stop())
             labels = Labels(model=model, step=step, token=state.token, layout=b"", tree=b"")
             draft.commit(labels, None, self.ids(model, surplus))
@@ -372,7 +371,7 @@ class Trainer:
         """One save through the pipeline, as the client has it done. Raises what made it fail."""
         state, made, known = snapshot(model, step), images(model, step), self.before.get(model)
         pool = PoolDraft(self.writer, packed_lengths(made))
-        draft = ImageDraft(pool, model, table(model, step), made, known, lambda: False)
+        draft = ImageDraft(pool, model, table(model, step), made, lambda: known, lambda: False)
         policy = Policy(
             retire=lambda: retire, committed=lambda version, steady: self.committed(model, draft)
         )

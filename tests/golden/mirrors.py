@@ -18,7 +18,7 @@ import torch
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.directory import open_reader
 from portus.mirror.mirror import Mirror
-from portus.mirror.objects import FORMAT_VERSION, STRIDE, Referred, Removed, Unreferred
+from portus.mirror.objects import FORMAT_VERSION, STRIDE, Removed
 from portus.testing.model_store import ModelStore
 from portus.transport.base import Stop
 from tests.golden.describe import Describer
@@ -36,24 +36,20 @@ def state_of(step: int) -> dict[str, object]:
     return {"table": table, "view": table[10:20], "fresh": fresh, "none": fresh[:0], "step": step}
 
 
-def mirrored(pool: Path, key: bytes | None) -> ModelStore:
+def mirrored(path: Path, key: bytes | None) -> ModelStore:
     """Two versions; the first one is removed. With more entries than a state is apart, or few."""
     bucket = ModelStore()
     mirror = Mirror(bucket, MODEL, key=key)
-    with contextlib.closing(open_reader(str(pool))) as reader:
-        mirror.claim("golden", reader.superblock.uuid, 0)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        pool = reader.superblock.uuid
+        mirror.claim("golden", pool, 0)
         added = [
-            mirror.copy(
-                reader,
-                entry.info.id,
-                Stop(),
-                [Referred(f"{entry.info.step}.ckpt", entry.info.token, "model")],
-            ).added
+            mirror.copy(reader, entry.info.id, Stop()).added
             for entry in reader.catalogue().entries()
         ]
-    mirror.note([Removed(added[0].token), Unreferred("1.ckpt")])
+    mirror.note([Removed(added[0].token)])
     while mirror.state.number < (STRIDE + 2 if key is None else 5):
-        mirror.note([Referred("last.ckpt", added[-1].token)])
+        mirror.claim("golden", pool, 0)
     return bucket
 
 

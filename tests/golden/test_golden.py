@@ -1,4 +1,4 @@
-"""Pools and reference files of every released format open and load bit-identically, for ever."""
+"""Pools and pointers of every released format open and load bit-identically, for ever."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from portus.cli.output import FOUND, MEND
+from portus.client.loading.open_file import table_of
 from portus.client.loading.view import PoolView
-from portus.client.state import leaves, tree
-from portus.client.state.tree import decode
 from portus.embedding.store import MARKS, MODEL
 from portus.errors import CorruptionError
 from portus.format.layout import (
@@ -24,7 +23,6 @@ from portus.format.layout import (
     IN_PLACE,
     LOGS,
     METRICS,
-    OBJECTS,
     RecordKind,
 )
 from portus.format.reference import FORMAT as REFERENCE_VERSION
@@ -39,7 +37,6 @@ from portus.index.rescue import find_versions
 from portus.media.local import LocalFiles
 from tests.golden import kinds, make  # noqa: F401 - its classes are in the pools
 from tests.golden.describe import Describer
-from tests.golden.make import REFERENCES
 from tests.unit.cli.scene import portus
 
 HERE = Path(__file__).resolve().parent
@@ -99,7 +96,7 @@ def test_every_version_of_a_golden_pool_loads_bit_identically(golden: Golden) ->
     path, content = golden
     with PoolView(path) as view:
         for file, entry in view.entries():
-            state = file.load_version(entry.info.token)
+            state = make.loaded(file, entry)
             [known] = [v for v in content["versions"] if v["token"] == entry.info.token.hex()]
             assert json.loads(json.dumps(Describer().describe(state))) == known["state"]
 
@@ -153,7 +150,7 @@ def test_a_golden_pool_has_one_of_everything(tmp_path: Path) -> None:
     try:
         entries = list(reader.catalogue().entries())
         records = [reader.record(entry) for entry in entries]
-        trees = [decode(bytes(reader.payload(record.tree, RecordKind.TREE))) for record in records]
+        tables = [table_of(reader, record) for record in records]
     finally:
         reader.close()
     assert any(_units(record) > 1 for record in records), "a storage of several units"
@@ -161,18 +158,7 @@ def test_a_golden_pool_has_one_of_everything(tmp_path: Path) -> None:
     assert any((r.storages["born"] < r.info.commit).any() for r in records), "a shared storage"
     assert any((record.storages["length"] == 0).any() for record in records), "an empty storage"
     assert len({entry.info.model for entry in entries}) > 1
-    used = {tag for root in trees for tag in _tags(root)}
-    later = {"$object"}  # see format-1-objects
-    assert {*leaves.KINDS, *tree.WRAPPERS, "$tensor", "$dict"} - used == later
-
-
-def test_a_golden_pool_has_objects_and_streams(tmp_path: Path) -> None:
-    path = unpacked(HERE / f"format-{FORMAT_VERSION}-objects.portus.gz", tmp_path)
-    with contextlib.closing(open_reader(str(path))) as reader:
-        assert reader.superblock.compat & OBJECTS
-        records = [reader.record(entry) for entry in reader.catalogue().entries()]
-        trees = [decode(bytes(reader.payload(record.tree, RecordKind.TREE))) for record in records]
-    assert {"$object", "$bytes_io"} <= {tag for root in trees for tag in _tags(root)}
+    assert all(table is not None and len(table.files) == 1 for table in tables), "files"
 
 
 def test_a_golden_pool_has_metrics(tmp_path: Path) -> None:
@@ -280,20 +266,11 @@ def _units(record: VersionRecord) -> int:
     )
 
 
-def _tags(node: object) -> set[str]:
-    if isinstance(node, list):
-        return set().union(*map(_tags, node))
-    if not isinstance(node, dict):
-        return set()
-    own = {tag for tag in node if len(node) == 1 and tag.startswith("$")}
-    return own.union(*map(_tags, node.values()))
-
-
 @pytest.mark.parametrize("path", sorted(HERE.glob("reference-*.ckpt")), ids=lambda path: path.name)
-def test_a_golden_reference_file_says_what_it_said(path: Path) -> None:
+def test_a_golden_pointer_says_what_it_said(path: Path) -> None:
     fields = expected(f"format-{FORMAT_VERSION}")["reference"]
     reference = decode_reference(path.read_bytes())
-    assert reference == Reference(**fields, **REFERENCES[path.stem])
+    assert reference == Reference(**fields)
     assert encode(reference) == path.read_bytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 import portus
 from portus.client.run import Run
 from portus.errors import UsageError
-from portus.index.directory import pools_at
 from portus.index.place import Place, quoted
 from portus.media.names import NAME_MAX, fitting, hidden
 from tests.unit.cli.scene import portus as command
@@ -32,6 +32,17 @@ NAMES = {
     "patterns": "?#*[x]",
     "like a second run": "x~2+2",
 }
+
+
+def saved(run: Run, path: str, pool: Place | None) -> None:
+    """A checkpoint of the run at a path, or a pointer there into the pool."""
+    portus.register_reference_loader()
+    settings = portus.Settings(on_error="raise")
+    with contextlib.closing(portus.TrainingFiles(settings, pool=pool)) as files:
+        files.begin(run.name, run.links, os.path.dirname(path))
+        files.save({"w": torch.ones(3)}, path, 1).wait()
+
+
 each_name = pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 
 
@@ -43,15 +54,17 @@ def test_a_run_saves_and_loads_in_a_directory_of_any_name(
     directory = os.path.join(tmp_path, name)
     os.mkdir(directory)
     path = os.path.join(directory, "a.ckpt")
-    pool = Place.named(tmp_path / "pool") if is_shared else None
+    pool = Place.named(tmp_path / "pool.portus") if is_shared else None
     run = Run.beside(directory, roots=[str(tmp_path)], otherwise=str(tmp_path), pool=pool)
-    run.use(lambda to: to.save({"w": torch.ones(3)}, 1, reference=path)).wait()
-    run.close()
-    assert torch.equal(torch.load(path)["w"], torch.ones(3))
+    saved(run, path, pool)
+    assert portus.is_reference(path) == is_shared
+    for loaded in (portus.load(path), torch.load(path)):
+        assert torch.equal(loaded["w"], torch.ones(3))
     again = Run.beside(directory, roots=[str(tmp_path)], otherwise=str(tmp_path), pool=pool)
     assert again.name == run.name
-    assert again.use(lambda of: [each.step for each in of.versions()]) == [1]
-    again.close()
+    if pool is not None:
+        with portus.open(pool) as view:
+            assert [(each.model, each.step) for each in view.versions()] == [(run.name, 1)]
 
 
 def test_a_run_says_of_directories_that_are_no_utf8_which_is_which(tmp_path: Path) -> None:
@@ -70,16 +83,15 @@ def test_commands_print_any_name_and_their_json_is_json(tmp_path: Path, name: st
     directory = os.path.join(tmp_path, name)
     os.mkdir(directory)
     path = os.path.join(directory, "a.ckpt")
-    run = Run.beside(directory, roots=[str(tmp_path)], otherwise=str(tmp_path))
-    run.use(lambda to: to.save({"w": torch.ones(3)}, 1, reference=path)).wait()
-    run.close()
-    pool = ["--pool", str(run.place)]
+    place = Place.named(tmp_path / "pool.portus")
+    run = Run.beside(directory, roots=[str(tmp_path)], otherwise=str(tmp_path), pool=place)
+    saved(run, path, place)
+    pool = ["--pool", str(place)]
     version = f"{run.name}@1"
     for words in (
         ["ls"],
         ["show", "--", version],
         ["show", "--", path],
-        ["report", "--", run.name],
     ):
         words[1:1] = pool
         for said in (command(*words), command(words[0], "--json", *words[1:])):
@@ -92,18 +104,19 @@ def test_commands_print_any_name_and_their_json_is_json(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("model", ["检" * 66, "%" * 200])
-def test_a_pool_directory_has_files_for_the_longest_names(tmp_path: Path, model: str) -> None:
-    other = model[:-1]
-    for each in (model, other, f"{other[:40]}/rank-1-of-4"):
-        with portus.PoolCheckpointer(tmp_path / "pool", each) as to:
+def test_a_pool_has_models_of_the_longest_names(tmp_path: Path, model: str) -> None:
+    pool, names = tmp_path / "run.portus", [model, model[:-1], f"{model[:40]}/rank-1-of-4"]
+    for each in names:
+        with portus.PoolCheckpointer(pool, each) as to:
             to.save({"w": torch.ones(3)}, 1).wait()
             assert [info.model for info in to.versions()] == [each]
-    assert len(pools_at(Place.named(tmp_path / "pool"))) == 3
+    with portus.open(pool) as view:
+        assert sorted(view.models()) == sorted(names)
 
 
 def test_a_model_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="1 to 200 bytes"):
-        portus.PoolCheckpointer(tmp_path / "pool", os.fsdecode(b"\xff"))
+        portus.PoolCheckpointer(tmp_path / "run.portus", os.fsdecode(b"\xff"))
 
 
 @each_name

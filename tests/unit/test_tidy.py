@@ -68,16 +68,12 @@ PLAIN_THREADS = {
 PICKLE = {
     "core/portus/client/state/pickling.py": "makes the pickle of torch.save; loads none",
     "core/portus/image/key_paths.py": "every class is a stand-in, so nothing of a pickle runs",
-    "core/portus/client/leaving/nested.py": "writes a torch file where no pool can be saved to",
     "core/portus/client/loading/torch_file.py": "has torch load a file, by its own rules",
     "core/portus/client/leaving/from_file.py": "loads with weights_only, and saves plain tensors",
     "core/portus/client/loading/outline.py": "shows a file, with weights_only and without bytes",
     "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
-    "core/portus/client/leaving/materialize_shards.py": "writes torch's files, verified",
-    "core/portus/client/shards/group_reader.py": "hands torch's planner objects, in memory alone",
     "core/portus/client/shards/rank_contents.py": "saves other values as torch's planner does",
     "core/portus/client/shards/directories.py": "torch's own metadata, as torch loads them",
-    "portus_accelerate/saver.py": "writes what Portus cannot store, as Accelerate would",
 }
 
 

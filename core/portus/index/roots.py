@@ -70,9 +70,6 @@ class Root:
         return self.sequence % 2
 
 
-_TRIED_MAX: Final = 1 << 16
-"""No commit makes as many versions."""
-
 FIRST_ROOT: Final = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
 
 

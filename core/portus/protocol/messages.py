@@ -270,6 +270,20 @@ class Pulled(Message, frozen=True):
     bounced: Number
 
 
+@MESSAGES.host(
+    84,
+    "FULL",
+    {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
+    body_size_max=5 * TEXT_SIZE_MAX,
+    since=6,
+)
+class Full(Message, frozen=True):
+    """There is no room for the offer. The save goes on: it may be offered again."""
+
+    errno: Number
+    text: Text
+
+
 @MESSAGES.client(
     8,
     "SHARE",

@@ -29,6 +29,7 @@ from portus.protocol.messages import (
     VERSIONS,
     Challenge,
     Fault,
+    Full,
     Hello,
     ProofGiven,
     ProtocolError,
@@ -154,6 +155,8 @@ def raised(answer: Said) -> PortusError:
     Whoever listens there may refuse a greeting, and has proved nothing: what it says is made
     ``printable``.
     """
+    if isinstance(answer, Full):
+        answer = Refused(Fault.MEDIUM, answer.errno, answer.text)
     if not isinstance(answer, Refused):
         return ProtocolError(f"{answer.kind.name} was not expected")
     text = f"the storage host says: {printable(answer.text)}"

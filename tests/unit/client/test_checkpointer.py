@@ -879,20 +879,7 @@ def test_a_pool_directory_is_checked_file_by_file(tmp_path: Path) -> None:
     assert findings
 
 
-OUT_OF_THE_CALL = pytest.mark.xfail(
-    strict=True, reason="FileSaver._begun: the call of save raises what a host says of itself"
-)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(CorruptionError, marks=OUT_OF_THE_CALL),
-        MediumError,
-        pytest.param(StaleError, marks=OUT_OF_THE_CALL),
-        TransportError,
-    ],
-)
+@pytest.mark.parametrize("kind", [CorruptionError, MediumError, StaleError, TransportError])
 def test_what_the_place_refuses_in_the_call_fails_the_save_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PortusError]
 ) -> None:

@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def held(host: str) -> dict[str, list[int]]:
     """By rank, the steps that are on a host."""
     with portus.open(host) as pool:
-        return {model.removeprefix("net/"): sorted(pool.steps(model)) for model in pool.models()}
+        return {model.partition("/")[2]: sorted(pool.steps(model)) for model in pool.models()}
 
 
 def test_ranks_are_spread_over_hosts_and_their_shards_loaded_by_other_numbers_of_ranks(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.fence.snapshot import SnapshotMode, Snapshots
+from portus.client.fence.snapshot import copy_order
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.check import check
 from portus.media import linux, written
@@ -76,7 +76,7 @@ def test_every_version_of_what_another_process_writes_all_the_time_loads(
     place: str, replay: torch.Tensor, tmp_path: Path
 ) -> None:
     wrote = replay.clone()
-    with PoolCheckpointer(place, links=str(tmp_path)) as run:
+    with PoolCheckpointer(place) as run:
         for step in range(20):
             run.save({"replay": replay}, step).wait()
             assert run.load(step) is not None
@@ -113,7 +113,7 @@ def test_a_storage_host_keeps_the_mark(tmp_path: Path) -> None:
     shared = torch.zeros(5000).share_memory_()
     with (
         serving(tmp_path / "pools") as server,
-        PoolCheckpointer(url(server), keep=None, links=str(tmp_path)) as run,
+        PoolCheckpointer(url(server), keep=None) as run,
     ):
         assert save_while_others_write(run, shared, 1).inexact
         assert not run.save({"shared": shared}, 2).wait().inexact
@@ -171,14 +171,12 @@ def test_a_call_and_text_tell_the_same_of_memory_that_is_shared(
 def test_shared_memory_of_ones_own_optimizer_is_copied_before_save_returns(
     kind: Callable[[int], torch.Tensor], tmp_path: Path
 ) -> None:
-    with PoolCheckpointer(tmp_path):  # it sees the steps
-        weight = torch.nn.Parameter(kind(4 << 20))
+    with PoolCheckpointer(tmp_path / "run.portus"):  # it sees the steps
+        weight = torch.nn.Parameter(kind(8 << 20))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-        snapshots = Snapshots("m", SnapshotMode.AUTO)
-        flat = snapshots.flatten({"weight": weight})
-        taken = snapshots.take(flat, 1, synchronous=False, unchanged=False)
+        taken = copy_order([weight.untyped_storage()], (), {}, frozenset())
         assert taken.late.tolist() == [kind is of_nobody_else]
         assert taken.exposed.tolist() == ([] if kind is of_nobody_else else [0])
         assert bool(taken.guarded) is (kind is of_nobody_else)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,11 +15,11 @@ import torch
 
 import portus
 from portus.errors import MediumError
-from portus.index.directory import WRITERS, create_pool, journal_directory, open_writer, remove_pool
+from portus.index.directory import WRITERS, create_pool, journal_directory, open_writer
 from portus.index.messages import read_failure
 from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
-from tests.unit.client.stuck import WAIT_S_MAX, Gate, gated, is_in, until
+from tests.unit.client.stuck import WAIT_S_MAX, is_in, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -29,99 +28,38 @@ AWAY: dict[str, Callable[[Path], object]] = {
     "moved": lambda place: place.rename(place.with_name("elsewhere")),
 }
 
-WAITS = """
-import sys, torch, portus
-with portus.PoolCheckpointer(sys.argv[1], "run", keep=1) as waited:
-    print(*waited.steps(), flush=True)
-    waited.save({"weight": torch.zeros(64)}, 400).wait()
-"""
-
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
     return tmp_path / "pools" / "run.portus"
 
 
-def save(checkpointer: portus.PoolCheckpointer, step: int, path: Path | None = None) -> None:
-    checkpointer.save({"weight": torch.full((64,), float(step))}, step, reference=path).wait()
+def save(checkpointer: portus.PoolCheckpointer, step: int) -> None:
+    checkpointer.save({"weight": torch.full((64,), float(step))}, step).wait()
 
 
-def another_run(pool: Path, path: Path) -> None:
+def another_run(pool: Path) -> None:
     with portus.PoolCheckpointer(pool, "run", keep=3) as checkpointer:
-        save(checkpointer, 100, path)
+        save(checkpointer, 100)
 
 
-def step_at(path: Path) -> int:
-    return int(torch.load(path)["weight"][0])
+def steps_at(pool: Path) -> list[int]:
+    with portus.open(pool) as view:
+        return view.steps("run")
 
 
 @pytest.mark.parametrize("way", AWAY)
 def test_at_the_end_of_a_run_that_saved_nothing_the_pool_of_another_stays(
-    pool: Path, tmp_path: Path, way: str
+    pool: Path, way: str
 ) -> None:
-    unused = portus.PoolCheckpointer(pool, "run")
-    unused.prepare(4000)
+    unused = portus.PoolCheckpointer(pool, "run", max_bytes=4 << 20)
+    with pytest.raises(MediumError):
+        unused.save({"weight": torch.zeros(4 << 20)}, 1).wait()
     AWAY[way](pool.parent)
-    another_run(pool, tmp_path / "100.ckpt")
+    another_run(pool)
     unused.close()
-    assert step_at(tmp_path / "100.ckpt") == 100
+    assert steps_at(pool) == [100]
     assert Path(journal_directory(str(pool))).is_dir()
-
-
-@pytest.mark.parametrize("way", AWAY)
-def test_a_run_that_goes_on_in_a_successor_takes_no_pool_of_another_away(
-    pool: Path, tmp_path: Path, way: str
-) -> None:
-    with portus.PoolCheckpointer(pool, "run", keep=1) as before:
-        save(before, 1)
-        before.wait()  # the journal is written behind the commit
-        AWAY[way](pool.parent)
-        another_run(pool, tmp_path / "100.ckpt")
-        for step in (2, 3, 4):
-            with contextlib.suppress(MediumError):  # the first one finds out
-                save(before, step)
-        assert before.steps()[-1] == 4
-    assert step_at(tmp_path / "100.ckpt") == 100
-    with contextlib.closing(LocalFiles().open(str(pool), writable=False)) as medium:
-        assert read_failure(medium) == "", "it is not told of the saves of another"
-
-
-def test_who_waits_for_a_run_that_goes_on_in_a_successor_goes_on_there(pool: Path) -> None:
-    gate: Gate = gated(pool)
-    before = portus.PoolCheckpointer(pool, "run", keep=1)
-    save(before, 100)
-    command = [sys.executable, "-c", WAITS, str(pool)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as waiting:
-        assert waiting.stderr is not None
-        assert "waiting up to" in waiting.stderr.readline()
-        gate.broken = True
-        with pytest.raises(MediumError):
-            save(before, 200)
-        save(before, 300)
-        gate.broken = False
-        before.close()
-        assert not pool.exists(), "or nothing was tried"
-        output, errors = waiting.communicate(timeout=WAIT_S_MAX)
-    assert output.split() == ["300"], errors
-    assert not pool.exists()
-    with portus.open(pool.parent) as view:
-        assert view.steps("run") == [400]
-
-
-def test_mending_a_pool_that_its_writer_took_away_meanwhile_does_nothing(pool: Path) -> None:
-    holder = held(pool)
-    told: list[list[str]] = []
-    mending = threading.Thread(
-        target=lambda: told.append(portus.mend(pool.parent, uncommitted=True, wait_s=WAIT_S_MAX))
-    )
-    mending.start()
-    until(lambda: is_in(mending, "acquire_writer"))
-    remove_pool(str(pool), LocalFiles())
-    holder.close()
-    mending.join()
-    assert told == [[]]
 
 
 def test_who_waits_for_a_pool_that_a_third_one_makes_anew_opens_the_new_one(pool: Path) -> None:
@@ -143,10 +81,10 @@ def test_who_waits_for_a_pool_that_a_third_one_makes_anew_opens_the_new_one(pool
 
 
 def test_a_run_loads_from_a_pool_that_another_process_made_after_it_began(
-    pool: Path, tmp_path: Path
+    pool: Path,
 ) -> None:
     with portus.PoolCheckpointer(pool, "run", keep=2) as early:
-        another_run(pool, tmp_path / "100.ckpt")
+        another_run(pool)
         loaded = early.load()
         assert isinstance(loaded, dict)
         assert loaded["weight"].tolist() == [100.0] * 64
@@ -157,3 +95,22 @@ def held(pool: Path) -> PoolWriter:
     pool.parent.mkdir()
     create_pool(str(pool), LocalFiles())
     return open_writer(str(pool), LocalFiles())
+
+
+@pytest.mark.parametrize("way", AWAY)
+def test_a_run_whose_pool_was_taken_away_leaves_the_one_in_its_place_alone(
+    pool: Path, way: str
+) -> None:
+    with portus.PoolCheckpointer(pool, "run", keep=1) as before:
+        save(before, 1)
+        before.wait()
+        AWAY[way](pool.parent)
+        another_run(pool)
+        for step in (2, 3):
+            with pytest.raises(MediumError) if way == "removed" else contextlib.nullcontext():
+                save(before, step)
+    assert steps_at(pool) == [100]
+    if way == "moved":
+        assert steps_at(pool.parent.with_name("elsewhere") / pool.name) == [3]
+    with contextlib.closing(LocalFiles().open(str(pool), writable=False)) as medium:
+        assert read_failure(medium) == "", "it is not told of the saves of another"

@@ -89,27 +89,6 @@ def test_training_goes_on_while_a_medium_stays_stuck(
     assert_same(checkpointer.load(), after)
 
 
-def test_two_trainers_of_one_process_do_not_wait_for_each_other(
-    gate: Gate, path: Path, tmp_path: Path
-) -> None:
-    with PoolCheckpointer(path) as first, PoolCheckpointer(tmp_path / "other") as second:
-        stuck, free = Training(), Training()
-        gate.shut()
-        held = copy.deepcopy(stuck.state())
-        handle = first.save(stuck.state(), 1)
-        assert gate.reached.wait(WAIT_S_MAX)
-        for step in range(5):
-            free.step()
-            second.save(free.state(), step).wait(WAIT_S_MAX)
-        free.step()
-        assert not handle.done
-        assert handle.stats.fence_s == 0
-        gate.open()
-        stuck.step()
-        assert handle.wait(WAIT_S_MAX).step == 1
-        assert_same(first.load(), held)
-
-
 def copier_of(name: str) -> threading.Thread:
     (thread,) = (each for each in threading.enumerate() if each.name == f"portus-{name}")
     return thread
@@ -133,7 +112,7 @@ def test_a_copier_that_dies_costs_what_was_asked_for_and_nothing_else(
     gate.shut()
     copied, queued = (checkpointer.save(training.state(), step) for step in (2, 3))
     assert gate.reached.wait(WAIT_S_MAX)
-    copier = copier_of("default")
+    copier = copier_of("files")
     kill_thread(copier, kind)
     gate.open()
     with pytest.raises(AbandonedError, match=kind.__name__):
@@ -155,7 +134,7 @@ def test_a_copier_that_dies_between_two_saves_holds_nobody_up(
 ) -> None:
     training = Training()
     checkpointer.save(training.state(), 1).wait(WAIT_S_MAX)
-    copier = copier_of("default")
+    copier = copier_of("files")
     until(lambda: is_in(copier, "wait"))
     kill_thread(copier, SystemExit)
     handle = checkpointer.save(training.state(), 2)

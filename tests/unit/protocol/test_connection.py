@@ -55,6 +55,7 @@ EXAMPLES: dict[MessageKind, Said] = {
         said.Shared(True),
         said.Committed(b"record"),
         said.Missing(),
+        said.Full(28, "no space"),
         said.Abandoned(),
         said.Checked(b"d" * 16),
         said.Standing(1, 2, 3, 4, 5),

@@ -67,8 +67,6 @@ _ASK_AGAIN_S: Final = 0.1
 _ABANDON_S: Final = 5.0
 _NO_TOKEN: Final = bytes(16)
 _NOTHING: Final = _NO_TOKEN.hex()
-_RENOUNCED_MAX: Final = 4096
-"""Files on record of which it is known that what they led to was retired by hand."""
 
 _NONE: Final = np.empty(0, np.int64)
 
@@ -437,17 +435,19 @@ class HostDraft:
         try:
             with link.under(stop):
                 digests, answer = self._pulled(link, indices, send, stop, parts)
-                wrong = self._wrong(answer, digests)
+                wrong = None if isinstance(answer, said.Full) else self._wrong(answer, digests)
                 if wrong is not None and isinstance(parts, _FedParts):
                     self._distrust(parts, wrong)
                 elif isinstance(answer, said.Pulled) and parts is not None:
                     self._avoid(indices, digests, digest_rows(answer.digests, "pulled"))
-                if wrong is not None or not isinstance(answer, said.Pulled):
-                    raise wrong or raised(answer)
+                if wrong is not None:
+                    raise wrong
         except BaseException:
             if parts is not None:
                 self._revoke(link)
             raise
+        if not isinstance(answer, said.Pulled):
+            raise raised(answer)  # full: it may be offered again
         small = 0 if parts is None else parts.gathered_bytes
         self._bounced += min(size, answer.bounced + small)
         self._stored.append((indices, digests))

@@ -45,8 +45,10 @@ from portus.directory.system import medium_error
 from portus.directory.waiting import bases_of
 from portus.errors import (
     AbandonedError,
+    CorruptionError,
     MediumError,
     PortusError,
+    StaleError,
     TransportError,
     UsageError,
     printable,
@@ -513,8 +515,8 @@ class FileSaver:
         try:
             save.copy_now()
             self._fence.guard(save)
-        except (MediumError, TransportError) as error:  # it is on the handle
-            save.fail(error)
+        except (MediumError, TransportError, StaleError, CorruptionError) as error:
+            save.fail(error)  # it is on the handle
         except BaseException as error:
             job.fail(error)
             raise

@@ -76,11 +76,11 @@ class ImageDraft:
         model: str,
         table: FileTable,
         images: Sequence[Image],
-        before: CommittedImages | None,
+        before: Callable[[], CommittedImages | None],
         make_room: Callable[[], bool],
     ) -> None:
         """draft: of a version of ``model`` whose lengths are ``packed_lengths`` of the images.
-        table: of their files. before: what may be shared; it has as many files."""
+        table: of their files. before: returns what may be shared, the newest version now."""
         self._draft: Final = draft
         self._model: Final = model
         self._images: Final = images
@@ -125,8 +125,10 @@ class ImageDraft:
         return digests
 
     def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
-        known = self._before
-        if known is None or not self._draft.share(known.version, indices, address, stop):
+        known = self._before()
+        if known is None or known.version.record.info.token != before.record.info.token:
+            return False  # another save was committed since the storages were compared
+        if not self._draft.share(known.version, indices, address, stop):
             return False
         rows = self._rows(indices)
         self._digests[rows] = shared(known.version.record, indices).digests
@@ -147,8 +149,8 @@ class ImageDraft:
         self._with_room(lambda: self._draft.copy(indices, address, Stop()))
         table = encode_table(self._table)
         labels = replace(labels, model=self._model, layout=_NO_LAYOUT, tree=table)
-        known = None if self._before is None else self._before.version
-        version = self._draft.commit(labels, known, retire)
+        known = self._before()
+        version = self._draft.commit(labels, known and known.version, retire)
         self.committed = CommittedImages(version, len(self._table.files), self._crcs)
         return version
 

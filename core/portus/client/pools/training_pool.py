@@ -127,7 +127,7 @@ class TrainingPool:
             owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),
         )
         draft: SummingDraft = self._home.draft(whole)
-        return ImageDraft(draft, self.model, files, images, self.before(count), make_room)
+        return ImageDraft(draft, self.model, files, images, lambda: self.before(count), make_room)
 
     def committed(self, draft: ImageDraft, version: CommittedVersion, steady: Flags) -> None:
         """Note the newest version, that of ``draft``. steady: which of its storages equalled those

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from portus.daemon import regions
+from portus.daemon.house import refusal_of
 from portus.daemon.regions import RegionTable
 from portus.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -27,6 +28,7 @@ from portus.index.check_version import check_layout, check_tree, read_layout, re
 from portus.index.findings import Findings
 from portus.index.keep import checked_metrics
 from portus.index.records import Pointer, Rows, decode_layout, encode_version
+from portus.media.file import OUT_OF_SPACE
 from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.parts import StorageRows, sources
 from portus.protocol import messages as said
@@ -196,11 +198,27 @@ class SaveRequests:
             return done.digests
 
         try:
-            digests = draft.pool.place(indices, np.zeros(len(indices), np.int64), move)
+            reserved = draft.pool.reserve(indices, np.zeros(len(indices), np.int64))
+        except MediumError as error:
+            can_wait = self._guest.link.connection.knows(said.Full.kind)
+            if error.errno not in OUT_OF_SPACE or not can_wait:
+                raise
+            draft.claimed[indices] = False
+            return self._full(error)
+        try:
+            digests = move(reserved.target)
+            draft.pool.note(reserved, digests)
         except InterruptedByError:  # by an abandonment: the table lets nothing else through
             self.drop("the client abandoned it")
             return said.Abandoned()
         return said.Pulled(digests.tobytes(), bounced)
+
+    def _full(self, error: MediumError) -> said.Full:
+        """Say that there is no room now."""
+        refusal = refusal_of(error)
+        self._guest.counters.failed(refusal.fault)
+        self._guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
+        return said.Full(refusal.errno, refusal.text)
 
     def _pull(self, moved: Sources) -> Digests:
         """Fetch the bytes of an offer. If the medium fails, the rest is received all the same:

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import random
-import re
 import shutil
 import threading
 import time
@@ -21,7 +20,6 @@ import torch
 
 import portus
 from portus.client.files.host import HostPool, _Reached
-from portus.client.loading.resolve import pool_of
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
@@ -412,7 +410,7 @@ def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
     monkeypatch.setattr(Link, "send", noted)
     with PoolCheckpointer(address(link), keep=2) as checkpointer:
         checkpointer.save(state(1), 1).wait(60)
-        pool, _ = checkpointer._pool.open_or_create()
+        pool = checkpointer._pool.open()
         assert isinstance(pool, HostPool)
         monkeypatch.setattr(pool.links, "answer_s", wait_s)
         for episode in (10, 20):
@@ -431,12 +429,11 @@ def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["volatile", "late", "late with a file", "as before"])
+@pytest.mark.parametrize("kind", ["volatile", "late", "as before"])
 def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
     server: Server,
     link: LossyLink,
     kind: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It accepts connections, and then says nothing. What waits for work would wait for ever."""
@@ -444,19 +441,18 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
         monkeypatch.setattr(f"portus.{name}", 1e6)
     monkeypatch.setattr("portus.client.files.host.ROOM_S", 1e6)
     training = Trained(1 << 10)
-    file = tmp_path / "x.ckpt" if kind == "late with a file" else None
     keep = None if kind == "late" else 2
     saved = state(1) if kind == "volatile" else training.state()
     with PoolCheckpointer(address(link), keep=keep, fence_timeout=1e6) as checkpointer:
         checkpointer.save(saved if kind == "as before" else {"other": 0}, 0).wait(60)
         checkpointer.wait(60)  # from here on a failure is no more than said
-        pool, _ = checkpointer._pool.open_or_create()
+        pool = checkpointer._pool.open()
         assert isinstance(pool, HostPool)
         with monkeypatch.context() as hanging:
             hanging.setattr("portus.transport.dial.GREETING_S", 0.3)
             hanging.setattr(pool.links, "answer_s", 0.3)
             link.stalled = True
-            first = checkpointer.save(saved, 1, reference=file)
+            first = checkpointer.save(saved, 1)
             training.step()
             second = checkpointer.save(saved, 2)
             training.step()
@@ -474,11 +470,11 @@ def test_a_host_is_waited_for_in_a_commit_as_long_as_it_answers_others(
 ) -> None:
     """Who works says as little as who hangs."""
     writer = server._house.pools.of("default").writer
-    writer.ensure(64 << 20)
+    writer.release(writer.reserve(64 << 20))
     with PoolCheckpointer(address(link)) as checkpointer:
         checkpointer.save(state(0), 0).wait(60)
         checkpointer.wait(60)
-        pool, _ = checkpointer._pool.open_or_create()
+        pool = checkpointer._pool.open()
         assert isinstance(pool, HostPool)
         monkeypatch.setattr(pool.links, "silence_s", 0.1)
         with writer._committing:
@@ -530,14 +526,14 @@ def test_a_host_whose_memory_was_lost_is_saved_to_again(tmp_path: Path) -> None:
         frozen = torch.ones(100_000)
         checkpointer.save({"frozen": frozen, **state(1)}, 1).wait()
         checkpointer.save({"frozen": frozen, **state(2)}, 2).wait()
-        before = checkpointer.uuid
+        before = checkpointer._pool.open().superblock.uuid
         host.kill()
         with pytest.raises(TransportError):
             checkpointer.save({"frozen": frozen, **state(3)}, 3).wait()
         host.start()
         time.sleep(0.01)
         checkpointer.save({"frozen": frozen, **state(4)}, 4).wait()
-        assert checkpointer.uuid != before
+        assert checkpointer._pool.open().superblock.uuid != before
         assert checkpointer.steps() == [4]
         loaded: Any = checkpointer.load()
         assert torch.equal(loaded.pop("frozen"), frozen)
@@ -545,19 +541,15 @@ def test_a_host_whose_memory_was_lost_is_saved_to_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", [None, "step"])
-def test_a_host_that_lost_its_memory_between_two_saves_costs_no_training(
-    tmp_path: Path, part: str | None
-) -> None:
+def test_a_host_that_lost_its_memory_between_two_saves_costs_no_training() -> None:
     """The first that is heard of it is its answer to a look at what it holds."""
     with Host("memory:64M") as host, PoolCheckpointer(host.url) as checkpointer:
         checkpointer.save({"step": 1}, 1).wait()
         host.kill()
         host.start()
-        path = tmp_path / "2.ckpt"
-        checkpointer.save({"step": 2}, 2, reference={str(path): part} if part else path).wait()
+        checkpointer.save({"step": 2}, 2).wait()
         assert checkpointer.steps() == [2]
-        assert portus.load_reference(path) == (2 if part else {"step": 2})
+        assert checkpointer.load() == {"step": 2}
 
 
 def test_a_pool_that_is_exchanged_under_its_host_is_committed_to_no_more(
@@ -669,7 +661,7 @@ def test_ls_tells_which_save_failed_last_and_why(tmp_path: Path, place: str, why
         handle = checkpointer.save({"x": torch.ones((16 << 20) if why == "needs space" else 4)}, 40)
         with pytest.raises(PortusError) as failed:
             handle.wait(60)
-        checkpointer._queue.catch_up()
+        checkpointer._saver.catch_up()
         if why == "cut off":
             assert said() is None, "the host could not be told"
             link.cut_after = None
@@ -750,86 +742,13 @@ def test_the_variable_may_name_the_host(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PORTUS_POOL", url(server))
-    path = tmp_path / "here.ckpt"
     with PoolCheckpointer() as checkpointer:
-        checkpointer.save(state(1), 1, reference=path).wait()
-        checkpointer.save(state(2), 2, reference=path).wait()
+        checkpointer.save(state(1), 1).wait()
+        checkpointer.save(state(2), 2).wait()
         assert checkpointer.path == url(server)
-    assert same(portus.load_reference(path), state(2))
-    assert sorted(each.name for each in tmp_path.iterdir()) == [".portus", "here.ckpt", "pools"]
+        assert same(checkpointer.load(), state(2))
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".portus", "pools"]
     monkeypatch.delenv("PORTUS_POOL")
-
-
-@pytest.mark.parametrize(("model", "step"), [("default", 8), ("another", 7)])
-def test_a_host_that_serves_another_pool_at_the_address_is_not_asked_for_a_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, step: int
-) -> None:
-    """Not even where a version has the same token: of another step or model it is no copy."""
-    monkeypatch.chdir(tmp_path)
-    address = Address(Scheme.UNIX, path=str(tmp_path / "socket"))
-    path, token = tmp_path / "x.ckpt", bytes(range(16))
-    for place in ("right", "wrong"):
-        with serving(tmp_path / place, address=address) as server:
-            place_url = url(server)
-            right = place == "right"
-            with PoolCheckpointer(place_url, "default" if right else model) as checkpointer:
-                number, reference = (1, path) if right else (2, None)
-                saved_step = 7 if right else step
-                checkpointer.save(
-                    state(number), saved_step, token=token, reference=reference
-                ).wait()
-    what = (
-        rf"x\.ckpt leads to pool .* written at {re.escape(place_url)}, .* serves another pool now"
-    )
-    with serving(tmp_path / "wrong", address=address):
-        with pytest.raises(UsageError, match=what):
-            portus.load_reference(path)
-        with pytest.raises(UsageError, match=what):
-            pool_of(path)
-    with serving(tmp_path / "right", address=address):
-        assert same(portus.load_reference(path), state(1))
-        assert str(pool_of(path)) == place_url
-
-
-def test_space_of_deleted_reference_files_is_used_on_the_host(tmp_path: Path) -> None:
-    size = 1 << 20
-    with (
-        serving(tmp_path / "pools", quota=10 * size) as server,
-        PoolCheckpointer(url(server), keep=1) as checkpointer,
-    ):
-        for step in range(12):
-            path = tmp_path / f"{step}.ckpt"
-            tensor = torch.full((size // 4,), float(step))
-            checkpointer.save({"x": tensor}, step, reference=path).wait()
-            checkpointer.wait()
-            path.unlink()  # as a user does, who knows nothing of pools
-        assert checkpointer.steps()[-1] == 11
-        assert len(checkpointer.steps()) < 10
-
-
-def test_clients_that_commit_at_once_share_one_commit(server: Server) -> None:
-    writer = server._house.pools.of("default").writer
-    writer.ensure(64 << 20)
-    with contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(PoolCheckpointer(url(server), f"m{n}", on_error="raise"))
-            for n in range(4)
-        ]
-        for client in clients:
-            client.save(state(1), 1).wait(30)
-            client.wait(30)
-        before = writer.catalogue().root.sequence
-        with writer._committing:
-            handles = [client.save(state(2), 2) for client in clients]
-            until = time.monotonic() + 30
-            while writer._line.waiting < len(clients):
-                assert time.monotonic() < until
-                time.sleep(0.001)
-        infos = [handle.wait(30) for handle in handles]
-        assert {info.commit for info in infos} == {before + 1}
-        for client in clients:
-            assert same(client.load(2), state(2))
-    assert check(writer) == []
 
 
 # --- verbs, on machines that have none ---
@@ -892,7 +811,7 @@ def test_what_changed_of_a_catalogue_is_read_in_one_request(
         asked.clear()
         assert pool.catalogue() is before
         assert len(asked) == 2
-    assert [len(before.models[f"m{number}"].versions) for number in (3, 4)] == [2, 1]
+    assert [len(before.models[f"m{number}"].versions) for number in (3, 4)] == [1, 1]
 
 
 @pytest.mark.usefixtures("no_devices")

@@ -20,7 +20,8 @@ import torch
 
 import portus
 from portus.client.fence import clock, fence
-from portus.client.job.journal import SIZE_MAX, Journal
+from portus.client.job.journal import SIZE_MAX
+from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.journals import journals_in, pages, read
 from portus.journal.account import Account, account
@@ -112,9 +113,7 @@ def test_a_save_right_before_the_end_is_in_the_journal(tmp_path: Path) -> None:
 
 def test_a_run_that_saved_nothing_leaves_nothing(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    training.checkpointer.prepare(100)
     training.go(2)
-    assert pages(str(folder(tmp_path) / "run.lines")), "a session runs"
     training.checkpointer.close()
     assert os.listdir(tmp_path) == []
 
@@ -163,7 +162,7 @@ def test_a_journal_that_cannot_be_written_is_said_once_and_ends_no_save(
 
 
 def test_a_file_in_its_place_ends_nothing(tmp_path: Path) -> None:
-    (tmp_path / ".portus").mkdir()
+    (tmp_path / "pools").mkdir()
     folder(tmp_path).write_text("mine")
     training = Training(tmp_path)
     training.go(3)
@@ -250,29 +249,33 @@ def test_a_fork_while_another_thread_opens_or_closes_holds_no_child_up(
         assert other.submit(forked).result() == 0
 
 
-def test_a_signal_while_the_session_begins_may_save_and_wait(run: Training) -> None:
-    run.checkpointer.prepare(1000)
+def test_a_signal_while_the_session_begins_is_told_that_it_cannot_save_to_a_pool(
+    run: Training,
+) -> None:
+    told: list[str] = []
 
     def handle(*_: object) -> None:
-        handle = run.checkpointer.save(run.state(), 7)
-        run.checkpointer.wait()
-        assert handle.done
+        try:
+            run.checkpointer.save(run.state(), 7)
+        except portus.UsageError as error:
+            told.append(str(error))
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        with at("call", Journal._make_page, lambda: signal.raise_signal(signal.SIGUSR1)):
-            run.go(1)
+        run.go(3)
+        with at("call", FileJournal.begun, lambda: signal.raise_signal(signal.SIGUSR1)):
+            run.go(3)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert torch.load(run.root / "last.ckpt").keys() == {"model"}
-    run.go(3)
-    assert (seen(run.root).steps, seen(run.root).committed) == (4, 1)
+    assert len(told) == 1
+    assert "save of step 7 to a pool" in told[0]
+    assert (seen(run.root).steps, seen(run.root).committed) == (6, 2)
 
 
 def test_a_copy_of_a_running_training_is_not_running(run: Training, tmp_path: Path) -> None:
     run.go(5)
     copy = tmp_path / "copy"
-    shutil.copytree(run.root / ".portus", copy / ".portus")
+    shutil.copytree(run.root / "pools", copy / "pools")
     (path,) = journals_in(str(folder(copy)))
     assert not read(path).running
     other = Training(copy)
@@ -342,7 +345,7 @@ def test_a_journal_stays_small(tmp_path: Path, run: Training) -> None:
 
 def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     run.go(3)
-    journal = run.checkpointer._ledger.journal
+    journal = run.checkpointer._journal
     assert journal is not None
     called: set[str] = set()
 
@@ -354,7 +357,7 @@ def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     sys.setprofile(note)
     try:
         for _ in range(200):
-            journal._after_step(run.optimizer)
+            journal._journal._after_step(run.optimizer)
     finally:
         sys.setprofile(None)
         gc.enable()

@@ -295,13 +295,6 @@ def test_a_configured_pool_of_another_identity_counts_if_it_has_the_version(
     assert torch.load(path)["step"] == 5
 
 
-MISSING = pytest.mark.xfail(
-    raises=UsageError,
-    reason="_candidates: pools_at raises for a configured pool that is not there",
-)
-
-
-@MISSING
 def test_a_configured_pool_that_is_not_there_keeps_nobody_from_the_one_that_has_it(
     run: Run,
 ) -> None:
@@ -515,7 +508,6 @@ def test_torch_load_gives_the_state_in_every_mode(run: Run, mode: dict[str, Any]
     assert found["view"][1] == 9, "views stay views of one storage"
 
 
-@pytest.mark.xfail(raises=TypeError, reason="load_text: load_part takes no map_location")
 def test_torch_load_on_meta_reads_no_storage(run: Run) -> None:
     path = run.save("1.ckpt", 1)
     data = bytearray(run.pool.read_bytes())

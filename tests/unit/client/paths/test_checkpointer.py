@@ -606,7 +606,6 @@ def test_bad_input_is_an_error_at_the_call_that_leaves_nothing_behind() -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: portus.Checkpointer("file"), "expected a directory for checkpoints, found a file"),
         (lambda: portus.Checkpointer("run", "gpt"), "one run; found 'gpt'"),
-        (lambda: portus.Checkpointer("run", links="x"), "omit links"),
         (lambda: portus.Checkpointer("run", max_bytes=1 << 30), "keep= says how many"),
         (lambda: portus.Checkpointer("run", durable=2), "only storage hosts"),
         (lambda: portus.Checkpointer("run", mirror="portus://h:1"), "objects on a storage host"),

@@ -246,14 +246,11 @@ def test_what_is_copied_in_the_background_is_the_file_of_the_call(scene: Scene) 
             assert stored(path) == expected
 
 
-SHARED_WITH_ANOTHER = pytest.mark.xfail(
-    strict=True,
-    reason="ImageDraft shares with the newest version of when it was begun, and Save compares with "
-    "the newest of when it copies: a host then commits other bytes than those of the call",
-)
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(30)
 
 
-@pytest.mark.parametrize("is_host", [False, pytest.param(True, marks=SHARED_WITH_ANOTHER)])
+@pytest.mark.parametrize("is_host", [False, True])
 def test_a_save_behind_another_one_in_flight_is_the_state_of_its_call(
     tmp_path: Path, is_host: bool
 ) -> None:
@@ -267,7 +264,7 @@ def test_a_save_behind_another_one_in_flight_is_the_state_of_its_call(
         for step in range(4):
             training.step()
             go = threading.Event()
-            files._opened()[0].later(partial(go.wait, 30))
+            files._opened()[0].later(partial(wait_for, go))
             first, second = (
                 files.save(training.state(), scene.path(f"{each}.ckpt"), 2 * step + each)
                 for each in (0, 1)
@@ -309,13 +306,7 @@ def test_a_flipped_bit_anywhere_in_a_version_is_found(tmp_path: Path) -> None:
     verify_file(path)
 
 
-OFFERED_AGAIN = pytest.mark.xfail(
-    raises=AssertionError,
-    reason="HostDraft: after a refusal for want of space a piece cannot be offered again",
-)
-
-
-@pytest.mark.parametrize("is_host", [False, pytest.param(True, marks=OFFERED_AGAIN)])
+@pytest.mark.parametrize("is_host", [False, True])
 def test_a_pool_that_is_full_gives_back_what_waits_to_be_removed(
     tmp_path: Path, is_host: bool
 ) -> None:

@@ -163,9 +163,7 @@ def test_a_directory_of_what_looks_the_same_is_saved_without_a_plan(
     assert_stock_loads(tmp_path / "2", found)
 
 
-def test_after_what_cannot_be_saved_was_refused_the_next_one_is_whole(
-    tmp_path: Path
-) -> None:
+def test_after_what_cannot_be_saved_was_refused_the_next_one_is_whole(tmp_path: Path) -> None:
     found = state()
     with closing(PortusStorageWriter()) as writer:
         writer.save(found, tmp_path / "1").wait()

@@ -1,0 +1,120 @@
+"""What is copied, sent or gathered is summed on the way: the CRC32 of each unit, as zlib has it."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from portus.format.checksum import UNIT
+from portus.media.base import Medium
+from portus.media.memory import Memory
+from portus.protocol.vocabulary import Phase
+from portus.spec import Extent
+from portus.transport.base import Crcs, Source, Sources, Stop, cut
+from portus.transport.local import Engine, copy, sum_sources
+from portus.transport.regions import Parts
+from portus.transport.stream import Link, give
+from tests.unit.transport.test_local import Case, random_case, rows
+
+ROUNDS = 8
+LENGTHS = (0, 1, 0, 100_003, UNIT, 4096, 2 * UNIT + 5, 300, 0)
+"""Empty ones, small ones beside each other, and some of several units."""
+
+
+def expected(case: Case) -> list[int]:
+    """The sums of the units, by zlib."""
+    return [
+        zlib.crc32(case.bytes_of(source)[start : start + UNIT])
+        for source in case.sources
+        for start in range(0, max(1, source.length), UNIT)
+    ]
+
+
+def nothing(case: Case) -> Crcs:
+    """A row for each unit; none of them is right but those of units without bytes."""
+    units = [each.length > 0 for each in case.sources for _ in range(0, max(1, each.length), UNIT)]
+    return np.where(units, 0xDEADBEEF, 0).astype(np.uint32)
+
+
+def big_case(chance: random.Random) -> Case:
+    """Sources of ``LENGTHS``, end to end, in a pool too."""
+    memory = np.frombuffer(chance.randbytes(sum(LENGTHS)), np.uint8).copy()
+    sources, start = [], 0
+    for length in LENGTHS:
+        address = memory.ctypes.data + start if length else 0
+        sources.append(Source(address, length, (Extent(start, length),) if length else ()))
+        start += length
+    return Case(memory, tuple(sources))
+
+
+def cases(seed: int, room: int) -> Iterator[Case]:
+    chance = random.Random(seed)
+    for _ in range(ROUNDS):
+        yield random_case(chance, room)
+
+
+def test_what_is_copied_is_summed(engine: Engine, medium: Medium, seed: int) -> None:
+    for case in cases(seed, medium.size):
+        crcs = nothing(case)
+        digests = copy(medium, case.sources, Stop(), engine=engine, crcs=crcs)
+        assert rows(digests) == case.expected
+        assert crcs.tolist() == expected(case)
+
+
+def test_each_unit_of_a_big_source_is_summed(engine: Engine, seed: int) -> None:
+    case = big_case(random.Random(seed))
+    crcs = nothing(case)
+    copy(Memory(sum(LENGTHS)), case.sources, Stop(), engine=engine, crcs=crcs)
+    assert crcs.tolist() == expected(case)
+    assert sum_sources(case.sources).tolist() == expected(case)
+
+
+def test_what_is_sent_is_summed(
+    engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.transport.stream.best_engine", lambda: engine)
+    for case in (*cases(seed, 10 << 20), big_case(random.Random(seed))):
+        here, there = socket.socketpair()
+        drained = threading.Thread(target=_drain, args=(there,))
+        drained.start()
+        link = Link(here, is_client=True, name="host", silence_s=60)
+        link.connection.state = Phase.PULLING
+        crcs, (segments, digests) = nothing(case), cut(Sources.of(case.sources))
+        try:
+            give(link, segments, digests, Stop(), crcs)
+        finally:
+            link.close()
+            drained.join(60)
+            there.close()
+        assert rows(digests) == case.expected
+        assert crcs.tolist() == expected(case)
+
+
+def test_what_is_gathered_and_what_is_reached_is_summed(
+    engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.transport.regions.best_engine", lambda: engine)
+    for case in (*cases(seed, 10 << 20), big_case(random.Random(seed))):
+        sources = Sources.of([Source(each.address, each.length) for each in case.sources])
+        is_small = sources.length <= 4096
+        lengths = np.where(is_small, sources.length, 0)
+        room = np.zeros(int(lengths.sum()) + 1, np.uint8)
+        place = room.ctypes.data + np.cumsum(lengths) - lengths
+        parts = Parts.of(sources, is_small, place)
+        parts.gather(Stop())
+        parts.hash_big(Stop())
+        assert rows(parts.digests) == case.expected
+        assert parts.crcs.tolist() == expected(case)
+        small = [case.bytes_of(each) for each in case.sources if each.length <= 4096]
+        assert room[:-1].tobytes() == b"".join(small)
+
+
+def _drain(plain: socket.socket) -> None:
+    while plain.recv(1 << 20):
+        pass
