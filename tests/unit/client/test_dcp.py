@@ -97,9 +97,6 @@ def test_what_is_saved_to_a_host_is_bit_equal_at_any_number_of_ranks(
     assert steps(host) == sorted([1, 2] * ranks)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="DirectoryWriter opens its files before it says what the run is called"
-)
 def test_a_run_is_called_on_a_host_as_its_user_says(host: str, tmp_path: Path) -> None:
     writer = PortusStorageWriter(pool=host, model="net")
     writer.save(state(1), tmp_path / "step_1").wait()
@@ -118,7 +115,7 @@ def test_the_files_of_a_directory_are_those_that_a_directory_without_a_host_has(
     plain, pooled = tmp_path / "plain" / "step_1", tmp_path / "pooled" / "step_1"
     (shard,), (pointer,) = plain.glob("*.distcp"), pooled.glob("*.distcp")
     assert len(os.listdir(plain)) == len(os.listdir(pooled)) == 2
-    assert stored(pointer) == shard.read_bytes()
+    assert stored(pointer)[:-64] == shard.read_bytes()[:-64]  # each save has an id at its end
     verify_file(pointer)
     assert_loads(pooled, 1)
 

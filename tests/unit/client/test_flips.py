@@ -159,7 +159,7 @@ def test_a_byte_that_changes_on_the_way_is_refused_or_harmless(
     size = scene.size(act_of)
     places = random.Random(seed).sample(range(size), SAMPLE)
     _, refused = scene.flipped(act_of, places)
-    assert refused
+    assert refused or act == "read", "what is read and refused is asked for again"
     assert act_of(), "the link is well again"
 
 

@@ -26,7 +26,6 @@ from portus.errors import BusyError, CorruptionError, MediumError, UsageError
 from portus.index import in_place, log
 from portus.index.check import check
 from portus.index.findings import Severity
-from portus.index.place import Place
 from portus.index.pool import PoolWriter
 from portus.spec import PAGE, Extent
 from tests.crash.embedded import Training, same

@@ -102,7 +102,9 @@ def test_what_is_around_the_storages_is_what_the_literals_say(seed: int) -> None
         spans = file.spans()
         literals = [
             Literal(begin, data[begin : begin + length])
-            for begin, length in zip(spans.begin[::2].tolist(), spans.length[::2].tolist())
+            for begin, length in zip(
+                spans.begin[::2].tolist(), spans.length[::2].tolist(), strict=True
+            )
             if length
         ]
         assert file.bytes_around(literals) == held(file, data)[-1]
@@ -141,9 +143,7 @@ def said(**changes: object) -> bytes:
     """A table whose one file has these fields."""
     [file] = json.loads(encode_table(FileTable([packed(10, [2], [4])])))["$files"]
     fields = {key: value for key, value in (file | changes).items() if value is not ...}
-    return json.dumps(
-        {"$files": [fields], "directory": ""}, separators=(",", ":")
-    ).encode()
+    return json.dumps({"$files": [fields], "directory": ""}, separators=(",", ":")).encode()
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,7 @@ def test_each_unit_of_a_big_source_is_summed(engine: Engine, seed: int) -> None:
     assert sum_sources(case.sources).tolist() == expected(case)
 
 
-def test_what_is_sent_is_summed(
-    engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_sent_is_summed(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portus.transport.stream.best_engine", lambda: engine)
     for case in (*cases(seed, 10 << 20), big_case(random.Random(seed))):
         here, there = socket.socketpair()

@@ -77,7 +77,7 @@ class PoolCheckpointer(Checkpointer):
                 raise UsageError(f"mirror: {why}")
             _log.warning("portus: model %r is NOT mirrored: %s", model, why)
         self._keep: Final = Keep.of(keep)
-        self._pool: Final = TrainingPool(place, model, self.settings, is_named=True)
+        self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
         self._journal: Final = (
             FileJournal(model, self._pool.journal, place.kind.value)
             if self.settings.journal

@@ -363,10 +363,9 @@ class TrainingFiles:
     def _pool(self) -> TrainingPool | None:
         if self._pool_at is None:
             return None
-        name = self._name if self._rank is None else f"{self._name}/rank-{self._rank}"
         return TrainingPool(
             self._pool_at,
-            name,
+            lambda: self._name if self._rank is None else f"{self._name}/rank-{self._rank}",
             self._settings,
             is_named=self._is_named,
             rank=self._rank or 0,

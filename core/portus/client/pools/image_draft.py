@@ -150,7 +150,7 @@ class ImageDraft:
         table = encode_table(self._table)
         labels = replace(labels, model=self._model, layout=_NO_LAYOUT, tree=table)
         known = self._before()
-        version = self._draft.commit(labels, known and known.version, retire)
+        version = self._draft.commit(labels, known.version if known else None, retire)
         self.committed = CommittedImages(version, len(self._table.files), self._crcs)
         return version
 

@@ -47,18 +47,26 @@ class TrainingPool:
     removed, or replaced, through this.
 
     place: where the pool is: a device, a host, or several hosts, of which each rank of a job saves
-    to one. name: of the training there. is_named: a user gave the name; else, where another process
-    saves to a host under it, the next one is taken, ``name~2``. settings: how to save.
+    to one. name: asked, when the pool is opened, what the training is called there. is_named: a user
+    gave the name; else, where another process saves to a host under it, the next one is taken,
+    ``name~2``. settings: how to save.
 
     The pool is opened by the first save, and stays open. Threads may share this.
     """
 
     def __init__(
-        self, place: Place, name: str, settings: Settings, *, is_named: bool, rank: int = 0
+        self,
+        place: Place,
+        name: Callable[[], str],
+        settings: Settings,
+        *,
+        is_named: bool,
+        rank: int = 0,
     ) -> None:
         self.place: Final = place.of_rank(rank)
         self._places: Final = [str(each) for each in place.hosts] or [str(place)]
-        self._name: Final = name
+        self._asked_name: Final = name
+        self._name = ""
         self._settings: Final = settings
         self._may_be_next: Final = place.is_host and not is_named
         self._number = 1
@@ -73,7 +81,7 @@ class TrainingPool:
 
     @property
     def model(self) -> str:
-        """What the training is called in the pool."""
+        """What the training is called in the pool, which is open."""
         return self._name if self._number == 1 else f"{self._name}~{self._number}"
 
     @calls.marked
@@ -82,6 +90,7 @@ class TrainingPool:
         ``MediumError``, ``CorruptionError``, ``TransportError``."""
         with self._guard:
             if self._pool is None:
+                self._name, self._number = self._asked_name(), 1
                 self._home, self._pool = self._opened()
                 self._before = self._newest(self._pool)
             return self._pool
