@@ -36,6 +36,9 @@ HEAD_SIZE: Final = 256
 
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
+PART_MAX: Final = 255
+"""Characters of the name of a file."""
+
 FORMAT: Final = 4
 """1 to 3 were never released."""
 
@@ -70,7 +73,7 @@ class Reference:
         for name in ("pool_path", "pool_relative", "written_path"):
             _check_text(name, getattr(self, name), PATH_MAX)
         _check_text("model", self.model, NAME_MAX)
-        _check_text("part", self.part, NAME_MAX)
+        _check_text("part", self.part, PART_MAX)
         for name in ("step", "written_ns"):
             _check_integer(name, getattr(self, name))
 

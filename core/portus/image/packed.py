@@ -136,9 +136,24 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
             )
             for each in said[_KEY]
         ]
+        for file in files:
+            _check(file)
         return FileTable(files, str(said["directory"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(f"table of files: {type(error).__name__}: {error}") from error
+
+
+def _check(file: PackedFile) -> None:
+    """Raise ``ValueError`` unless the storages have places in the file that do not overlap."""
+    offset, length = file.offset, file.length
+    if len(offset) != len(length) or (length < 0).any() or (offset < 0).any():
+        raise ValueError(f"{file.name}: its storages have no places")
+    if file.size < 0 or (length > file.size).any() or (offset > file.size - length).any():
+        raise ValueError(f"{file.name}: a storage is not within its {file.size} bytes")
+    taken = np.flatnonzero(length)
+    taken = taken[np.argsort(offset[taken])]
+    if (offset[taken][1:] < (offset + length)[taken][:-1]).any():
+        raise ValueError(f"{file.name}: its storages overlap")
 
 
 def _encoded(column: Column) -> str:

@@ -122,7 +122,7 @@ def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
             each["tenant"]: each["read_only"] for each in portus_json("admin", desk)["tenants"]
         }
         assert shown == {"default": True, "later": True, "other": False}
-        assert torch.equal(run.load(1)["x"], STATE["x"])  # type: ignore[index]
+        assert torch.equal(run.load(1)["x"], STATE["x"])
         portus_json("admin", "read-only", desk, "default", "--off")
         run.save(STATE, 3).wait()
         with portus.open(url(server)) as pool:

@@ -1170,7 +1170,6 @@ def test_a_device_that_fails_stops_training_and_loses_nothing(
     assert durable(path)[:, 0].nonzero().flatten().tolist() == [1, 2]
 
 
-@pytest.mark.xfail(reason="a save takes the place of what is no checkpoint", strict=True)
 def test_a_checkpointer_and_a_shelf_do_not_take_the_place_of_tables(path: Path) -> None:
     small = Small()
     with small.protect(path):

@@ -42,7 +42,7 @@ def pool() -> PoolWriter:
     medium = Counting(DATA_START)
     format_pool(medium)
     made = PoolWriter(medium, ProcessLocks(LockTable()))
-    made.ensure(1 << 20)  # growth takes the turn too
+    made.release(made.reserve(1 << 20))  # growth takes the turn too
     return made
 
 

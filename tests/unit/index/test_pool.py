@@ -119,8 +119,7 @@ def test_a_pinned_version_keeps_its_space_after_it_was_retired() -> None:
     assert stored(reader, record) != [b"first" * 1000], "let go, the space was used again"
 
 
-@pytest.mark.parametrize("ask", ["reserve", "ensure"])
-def test_who_reads_for_long_ends_where_there_is_no_other_room(ask: str) -> None:
+def test_who_reads_for_long_ends_where_there_is_no_other_room() -> None:
     size = 1 << 20
     pool = writer(max_bytes=DATA_START + 3 * size)
     first = save(pool, [b"1" * size])
@@ -136,10 +135,7 @@ def test_who_reads_for_long_ends_where_there_is_no_other_room(ask: str) -> None:
     pool.yields = end
     pool.retire([])
     assert pool.free_bytes() < size + size // 2
-    if ask == "reserve":
-        pool.release(pool.reserve(size + size // 2))
-    else:
-        pool.ensure(size + size // 2)
+    pool.release(pool.reserve(size + size // 2))
     assert asked == [1]
     assert stored(pool, second) == [b"2" * size]
 
@@ -207,16 +203,9 @@ def test_what_the_older_root_reaches_is_not_reserved() -> None:
     pool.retire([first.info.id])
     held = pool.free_bytes()
     assert held < 1 << 20, "slot of the commit before still reaches it"
-    pool.ensure((1 << 20) + (512 << 10))  # settles: commits once more, so that no slot reaches it
+    wanted = (1 << 20) + (512 << 10)
+    pool.release(pool.reserve(wanted))  # settles: commits once more, so that no slot reaches it
     assert pool.free_bytes() > 1 << 20
-
-
-def test_what_was_ensured_is_reserved_without_growing() -> None:
-    pool = writer()
-    pool.ensure(256 << 20)
-    size = pool.medium.size
-    pool.release(pool.reserve(256 << 20))
-    assert pool.medium.size == size
 
 
 def test_space_is_touched_once_and_keeps_its_bytes(tmp_path: Path) -> None:
@@ -329,28 +318,6 @@ def test_space_that_was_added_for_one_may_be_taken_by_another() -> None:
         for page in range(each.offset // PAGE, each.end // PAGE)
     ]
     assert len(pages) == len(set(pages)) == 3 * (4 << 20) // PAGE
-
-
-def test_deleted_versions_go_only_when_their_space_is_needed() -> None:
-    pool = writer(DATA_START + (4 << 20), max_bytes=DATA_START + (4 << 20))
-    first = save(pool, [bytes(1 << 20)]).info.id
-    pool.deleted = lambda: [first]
-    second = save(pool, [bytes(1 << 20)]).info.id
-    assert pool.catalogue().ids() == {first, second}
-    pool.release(pool.reserve(5 << 19))
-    assert pool.catalogue().ids() == {second}
-
-
-def test_a_pool_that_data_fills_to_the_last_page_can_still_give_deleted_space_back() -> None:
-    pool = writer(DATA_START + (4 << 20), max_bytes=DATA_START + (4 << 20))
-    first = save(pool, [bytes(1 << 20)]).info.id
-    pool.deleted = lambda: [first]
-    pool.release(pool.reserve(pool.free_bytes()))  # not the last pages: it retires the first
-    assert pool.catalogue().ids() == set()
-    everything = pool.reserve(pool.free_bytes())  # no other way: then even these
-    assert pool.free_bytes() == 0
-    pool.release(everything)
-    save(pool, [b"more"])
 
 
 def test_a_damaged_newest_root_leads_to_the_one_before_and_is_said(

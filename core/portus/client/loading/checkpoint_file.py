@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from portus.client.files.reference import read
 from portus.client.loading.open_file import OpenFile, files_opened, opened, reads
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
@@ -19,7 +20,7 @@ from portus.client.loading.recognized import (
 from portus.client.loading.resolve import use_reference
 from portus.client.loading.torch_file import restore_torch
 from portus.errors import UsageError, printable
-from portus.format.reference import HEAD_SIZE, SIZE_MAX, Reference, may_begin
+from portus.format.reference import Reference
 from portus.image.stored import StoredFile
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
@@ -126,8 +127,7 @@ def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = 
     """What ``act`` gives for the file at a path, or for the file in a pool that a pointer there
     leads to. as_torch: see ``opened``."""
     with opened(where, as_torch=as_torch) as file:
-        is_pointer = file.size <= SIZE_MAX and may_begin(reads(file)(0, HEAD_SIZE))
-        if not is_pointer:
+        if read(where) is None:
             return act(file)
 
     def use(reader: PoolReader, entry: VersionEntry, reference: Reference) -> list[Result]:

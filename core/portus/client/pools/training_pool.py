@@ -24,7 +24,7 @@ from portus.client.pools.image_draft import (
     SummingDraft,
     packed_lengths,
 )
-from portus.errors import BusyError, CorruptionError, PortusError, StaleError
+from portus.errors import BusyError, CorruptionError, PortusError, StaleError, UsageError
 from portus.format.layout import RecordKind
 from portus.format.reference import Reference
 from portus.image.image import Image
@@ -47,7 +47,7 @@ class TrainingPool:
     removed, or replaced, through this.
 
     place: where the pool is: a device, a host, or several hosts, of which each rank of a job saves
-    to one. name: asked, when the pool is opened, what the training is called there. is_named: a user
+    to one. name: asked, when the pool opens, what the training is called there. is_named: a user
     gave the name; else, where another process saves to a host under it, the next one is taken,
     ``name~2``. settings: how to save.
 
@@ -91,8 +91,13 @@ class TrainingPool:
         with self._guard:
             if self._pool is None:
                 self._name, self._number = self._asked_name(), 1
-                self._home, self._pool = self._opened()
-                self._before = self._newest(self._pool)
+                home, pool = self._opened()
+                try:
+                    self._before = self._newest(pool)
+                except BaseException:
+                    home.close(made=False)
+                    raise
+                self._home, self._pool = home, pool
             return self._pool
 
     def steady(self, late: Flags, *, unchanged: bool) -> Flags:
@@ -242,7 +247,8 @@ class TrainingPool:
                 self._number += 1
 
     def _newest(self, pool: Pool) -> CommittedImages | None:
-        """The newest version, to share with; None if there is none that can be read."""
+        """The newest version, to share with; None if there is none that can be read. Raises
+        ``UsageError`` for one that changes in place."""
         found = pool.catalogue().models.get(self.model)
         if not found:
             return None
@@ -253,6 +259,12 @@ class TrainingPool:
             known = decode_table(table)
         except PortusError:
             return None
+        if record.log is not None:
+            raise UsageError(
+                f"{self.place}: {self.model!r} changes in place, and a checkpoint of that name "
+                "would replace it: expected checkpoints, found a shelf (portus.Shelf) or embedding "
+                "tables (portus.embedding.protect); give the run another name, or a pool of its own"
+            )
         if known is None:
             return None
         return CommittedImages(Before(record, layout, table), len(known.files), None)
