@@ -144,6 +144,11 @@ class Queue:
                 lambda: not any(each is work for each in self._left() for work in asked), timeout_s
             )
 
+    def put_all(self, saver: object, timeout_s: float) -> bool:
+        """Wait until no other thread is in a save of ``saver``; False if time ran out."""
+        with self._lock:
+            return self._changed.wait_for(lambda: self._has_put_all(saver), timeout_s)
+
     def has_more(self) -> bool:
         """True if something waits behind what runs now, or a save is about to."""
         return bool(self._waiting) or len(self._turns) > 1
@@ -184,11 +189,12 @@ class Queue:
     def _has_ended(self) -> bool:
         return self._thread is None and self._running is None and not self._waiting
 
-    def _has_put_all(self) -> bool:
-        """True if no other thread is in a save: between its admission and its work."""
+    def _has_put_all(self, saver: object = None) -> bool:
+        """True if no other thread is in a save: between its admission and its work. saver: whose;
+        None: anybody's."""
         placed = {own for _, own in self._waiting} | {self._running_on}
         here = threading.current_thread()
-        left = self._turns - placed
+        left = [each for each in self._turns - placed if saver in (None, each.saver)]
         return not any(turn.by is not here and turn.by.is_alive() for turn in left)
 
     def _say_since(self, start: float) -> None:

@@ -178,9 +178,6 @@ def test_ctrl_c_while_a_step_waits_at_the_fence(path: Path) -> None:
         run.goes_on(lost=0)
 
 
-@pytest.mark.xfail(
-    run=False, reason="PoolCheckpointer.close: behind Ctrl-C it waits for the queue once more"
-)
 def test_ctrl_c_while_closing_leaves_the_rest_to_a_second_close(path: Path) -> None:
     with running(path) as run:
         run.gate.shut()

@@ -157,27 +157,32 @@ class DirectoryCheckpointer(Checkpointer):
 
     @calls.entry
     def fence(self) -> None:
-        self._saver.fence()
+        if self._process == os.getpid():
+            self._saver.fence()
 
     @calls.entry
     def wait(self, timeout: float | None = None) -> None:
+        self._check_process()
         self._saver.wait(timeout)
 
     @calls.entry
     def close(self) -> None:
         if self._is_closed or self._process != os.getpid():
             return
-        with contextlib.ExitStack() as closing:  # from the last one on
-            if self._mirror is not None:
-                closing.callback(self._mirror.close)
-            closing.callback(self._end)
+        try:
             self._saver.close()
+        except Exception:
+            self._end()
+            raise
+        self._end()  # not behind Ctrl-C: a second call closes the rest
 
     def _end(self) -> None:
         self._is_closed = True
         leave(self)
         if self._journal is not None:
             self._journal.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
     def _mirror_of(self, name: str) -> DirectoryMirror | None:
         address = mirror_of(self.settings)
@@ -209,12 +214,15 @@ class DirectoryCheckpointer(Checkpointer):
             self.close()
 
     def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise UsageError("this Checkpointer is closed")
+
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise UsageError(
                 f"{printable(self.path)}: another process opened this Checkpointer; open one here"
             )
-        if self._is_closed:
-            raise UsageError("this Checkpointer is closed")
 
     def _make_directory(self) -> bool:
         """Make the directory, and return whether it was not there."""

@@ -161,19 +161,24 @@ class PoolCheckpointer(Checkpointer):
 
     @calls.entry
     def fence(self) -> None:
-        self._saver.fence()
+        if self._process == os.getpid():
+            self._saver.fence()
 
     @calls.entry
     def wait(self, timeout: float | None = None) -> None:
+        self._check_process()
         self._saver.wait(timeout)
 
     @calls.entry
     def close(self) -> None:
         if self._is_closed or self._process != os.getpid():
             return
-        with contextlib.ExitStack() as closing:
-            closing.callback(self._end)
+        try:
             self._saver.close()
+        except Exception:
+            self._end()
+            raise
+        self._end()  # not behind Ctrl-C: a second call closes the rest
 
     def _end(self) -> None:
         self._is_closed = True
@@ -198,12 +203,15 @@ class PoolCheckpointer(Checkpointer):
             self.close()
 
     def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise UsageError("this Checkpointer is closed")
+
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise UsageError(
                 f"{self.path}: another process opened this Checkpointer; open one here"
             )
-        if self._is_closed:
-            raise UsageError("this Checkpointer is closed")
 
     def _begun(self, save: Save) -> None:
         if self._journal is not None:

@@ -249,6 +249,7 @@ class FileSaver:
         self._mode: Final = SnapshotMode(settings.snapshot)
         self._placing: Placing | None = None
         self._steps_at_last = -1
+        self._is_closed = False
         self.make_room: Callable[[], bool] = lambda: False
         """Asked where the disk is full: True if space was given back, by removals."""
 
@@ -298,6 +299,8 @@ class FileSaver:
             return self.refuse(_too_late(_name_of(new), waited_s), waited_s)
         job = None
         try:
+            if self._is_closed:  # by another thread, meanwhile
+                raise UsageError("this Checkpointer is closed")
             with PENDING.exempt():
                 job = self._begin(new, extra)
                 job.save.asked_at(start)
@@ -346,18 +349,28 @@ class FileSaver:
         self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
 
     def close(self) -> None:
-        """Finish the saves in flight. Failures that nobody heard of are reported."""
+        """Finish the saves in flight. Failures that nobody heard of are reported. Behind Ctrl-C it
+        is still open."""
+        self._is_closed = True
+        try:
+            if not self._queue.on_worker():
+                self._finish()
+        except BaseException:
+            self._is_closed = False
+            raise
+        self._fence.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._tell()
+
+    def _finish(self) -> None:
         start = time.monotonic()
-        while not self._queue.on_worker() and not self._queue.catch_up(_NEWS_S):
+        while not (self._queue.put_all(self, _NEWS_S) and self._queue.catch_up(_NEWS_S)):
             _log.warning(
                 "portus: still finishing saves after %.0f s. If this goes on, look at the disk "
                 "that they go to",
                 time.monotonic() - start,
             )
-        self._fence.close()
-        if self._pool is not None:
-            self._pool.close()
-        self._tell()
 
     def later(self, act: Callable[[], None]) -> None:
         """Call ``act`` on the worker, after the saves so far. It raises nothing."""
