@@ -93,6 +93,8 @@ def checked_step(step: object) -> int:
         number = operator.index(step)  # type: ignore[arg-type]  # that is what is tried
     except TypeError as error:
         raise UsageError(f"step: expected an integer, found {step!r:.80}") from error
-    if not -(1 << 63) <= number < 1 << 63:
-        raise UsageError(f"step: expected 64 bits, found {number}")
+    if number < 0:
+        raise UsageError(f"step: expected 0 or more, found {number}")
+    if number >= 1 << 63:
+        raise UsageError(f"step: expected less than 2**63, found {number}")
     return number

@@ -58,7 +58,6 @@ def test_the_document_has_the_header_and_the_numbers() -> None:
     assert f"| facts of an entry | {objects.FACTS_MAX} |" in TEXT
     assert f"the last {objects.TERMS_MAX} |" in TEXT
     assert f"that are gone in a state | the last {objects.GONE_MAX} |" in TEXT
-    assert f"| a path of a reference file | {objects.PATH_SIZE_MAX} characters |" in TEXT
     assert (
         f"| the name of a claiming process, for messages | {objects.WHO_SIZE_MAX} characters |"
         in TEXT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Final, NamedTuple, TypeVar
 
@@ -144,16 +144,24 @@ class PoolView:
         return [info.step for info in self.versions(model)]
 
     def load(
-        self, model: str = "default", step: int | None = None, names: Patterns = None
+        self,
+        model: str = "default",
+        step: int | None = None,
+        names: Patterns = None,
+        *,
+        weights_only: bool | None = None,
     ) -> object:
         """The verified state of a version on the CPU, newest by default; or its matching part.
 
-        names: shell patterns of key paths (``"model.*"``). Raises ``UsageError`` if there is no
-        such version, ``CorruptionError`` if none verifies; a newest one that does not verify is
-        passed over with an error in the log.
+        names: shell patterns of key paths (``"model.*"``). weights_only: as for ``torch.load``.
+        Raises ``UsageError`` if there is no such version, ``CorruptionError`` if none verifies; a
+        newest one that does not verify is passed over with an error in the log.
         """
-        pools = self._pools_of(model)
-        return again(lambda: load_from(pools, model, step, names))
+
+        def use(pool: PoolReader, entry: VersionEntry) -> object:
+            return restore.load(pool, entry, names, weights_only=weights_only)
+
+        return self._used(model, step, use)
 
     @calls.entry
     def restore_into(
@@ -165,15 +173,23 @@ class PoolView:
         strict: bool = True,
         names: Patterns = None,
         rename: Rename = None,
+        weights_only: bool | None = None,
     ) -> Restored:
         """See ``Checkpointer.restore_into``."""
         before_write()  # a Checkpointer of this process may be saving these tensors
-        pools = self._pools_of(model)
-        return again(
-            lambda: restore_from(
-                pools, state, model, step, strict=strict, names=names, rename=rename
+
+        def use(pool: PoolReader, entry: VersionEntry) -> Restored:
+            return restore.restore_into(
+                pool,
+                entry,
+                state,
+                strict=strict,
+                names=names,
+                rename=rename,
+                weights_only=weights_only,
             )
-        )
+
+        return self._used(model, step, use)
 
     def verify(self, info: VersionInfo, advanced: Callable[[int], None] | None = None) -> int:
         """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""
@@ -203,6 +219,13 @@ class PoolView:
     ) -> None:
         self.close()
 
+    def _used(
+        self, model: str, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]
+    ) -> Result:
+        """What ``use`` gives for a step, or for the newest version that verifies."""
+        pools = self._pools_of(model)
+        return again(lambda: restore.newest_first(chosen(pools, model, step), use))
+
     def _pools_of(self, model: str) -> list[PoolReader]:
         """The files that have versions of the model, that with the newest one, by time, last."""
         newest = [
@@ -216,40 +239,3 @@ class PoolView:
                 f"there are {self.models()[:20]}"
             )
         return [pool for _, pool in sorted(newest, key=lambda pair: pair[0])]
-
-
-def load_from(
-    pools: Sequence[PoolReader],
-    model: str,
-    step: int | None,
-    names: Patterns,
-    *,
-    verify: bool = True,
-) -> object:
-    """Load from some pools, the newest of them last; the newest version that verifies."""
-
-    def use(pool: PoolReader, entry: VersionEntry) -> object:
-        return restore.load(pool, entry, names, verify=verify)
-
-    return restore.newest_first(chosen(pools, model, step), use)
-
-
-def restore_from(
-    pools: Sequence[PoolReader],
-    state: object,
-    model: str,
-    step: int | None,
-    *,
-    strict: bool,
-    names: Patterns,
-    rename: Rename,
-    verify: bool = True,
-) -> Restored:
-    """Restore from some pools, the newest of them last; the newest version that verifies."""
-
-    def use(pool: PoolReader, entry: VersionEntry) -> Restored:
-        return restore.restore_into(
-            pool, entry, state, strict=strict, names=names, rename=rename, verify=verify
-        )
-
-    return restore.newest_first(chosen(pools, model, step), use)

@@ -26,6 +26,7 @@ from portus.errors import PortusError, UsageError
 from portus.format.text import is_text
 from portus.index.directory import has_pool
 from portus.index.keep import Keep, checked_metrics
+from portus.index.place import PlaceKind
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
@@ -60,6 +61,11 @@ class PoolCheckpointer(Checkpointer):
         self._is_closed = True  # until it is made
         _check_model(model)
         place = place_of(directory)
+        if place.kind is PlaceKind.DIRECTORY:
+            raise UsageError(
+                f"{place}: expected a pool file (*.portus), a DAX device or a storage host, found "
+                "the name of a directory; Checkpointer saves to directories"
+            )
         if len(place.hosts) > 1:
             raise UsageError(
                 f"{place}: model {model!r} is saved to one pool; expected one storage host, found "

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from portus.client.loading.checkpoint_file import read_note
-from portus.errors import CorruptionError, MediumError, UsageError, printable
+from portus.errors import CorruptionError, MediumError, printable
 from portus.index.keep import Keep
 from portus.spec import VersionInfo, checked_step
 
@@ -40,8 +40,6 @@ class StepFiles:
     def path_of(self, step: int) -> str:
         """Return where the file of a step is. Raises ``UsageError`` for what is no step."""
         number = checked_step(step)
-        if number < 0:
-            raise UsageError(f"step: expected 0 or more, found {number}")
         return os.path.join(self.directory, f"step-{number:08d}.pt")
 
     def note(self, time_ns: int, metrics: dict[str, float]) -> bytes:
