@@ -58,8 +58,7 @@ class Policy:
 
     ``retire``: versions to let go of in the same commit. ``describe``: the name of a storage,
     for messages. ``audit``: notes what is there of the late storages; None: no audit.
-    ``publishing``: what must be durable before the commit is. ``committed``: told after it,
-    before anybody who waits, with which storages equalled those of the version before (or the
+    ``committed``: told after it, before anybody who waits, with which storages equalled those of the version before (or the
     hint that was given, if there was none to compare with). ``guilty``: told the addresses of
     storages that an audit found torn. ``changed``: told the indices of storages that another
     process wrote while they were copied. Nothing here may hold on to the state.
@@ -68,7 +67,6 @@ class Policy:
     retire: Callable[[], Collection[int]] = tuple
     describe: Callable[[int], str] = str
     audit: Callable[[Late, Stop], Audit | None] = lambda late, stop: None
-    publishing: Callable[[], None] = lambda: None
     committed: Callable[[CommittedVersion, Flags], None] = lambda version, steady: None
     guilty: Callable[[Sequence[int]], None] = lambda indices: None
     changed: Callable[[Sequence[int]], None] = lambda indices: None
@@ -391,7 +389,6 @@ class Save:
 
     def _commit(self) -> None:
         start = time.perf_counter()
-        self._policy.publishing()
         snapshot = self._snapshot
         labels = Labels(
             model=snapshot.model,
