@@ -178,7 +178,7 @@ class CheckpointFiles:
 
     @property
     def _plain_files(self) -> portus.TrainingFiles:
-        """For what is a file, though there is a pool."""
+        """Return what saves files that stay files, though there is a pool."""
         if self._plain is None:
             alone = replace(self._settings, max_bytes=None, durable=1, journal=False, mirror="none")
             self._plain = portus.TrainingFiles(alone, of_directories=True, telling=TELLING)

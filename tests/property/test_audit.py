@@ -20,12 +20,15 @@ import pytest
 import torch
 
 from portus.client.fence.fence import Fence
-from portus.client.fence.snapshot import SnapshotMode, Snapshots
+from portus.client.fence.snapshot import Suspects, copy_order
+from portus.client.paths.new_file import JoinedStorages, NewFile
+from portus.client.paths.saver import contents_of
 from portus.errors import AbandonedError
 from portus.format.layout import DATA_START
 from portus.media import written
 from portus.pipeline.audit import AuditMethod
 from portus.pipeline.draft import PoolDraft
+from portus.pipeline.plan import Snapshot
 from portus.pipeline.run import Policy, Save
 from tests.depth import deep
 from tests.unit.client.late_copy import FENCE_S_MAX
@@ -137,7 +140,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.bench = Bench(self.medium)
-        self.snapshots = Snapshots("m", SnapshotMode.AUTO)
+        self.suspects = Suspects()
 
     def model(self, rng: random.Random, cases: int) -> None:
         """Some cases with one model; each steps, saves, and is written to meanwhile."""
@@ -149,10 +152,25 @@ class Search:
     def case(self, model: Model, rng: random.Random) -> None:
         self.cases += 1
         state = {"parameters": model.parameters, "optimizer": model.optimizer.state_dict()}
-        flat = self.snapshots.flatten(state)
-        wanted = [_bytes(storage) for storage in flat.storages]
-        snapshot = self.snapshots.take(flat, self.cases, synchronous=False, unchanged=False)
-        assert snapshot.late.any()
+        joined = JoinedStorages([NewFile("a.pt", "", contents_of(state)(), b"")])
+        wanted = [_bytes(storage) for storage in joined.storages]
+        order = copy_order(joined.storages, joined.owned, {}, self.suspects.turn())
+        assert order.late.any()
+        snapshot = Snapshot(
+            model="m",
+            step=self.cases,
+            token=rng.randbytes(16),
+            tree=b"{}",
+            layout=b"[]",
+            address=order.address,
+            length=order.length,
+            late=order.late,
+            steady=np.zeros(len(order.late), np.bool_),
+            guarded=order.guarded,
+            changes=joined.changes,
+            alive=joined.storages,
+            exposed=order.exposed,
+        )
         policy = Policy(
             retire=lambda: self.bench.pool.catalogue().ids(),
             audit=lambda late, stop: audited(self.way, late, stop),

@@ -71,7 +71,7 @@ class ExportOptions:
 
     @property
     def suffix(self) -> str:
-        """Of ``out``, in lower case."""
+        """Return the suffix of ``out``, in lower case."""
         return os.path.splitext(self.out)[1].lower()
 
     def is_exact(self, name: str) -> bool:

@@ -185,7 +185,7 @@ def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
 
 
 def verified_by(path: str, has_digests: bool) -> str:
-    """By what a file is verified: a key of ``_SAID``."""
+    """Return what a file is verified by: a key of ``_SAID``."""
     if has_digests:
         return "digests"
     with open(path, "rb") as file:

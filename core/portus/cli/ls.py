@@ -134,7 +134,8 @@ def _space(reader: PoolReader) -> _Space:
 
 
 def _tables(reader: PoolReader, catalogue: Catalogue, output: Output) -> Tables:
-    """Of a damaged version there are none, and it is said; nor of one removed meanwhile."""
+    """Return the tables of each version. A damaged one has none, and it is said; nor has one that
+    was removed meanwhile."""
     found: Tables = {}
     for entry in catalogue.entries():
         try:

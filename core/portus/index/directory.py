@@ -185,7 +185,7 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
     for entry in files.entries(directory):
         maker = entry.removesuffix(".new").rpartition(".")[2]
         process, path = maker.partition("-")[0], os.path.join(directory, entry)
-        if entry != hidden(name, f".{maker}.new") or not process.isdigit() or path in _unfinished:
+        if not process.isdigit() or entry != hidden(name, f".{maker}.new") or path in _unfinished:
             continue
         if not _is_alive(int(process)):
             files.remove(path)

@@ -58,10 +58,11 @@ class Policy:
 
     ``retire``: versions to let go of in the same commit. ``describe``: the name of a storage,
     for messages. ``audit``: notes what is there of the late storages; None: no audit.
-    ``committed``: told after it, before anybody who waits, with which storages equalled those of the version before (or the
-    hint that was given, if there was none to compare with). ``guilty``: told the addresses of
-    storages that an audit found torn. ``changed``: told the indices of storages that another
-    process wrote while they were copied. Nothing here may hold on to the state.
+    ``committed``: told after the commit, before anybody who waits, with which storages equalled
+    those of the version before (or the hint that was given, if there was none to compare with).
+    ``guilty``: told the addresses of storages that an audit found torn. ``changed``: told the
+    indices of storages that another process wrote while they were copied. Nothing here may hold on
+    to the state.
     """
 
     retire: Callable[[], Collection[int]] = tuple

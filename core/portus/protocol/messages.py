@@ -278,7 +278,7 @@ class Pulled(Message, frozen=True):
     since=6,
 )
 class Full(Message, frozen=True):
-    """There is no room for the offer. The save goes on: it may be offered again."""
+    """No room for the offer. The save goes on: it may be offered again."""
 
     errno: Number
     text: Text

@@ -590,7 +590,7 @@ class _Hasher:
         self._row = -1
 
     def of(self, row: int) -> _Hasher:
-        """This, for the unit of that row; units come in order."""
+        """Return this, for the unit of that row; units come in order."""
         if row != self._row:
             self._row, self._hasher, self._crc = row, xxhash.xxh3_128(), 0
         return self

@@ -434,7 +434,9 @@ def test_ten_terabytes_do_not_fit_without_a_quota_either(server: Server) -> None
         asked(link, said.Register(0, lengths), said.Done)
         asked(link, said.Begin("m", 1, TOKEN, lengths), said.Begun)
         for _ in range(2):  # it may be offered again
-            assert asked(link, said.Offer(one, one), said.Full).errno == errno.ENOSPC
+            full = asked(link, said.Offer(one, one), said.Full)
+            assert isinstance(full, said.Full)
+            assert full.errno == errno.ENOSPC
         asked(link, said.Abandon(), said.Abandoned)
         asked(link, said.Forget(one), said.Done)
         confirmed(link)

@@ -58,7 +58,6 @@ def test_who_waited_for_the_writer_before_finds_the_file_as_that_one_left_it(
         after.close()
 
 
-@pytest.mark.xfail(reason="the name of the entry beside it is taken for one of Portus", strict=True)
 def test_a_pool_is_made_beside_an_entry_with_the_longest_name(tmp_path: Path) -> None:
     (tmp_path / ("x" * 255)).mkdir()
     create_pool(str(tmp_path / "run.portus"), LocalFiles())

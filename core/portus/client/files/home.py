@@ -12,7 +12,7 @@ import urllib.parse
 from typing import Final, Protocol
 
 from portus.client.files.host import HostDraft, HostPool
-from portus.errors import PortusError, UsageError
+from portus.errors import PortusError
 from portus.index.directory import (
     WRITERS,
     create_pool,
@@ -182,15 +182,10 @@ def host_journals(host: Place, directory: str | None) -> list[str]:
 
 
 def home_of(place: Place, model: str, max_bytes: int | None, durable: int = 1) -> Home:
-    """Where the versions of ``model`` live at that place. Raises ``UsageError`` if it is no host
-    and ``durable`` says that two are to have what counts."""
+    """Where the versions of ``model`` live at that place. durable: how many hosts are to have what
+    counts."""
     if place.is_host:
         return HostHome(place, model, durable)
-    if durable > 1:
-        raise UsageError(
-            f"durable={durable}: model {model!r} is saved to {place}; expected a storage host that "
-            "has a replica, and its address, portus://a+b"
-        )
     return FileHome(place, max_bytes)
 
 

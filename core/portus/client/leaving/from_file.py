@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from portus.client.loading.checkpoint_file import load_file
+from portus.client.loading.elsewhere import fill
 from portus.client.loading.outline import leaves_of
 from portus.errors import UsageError, printable
 
@@ -45,7 +46,8 @@ def write(
     """Write what ``names`` say of the torch file at ``path`` to ``out``, verified and synced.
 
     names: shell patterns of key paths; none means all. strip: taken off the front of names. limit:
-    ``out`` is a directory, of files of so many bytes at most; None: a file. weights_of: the weights
+    ``out`` is a directory, of files of so many bytes at most; None: a file. Protected tables are
+    read from their own pool. weights_of: the weights
     among tensors by name, and the names of the others, which are left out. Runs no code that the
     file names. Raises ``UsageError`` for a file with objects of other classes than ``weights_only``
     allows, ``CorruptionError``, ``MediumError``.
@@ -61,6 +63,7 @@ def write(
             f"{f' ({named[1]})' if named else ''}. Load it with torch.load in a program that "
             "trusts it, and save the tensors"
         ) from error
+    state = fill(state)
     found = leaves_of(state)
     tensors, no_weights = weights_of(
         {name: value for name, value in found if isinstance(value, torch.Tensor)}

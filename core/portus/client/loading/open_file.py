@@ -22,6 +22,10 @@ _TRAITS: Final = FileSystemTraits(volatile=False, early=False)
 """Of a file that is only read from."""
 
 
+_READ_MAX: Final = 16 << 20
+"""Bytes around the storages of a file of a version that are read at once, and kept."""
+
+
 class OpenFile(Protocol):
     """A file of ``size`` bytes. ``number``: its descriptor; None for one that has none."""
 
@@ -77,7 +81,10 @@ class VersionFile:
         self._first: Final = first
         self._around: Final = around
         self._spans: Final = file.spans()
+        self._size_around: Final = file.around
         self._extents: Final[dict[int, Sequence[Extent]]] = {}
+        self._read: bytes | None = None
+        """What is around the storages, once some of that was read."""
 
     def extents(self, offset: int, length: int) -> Sequence[Extent]:
         found: list[Extent] = []
@@ -86,7 +93,23 @@ class VersionFile:
         return found
 
     def load(self, offset: int, target: memoryview) -> None:
-        for extent in self.extents(offset, len(target)):
+        for storage, inside, size in self._spans.within(offset, len(target)):
+            part, target = target[:size], target[size:]
+            if storage == self._count and self._size_around <= _READ_MAX:
+                part[:] = self._literals()[inside : inside + size]
+            else:
+                self._load(_part(self._extents_of(storage), inside, inside + size), part)
+
+    def _literals(self) -> bytes:
+        """What is around the storages: read at once, since a store is asked for each piece."""
+        if self._read is None:
+            read = bytearray(self._size_around)
+            self._load(self._extents_of(self._count), memoryview(read))
+            self._read = bytes(read)
+        return self._read
+
+    def _load(self, extents: Sequence[Extent], target: memoryview) -> None:
+        for extent in extents:
             self.medium.load(extent.offset, target[: extent.length])
             target = target[extent.length :]
 

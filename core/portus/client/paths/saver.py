@@ -562,7 +562,7 @@ class FileSaver:
         )
 
     def _steady(self, late: Flags) -> Flags:
-        """Which storages probably have not changed: files share nothing."""
+        """Return which storages probably have not changed: files share nothing."""
         before, self._steps_at_last = self._steps_at_last, steps_seen()
         if self._pool is None:
             return np.zeros(len(late), np.bool_)

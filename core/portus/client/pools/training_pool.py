@@ -51,7 +51,8 @@ class TrainingPool:
     gave the name; else, where another process saves to a host under it, the next one is taken,
     ``name~2``. settings: how to save.
 
-    The pool is opened by the first save, and stays open. Threads may share this.
+    The pool is opened by the first save, and stays open. Threads may share this. Raises
+    ``UsageError`` if two are to have what counts, and the place is no host.
     """
 
     def __init__(
@@ -63,6 +64,11 @@ class TrainingPool:
         is_named: bool,
         rank: int = 0,
     ) -> None:
+        if settings.durable > 1 and not place.is_host:
+            raise UsageError(
+                f"durable={settings.durable}: expected a storage host that has a replica, and its "
+                f"address, portus://a+b, found {place}"
+            )
         self.place: Final = place.of_rank(rank)
         self._places: Final = [str(each) for each in place.hosts] or [str(place)]
         self._asked_name: Final = name
