@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +137,29 @@ def test_pointers_of_before_and_after_a_host_was_killed_lead_to_their_states(
         assert portus.is_reference(tmp_path / "1.ckpt")
         with portus.open(second.url) as view:
             assert view.steps("net") == [4, 5], "the others are let go of"
+
+
+def test_a_pointer_loads_from_the_second_host_when_the_first_one_is_gone(tmp_path: Path) -> None:
+    """In a process that saves nothing: before a training that resumes has saved."""
+    with (
+        Host(tmp_path / "second") as second,
+        Host(tmp_path / "first", "--replica", second.url) as first,
+    ):
+        address, path = f"{first.url}+127.0.0.1:{second.port}", tmp_path / "a.ckpt"
+        settings = portus.Settings(durable=2, journal=False, on_error="raise")
+        pool = portus.Place.named(address)
+        with contextlib.closing(portus.TrainingFiles(settings, pool=pool)) as files:
+            files.begin("net", str(tmp_path / ".portus"), str(tmp_path))
+            files.save(state(1), str(path), 1).wait()
+        first.kill()
+        program = f"import portus; assert portus.load({str(path)!r})['step'] == 1"
+        told = subprocess.run(
+            [sys.executable, "-c", program],
+            env=dict(os.environ, PORTUS_POOL=address),
+            capture_output=True,
+            text=True,
+        )
+        assert told.returncode == 0, told.stderr
 
 
 def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(

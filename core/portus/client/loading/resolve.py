@@ -162,8 +162,11 @@ def _use(
         was_found = False
         token = bytes.fromhex(reference.token)
         for place, is_allowed in _candidates(reference, path):
+            has_replica = place.is_host and place.address.second is not None
+            if has_replica and failure is None:
+                continue  # both answered
             try:
-                with contextlib.closing(_opened(place)) as reader:
+                with contextlib.closing(_opened(place, reference, has_replica)) as reader:
                     is_it = reader.superblock.uuid.hex() == reference.pool
                     was_found = was_found or is_it
                     for entry in reader.catalogue().entries() if is_it or is_allowed else ():
@@ -207,6 +210,8 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
         for each in pools:
             seen.add(each.path)
             yield each, True
+    hosts = [host for place in POOLS.allowed() for host in place.hosts]
+    yield from ((host, True) for host in hosts if host.address.second is not None)
     named = [reference.pool_path]
     if path is not None and not reference.pool_relative.startswith("portus"):
         where = os.path.dirname(os.path.realpath(path))
@@ -230,9 +235,14 @@ def _here(path: str) -> Place | None:
     return Place(PlaceKind.DEVICE, path) if stat.S_ISCHR(mode) and is_device(path) else None
 
 
-def _opened(place: Place) -> PoolReader:
-    from portus.client.files.home import open_place  # it is heavy
+def _opened(place: Place, reference: Reference, has_replica: bool) -> PoolReader:
+    """The pool at a place; of a host that is gone, that of its replica, which leads from then on.
+    Raises what opening raises."""
+    from portus.client.files.home import open_place  # they are heavy
+    from portus.client.files.host import HostPool
 
+    if has_replica:
+        return HostPool(place.path, reference.model, claim_s=0)
     return open_place(place)
 
 

@@ -113,7 +113,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def watched(place: portus.Place) -> Any:
         seen.append(place.path)
-        return open_place(place)
+        return open_place(place, *others)
 
     monkeypatch.setattr(resolve, "_opened", watched)
     return seen
@@ -419,7 +419,7 @@ def test_a_pointer_that_is_replaced_while_it_is_followed_is_read_again(
         if saved < 3:
             saved += 1
             run.save("last.ckpt", saved)
-        return open_place(place)
+        return open_place(place, *others)
 
     monkeypatch.setattr(resolve, "_opened", replace_and_open)
     assert torch.load(path)["step"] == 3
