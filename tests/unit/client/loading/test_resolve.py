@@ -111,7 +111,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     open_place = resolve._opened
 
-    def watched(place: portus.Place) -> Any:
+    def watched(place: portus.Place, *others: Any) -> Any:
         seen.append(place.path)
         return open_place(place, *others)
 
@@ -414,7 +414,7 @@ def test_a_pointer_that_is_replaced_while_it_is_followed_is_read_again(
     open_place = resolve._opened
     saved = 1
 
-    def replace_and_open(place: portus.Place) -> Any:
+    def replace_and_open(place: portus.Place, *others: Any) -> Any:
         nonlocal saved
         if saved < 3:
             saved += 1
