@@ -119,22 +119,11 @@ class Keep:
     def staying(self, versions: Sequence[_Version]) -> list[_Version]:
         """Return those of ``versions`` that stay: all versions of one model, in the order of their
         commits, oldest first."""
-        return self._among(versions, last=self.last, newest_ns=None)
-
-    def lasting(self, versions: Sequence[_Version], newest_ns: int | None = None) -> list[_Version]:
-        """Return those of ``versions`` that would stay without being among the ``last``. newest_ns:
-        the time of a newer version, which is not among ``versions``."""
-        return self._among(versions, last=0, newest_ns=newest_ns)
-
-    def _among(
-        self, versions: Sequence[_Version], *, last: int, newest_ns: int | None
-    ) -> list[_Version]:
-        places = set(range(max(0, len(versions) - last), len(versions)))
+        places = set(range(max(0, len(versions) - self.last), len(versions)))
         if self.every is not None:
             places |= _first_of_each(versions, self.every)
         if self.within is not None and versions:
-            newest = versions[-1].time_ns if newest_ns is None else newest_ns
-            since_ns = newest - round(min(float(self.within), _WITHIN_MAX_S) * 1e9)
+            since_ns = versions[-1].time_ns - round(min(float(self.within), _WITHIN_MAX_S) * 1e9)
             places |= {place for place, each in enumerate(versions) if each.time_ns >= since_ns}
         if self.best is not None:
             places |= _best(versions, *self.best)

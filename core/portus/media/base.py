@@ -208,11 +208,6 @@ class MappedMedium(Medium, Protocol):
         """
 
 
-Birth = tuple[int, int]
-"""Inode, and time of birth in nanoseconds: of one file or directory, and of no other on its file
-system, ever. A copy has another one; who is moved within a file system, or linked, keeps it."""
-
-
 @dataclass(frozen=True, slots=True)
 class FileStatus:
     """``identity`` is (device, inode): equal for two hard links. ``links`` is the link count."""
@@ -259,10 +254,6 @@ class Names(Protocol):
 
     def status(self, path: str) -> FileStatus | None:
         """What is at ``path``, or None if nothing is. Follows symbolic links."""
-
-    def birth(self, path: str) -> Birth | None:
-        """Return the ``Birth`` of the file or directory at ``path``. None if nothing is there, or
-        where the file system keeps no time of birth. Follows symbolic links."""
 
 
 class FileSystem(Files, Names, Protocol):

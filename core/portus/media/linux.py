@@ -55,10 +55,6 @@ _ALLOCATE_MIN: Final = 64 << 10
 a long one would never end: each signal makes the next ones shorter."""
 
 _AT_FDCWD: Final = -100
-_STATX_INO: Final = 0x100
-_STATX_BTIME: Final = 0x800
-_STATX: Final = struct.Struct("=I28xQ40xqI164x")
-"""Of ``struct statx``: the mask, the inode, and the time of birth in seconds and nanoseconds."""
 
 _XFS_GEOMETRY: Final = struct.Struct("=88xiI16x")
 _XFS_IOC_FSGEOMETRY_V4: Final = (2 << 30) | (_XFS_GEOMETRY.size << 16) | (ord("X") << 8) | 124
@@ -135,23 +131,6 @@ def allocate(descriptor: int, offset: int, length: int) -> None:
             piece_max = max(piece_max // 4, _ALLOCATE_MIN)
         else:
             raise _error()
-
-
-def birth(path: str) -> tuple[int, int] | None:
-    """Inode and time of birth (ns) of what is at ``path``, by statx(2): together they are never
-    given twice on one file system. Follows symbolic links. None where no time of birth is kept."""
-    call = getattr(_libc(), "statx", None) if sys.platform == "linux" else None
-    if call is None:
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
-    answer = ctypes.create_string_buffer(_STATX.size)
-    if call(_AT_FDCWD, os.fsencode(path), 0, _STATX_INO | _STATX_BTIME, answer) != 0:
-        if ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
-            return None  # older than Linux 4.11, or a sandbox that does not know it
-        raise _error()
-    found, inode, seconds, nanoseconds = _STATX.unpack(answer.raw)
-    is_known = found & _STATX_BTIME and (seconds or nanoseconds)
-    return (inode, seconds * 10**9 + nanoseconds) if is_known else None
 
 
 def punch(descriptor: int, offset: int, length: int) -> None:

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from portus.errors import MediumError, UsageError
 from portus.media import linux
-from portus.media.base import Birth, FileStatus
+from portus.media.base import FileStatus
 from portus.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device
 from portus.media.file import (
     FileSystemTraits,
@@ -153,15 +153,6 @@ class LocalFiles:
             raise file_error("look at", path, error) from error
         identity = (found.st_dev, found.st_ino)
         return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)
-
-    def birth(self, path: str) -> Birth | None:
-        """Return the ``Birth`` of what is at ``path``, by statx(2)."""
-        try:
-            return linux.birth(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise file_error("look at", path, error) from error
 
     def _medium(self, descriptor: Descriptor, *, writable: bool) -> PlainFile:
         """The best medium for the file of ``descriptor``, which is closed if there is none."""

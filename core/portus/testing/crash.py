@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 from portus.errors import MediumError, UsageError
-from portus.media.base import Birth, FileStatus, MediumInfo, MediumKind
+from portus.media.base import FileStatus, MediumInfo, MediumKind
 from portus.media.file import SECTOR
 from portus.spec import Extent
 from portus.testing.disk import Disk, File
@@ -167,14 +167,6 @@ class CrashFiles:
         links = sum(each == number for each in self.disk.names.now.values())
         file = self.disk.files[number]
         return FileStatus((1, number), links, file.size, file.time)
-
-    def birth(self, path: str) -> Birth | None:
-        """See ``Names``. A number is given to one file only; directories are always there."""
-        path = os.path.normpath(path)
-        if path in self.disk.directories:
-            return self.disk.directories.index(path) + 1, 0
-        number = self.disk.names.now.get(path)
-        return None if number is None else (number, number)
 
     @contextlib.contextmanager
     def event(self, text: str, store: tuple[int, int, bytes] | None = None) -> Iterator[None]:

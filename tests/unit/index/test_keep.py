@@ -88,18 +88,6 @@ def test_nothing_that_was_let_go_of_is_wanted_again(rows: Any, keep: Keep) -> No
     assert there == keep.staying(every)
 
 
-@given(VERSIONS, KEEPS)
-def test_what_lasts_stays_without_being_new(rows: Any, keep: Keep) -> None:
-    every = made(rows)
-    newest = every[-1].time_ns if every else None
-    stays = {each.id for each in keep.staying(every)}
-    lasting = {each.id for each in keep.lasting(every)}
-    assert lasting <= stays
-    assert stays - lasting <= {each.id for each in every[-keep.last :]}
-    before = {each.id for each in keep.lasting(every[:-1], newest)}
-    assert lasting - {each.id for each in every[-1:]} <= before, "of fewer, no less stays"
-
-
 def test_a_number_is_that_many_of_the_newest() -> None:
     assert Keep.of(3) == Keep(last=3)
     assert Keep.of(None) is None

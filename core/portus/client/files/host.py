@@ -66,7 +66,6 @@ _OUTCOME_S: Final = 5.0
 _ASK_AGAIN_S: Final = 0.1
 _ABANDON_S: Final = 5.0
 _NO_TOKEN: Final = bytes(16)
-_NOTHING: Final = _NO_TOKEN.hex()
 
 _NONE: Final = np.empty(0, np.int64)
 
