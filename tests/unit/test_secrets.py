@@ -189,7 +189,7 @@ def test_no_variable_is_said_with_its_secret(name: str, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, address)
         said = ""
         try:
-            with portus.PoolCheckpointer("p" if name == "PORTUS_MIRROR" else None, "m"):
+            with portus.PoolCheckpointer("p.portus" if name == "PORTUS_MIRROR" else None, "m"):
                 pass
         except PortusError as error:
             said = f"{error!r} {error}"

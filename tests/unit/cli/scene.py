@@ -95,7 +95,7 @@ def scattered(path: str) -> Iterator[None]:
 
 class Run:
     """A directory with pools in ``.portus``: in ``net.portus`` the model ``net`` with steps 10 and
-    20, in ``other.portus`` the model ``other`` with step -1. A pointer to a version of the model
+    20, in ``other.portus`` the model ``other`` with step 1. A pointer to a version of the model
     ``led`` is made by ``point``, in a pool of its own."""
 
     def __init__(self, root: Path) -> None:
@@ -108,7 +108,7 @@ class Run:
             run.save(self.states[10], 10).wait()  # Step 20 shares with it.
             run.save(self.states[20], 20).wait()
         with PoolCheckpointer(self.pool / "other.portus", "other") as other:
-            other.save({"x": torch.zeros(3), "n": [1, None, "a"]}, -1).wait()
+            other.save({"x": torch.zeros(3), "n": [1, None, "a"]}, 1).wait()
 
     def trainer(self, keep: int | None = None) -> PoolCheckpointer:
         return PoolCheckpointer(self.net, "net", keep=keep, on_error="raise")

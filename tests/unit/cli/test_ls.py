@@ -46,7 +46,7 @@ def test_its_document_says_the_same(run: Run) -> None:
         assert file["size"] == each["size"]
         assert each["directory"] is None
     assert led["models"][0]["versions"][0]["directory"] == str(run.root / "ckpt")
-    assert other["models"][0]["versions"][0]["step"] == -1
+    assert other["models"][0]["versions"][0]["step"] == 1
 
 
 def test_a_shelf_has_no_files(run: Run) -> None:

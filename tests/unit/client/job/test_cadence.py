@@ -264,7 +264,7 @@ def test_saves_of_a_checkpointer_are_seen_and_nothing_stays_behind(tmp_path: Pat
     optimizer = torch.optim.AdamW(layer.parameters())
     cadence = portus.Cadence(max_overhead=0.5)
     steps = 0
-    with portus.PoolCheckpointer(tmp_path / "pool") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "a.portus") as checkpointer:
         while cadence.decision is None or cadence.decision.costs is None:
             assert steps < 10_000
             layer(torch.ones(64)).sum().backward()
