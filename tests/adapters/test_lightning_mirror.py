@@ -17,7 +17,6 @@ import torch
 from portus.mirror.address import parse
 from portus.mirror.files import MirroredFiles
 from portus.mirror.opening import open_file_store
-from portus.testing.hosting import serving, url
 from portus.testing.nursery import Child, nursery
 from portus_lightning import PortusIO
 from tests.adapters import lost_script
@@ -47,14 +46,6 @@ def test_a_run_whose_machine_was_lost_goes_on_from_the_mirror_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     lose_its_machine(tmp_path, monkeypatch, f"file://{tmp_path}/bucket", named=named)
-
-
-@pytest.mark.long
-def test_so_does_one_whose_mirror_is_the_memory_of_a_storage_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving("memory:64M") as server:
-        lose_its_machine(tmp_path, monkeypatch, url(server), named=False)
 
 
 def lose_its_machine(

@@ -16,7 +16,6 @@ FILES = {
         "tests/unit/pipeline/test_audit.py",
         "tests/unit/pipeline/test_run.py",
         "tests/unit/client/fence/test_writers.py",
-        "tests/unit/client/leaving/test_nested.py",
         "tests/property/test_audit.py",
     ],
     "adapters": [

@@ -213,7 +213,7 @@ def _in_fork(checkpointer: PoolCheckpointer, training: Training, own: str) -> No
         WRITERS.open(checkpointer.path, timeout_s=0)
     with PoolView(checkpointer.path) as view:
         assert len(view.steps()) <= KEEP + 1
-    with PoolCheckpointer(own) as mine:
+    with PoolCheckpointer(f"{own}.portus") as mine:
         mine.save(training.state(), training.step)
         training.advance()
         assert_same(mine.load(weights_only=False), Training(training.step - 1).state())

@@ -83,7 +83,7 @@ def _accelerate(**named: Any) -> None:
 CALLS: dict[str, Callable[[Any], Any]] = {
     "Checkpointer": lambda it: portus.PoolCheckpointer(it, "m"),
     "Checkpointer, a list": lambda it: portus.PoolCheckpointer(cast(str, [it, it]), "m"),
-    "Checkpointer, mirror": lambda it: portus.PoolCheckpointer("p", "m", mirror=it),
+    "Checkpointer, mirror": lambda it: portus.PoolCheckpointer("p.portus", "m", mirror=it),
     "Settings": lambda it: repr(portus.Settings(mirror=it)),
     "open": lambda it: portus.open(it),
     "load": lambda it: portus.load(it),

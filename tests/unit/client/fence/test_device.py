@@ -34,7 +34,9 @@ def test_a_version_holds_what_was_on_the_device_at_its_call(
     tmp_path: Path, snapshot: Literal["auto", "sync", "device"]
 ) -> None:
     model, optimizer = _training()
-    with portus.PoolCheckpointer(tmp_path, snapshot=snapshot, keep=None) as checkpointer:
+    with portus.PoolCheckpointer(
+        tmp_path / "a.portus", snapshot=snapshot, keep=None
+    ) as checkpointer:
         expected = {}
         for step in range(8):
             _step(model, optimizer)
@@ -49,7 +51,7 @@ def test_a_version_holds_what_was_on_the_device_at_its_call(
 
 def test_a_save_in_the_default_mode_adds_no_device_memory(tmp_path: Path) -> None:
     model, optimizer = _training()
-    with portus.PoolCheckpointer(tmp_path) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "a.portus") as checkpointer:
         _step(model, optimizer)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -59,7 +61,7 @@ def test_a_save_in_the_default_mode_adds_no_device_memory(tmp_path: Path) -> Non
 
 def test_a_copy_to_the_host_that_stalls_steps_becomes_one_on_the_device(tmp_path: Path) -> None:
     model, optimizer = _training()
-    with portus.PoolCheckpointer(tmp_path) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "a.portus") as checkpointer:
         peaks = []
         for step in range(12):
             for _ in range(4):
@@ -99,7 +101,7 @@ def test_steps_are_timed_by_what_the_device_takes_and_nothing_waits_for_it() -> 
 
 def test_restore_into_fills_device_tensors(tmp_path: Path) -> None:
     model, optimizer = _training()
-    with portus.PoolCheckpointer(tmp_path) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "a.portus") as checkpointer:
         _step(model, optimizer)
         checkpointer.save(model.state_dict(), 0).wait()
         saved = copy.deepcopy(model.state_dict())

@@ -172,7 +172,7 @@ def test_a_training_that_waits_for_its_loader_saves_by_the_clock(tmp_path: Path)
     layer = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     cadence, saved = portus.Cadence("1s"), []
-    with portus.PoolCheckpointer(tmp_path) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "a.portus") as checkpointer:
         for step, batch in enumerate(DataLoader(_Slow(400), batch_size=1)):
             optimizer.zero_grad()
             layer(batch).square().mean().backward()
