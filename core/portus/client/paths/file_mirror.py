@@ -321,7 +321,9 @@ class DirectoryMirror(Behind):
                 if sent is None:
                     return None
                 filed.append(sent)
-            except (UsageError, StaleError) as error:  # what a pointer led to was removed
+            except (UsageError, StaleError) as error:
+                if _is_there(path):
+                    raise  # the store refuses it
                 self._is_behind = True
                 _log.warning("portus: %s is not mirrored: %s", printable(path), error)
                 return None
@@ -622,6 +624,13 @@ def _read_note(path: str) -> _Note:
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_there(path: str) -> bool:
+    """False for a file that cannot be read, and for a pointer whose version was removed."""
+    with contextlib.suppress(PortusError, OSError):
+        return use_file(path, lambda file: True)
+    return False
 
 
 def _size_of(path: str, status: os.stat_result) -> int:
