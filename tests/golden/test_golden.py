@@ -94,6 +94,8 @@ def test_a_golden_pool_lists_what_was_saved(golden: Golden) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_version_of_a_golden_pool_loads_bit_identically(golden: Golden) -> None:
     path, content = golden
+    if path.name == "format-1.portus" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("numpy 1 does not load what numpy 2 pickled, with stock torch neither")
     with PoolView(path) as view:
         for file, entry in view.entries():
             state = make.loaded(file, entry)
