@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from portus.client.checkpointer import Checkpointer, place_of
+from portus.client.checkpointer import place_of
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings, SettingsDict, mirror_of
@@ -19,9 +19,10 @@ from portus.client.loading.loaded import note_loaded
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
+from portus.client.paths.closing import ClosingCheckpointer
 from portus.client.paths.file_journal import JOURNALS, FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
-from portus.client.paths.process import is_blocking, join, leave, recover_left
+from portus.client.paths.process import is_blocking, join, recover_left
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.paths.step_files import StepFiles
 from portus.directory.folder import FOLDER
@@ -37,7 +38,7 @@ from portus.errors import (
 from portus.index.keep import Keep, checked_metrics
 from portus.index.place import Place
 from portus.media import calls
-from portus.pipeline.handle import SaveHandle, SaveStats
+from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Save
 from portus.spec import VersionInfo
 
@@ -52,7 +53,7 @@ _TRIES: Final = 5
 """A load starts again when what it found was removed under it, this often."""
 
 
-class DirectoryCheckpointer(Checkpointer):
+class DirectoryCheckpointer(ClosingCheckpointer):
     """See ``Checkpointer``. Several in one directory, in one process or more, do not disturb each
     other, but each removes what its own ``keep`` lets go of."""
 
@@ -75,12 +76,12 @@ class DirectoryCheckpointer(Checkpointer):
         name = os.path.basename(place.path) or "checkpoints"
         self._mirror: Final = self._mirror_of(name)
         at = partial(_place_of_journal, place.path)
-        self._journal: Final = FileJournal(name, at) if self.settings.journal else None
+        self._journal = FileJournal(name, at) if self.settings.journal else None
         self._last: SaveHandle | None = None
         self._last_ns = 0
-        self._process: Final = os.getpid()
+        self._process = os.getpid()
         recover_left(place.path)
-        self._saver: Final = FileSaver(join(self), self.settings)
+        self._saver = FileSaver(join(self), self.settings)
         self._is_closed = False
         if self._mirror is not None:
             self._saver.make_room = self._mirror.yield_space
@@ -155,32 +156,8 @@ class DirectoryCheckpointer(Checkpointer):
         with PENDING.exempt():
             return self._files.found()
 
-    @calls.entry
-    def fence(self) -> None:
-        if self._process == os.getpid():
-            self._saver.fence()
-
-    @calls.entry
-    def wait(self, timeout: float | None = None) -> None:
-        self._check_process()
-        self._saver.wait(timeout)
-
-    @calls.entry
-    def close(self) -> None:
-        if self._is_closed or self._process != os.getpid():
-            return
-        try:
-            self._saver.close()
-        except Exception:
-            self._end()
-            raise
-        self._end()  # not behind Ctrl-C: a second call closes the rest
-
     def _end(self) -> None:
-        self._is_closed = True
-        leave(self)
-        if self._journal is not None:
-            self._journal.close()
+        super()._end()
         if self._mirror is not None:
             self._mirror.close()
 
@@ -200,29 +177,6 @@ class DirectoryCheckpointer(Checkpointer):
     @property
     def path(self) -> str:
         return self._files.directory
-
-    @property
-    def last_stats(self) -> SaveStats | None:
-        return None if self._last is None else self._last.stats
-
-    @property
-    def has_committed(self) -> bool:
-        return self._saver.has_committed
-
-    def __del__(self) -> None:
-        with contextlib.suppress(PortusError, AttributeError):
-            self.close()
-
-    def _check_usable(self) -> None:
-        self._check_process()
-        if self._is_closed:
-            raise UsageError("this Checkpointer is closed")
-
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise UsageError(
-                f"{printable(self.path)}: another process opened this Checkpointer; open one here"
-            )
 
     def _make_directory(self) -> bool:
         """Make the directory, and return whether it was not there."""

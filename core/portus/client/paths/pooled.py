@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -11,18 +10,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from portus.client.checkpointer import Checkpointer, place_of
+from portus.client.checkpointer import place_of
 from portus.client.fence.fence import before_write
 from portus.client.job.settings import Settings, SettingsDict, mirror_of
 from portus.client.loading import restore, view
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
+from portus.client.paths.closing import ClosingCheckpointer
 from portus.client.paths.file_journal import FileJournal
-from portus.client.paths.process import is_blocking, join, leave
+from portus.client.paths.process import is_blocking, join
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.pools.training_pool import TrainingPool
-from portus.errors import PortusError, UsageError
+from portus.errors import UsageError
 from portus.format.text import is_text
 from portus.index.directory import has_pool
 from portus.index.keep import Keep, checked_metrics
@@ -30,7 +30,7 @@ from portus.index.place import PlaceKind
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
-from portus.pipeline.handle import SaveHandle, SaveStats
+from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Save
 from portus.spec import VersionInfo, checked_step
 
@@ -44,7 +44,7 @@ _log: Final = logging.getLogger("portus")
 _NAME_MAX: Final = 200
 
 
-class PoolCheckpointer(Checkpointer):
+class PoolCheckpointer(ClosingCheckpointer):
     """See ``Checkpointer``. A pool has one writer process: an existing one is locked by the
     constructor, which raises ``BusyError``, naming the holder. In a signal handler that interrupted
     a call of Portus nothing can be saved: ``save`` raises ``UsageError``."""
@@ -84,14 +84,14 @@ class PoolCheckpointer(Checkpointer):
             _log.warning("portus: model %r is NOT mirrored: %s", model, why)
         self._keep: Final = Keep.of(keep)
         self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
-        self._journal: Final = (
+        self._journal = (
             FileJournal(model, self._pool.journal, place.kind.value)
             if self.settings.journal
             else None
         )
         self._last: SaveHandle | None = None
-        self._process: Final = os.getpid()
-        self._saver: Final = FileSaver(join(self), self.settings, pool=self._pool)
+        self._process = os.getpid()
+        self._saver = FileSaver(join(self), self.settings, pool=self._pool)
         self._is_closed = False
         try:
             if place.is_host or has_pool(place.path):
@@ -165,59 +165,9 @@ class PoolCheckpointer(Checkpointer):
         self._check_usable()
         return [] if not self._is_there() else self._infos()
 
-    @calls.entry
-    def fence(self) -> None:
-        if self._process == os.getpid():
-            self._saver.fence()
-
-    @calls.entry
-    def wait(self, timeout: float | None = None) -> None:
-        self._check_process()
-        self._saver.wait(timeout)
-
-    @calls.entry
-    def close(self) -> None:
-        if self._is_closed or self._process != os.getpid():
-            return
-        try:
-            self._saver.close()
-        except Exception:
-            self._end()
-            raise
-        self._end()  # not behind Ctrl-C: a second call closes the rest
-
-    def _end(self) -> None:
-        self._is_closed = True
-        leave(self)
-        if self._journal is not None:
-            self._journal.close()
-
     @property
     def path(self) -> str:
         return str(self._pool.place)
-
-    @property
-    def last_stats(self) -> SaveStats | None:
-        return None if self._last is None else self._last.stats
-
-    @property
-    def has_committed(self) -> bool:
-        return self._saver.has_committed
-
-    def __del__(self) -> None:
-        with contextlib.suppress(PortusError, AttributeError):
-            self.close()
-
-    def _check_usable(self) -> None:
-        self._check_process()
-        if self._is_closed:
-            raise UsageError("this Checkpointer is closed")
-
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise UsageError(
-                f"{self.path}: another process opened this Checkpointer; open one here"
-            )
 
     def _begun(self, save: Save) -> None:
         if self._journal is not None:

@@ -1,0 +1,76 @@
+"""``ClosingCheckpointer``: what a ``Checkpointer`` is from its first save to its end, whatever it
+saves to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from portus.client.checkpointer import Checkpointer
+from portus.client.paths.file_journal import FileJournal
+from portus.client.paths.process import leave
+from portus.client.paths.saver import FileSaver
+from portus.errors import PortusError, UsageError, printable
+from portus.media import calls
+from portus.pipeline.handle import SaveHandle, SaveStats
+
+
+class ClosingCheckpointer(Checkpointer):
+    """See ``Checkpointer``. Whoever extends this sets ``_is_closed`` first, to True, and the other
+    fields once they are made."""
+
+    _saver: FileSaver
+    _journal: FileJournal | None
+    _last: SaveHandle | None
+    _process: int
+    _is_closed: bool
+
+    @calls.entry
+    def fence(self) -> None:
+        if self._process == os.getpid():
+            self._saver.fence()
+
+    @calls.entry
+    def wait(self, timeout: float | None = None) -> None:
+        self._check_process()
+        self._saver.wait(timeout)
+
+    @calls.entry
+    def close(self) -> None:
+        if self._is_closed or self._process != os.getpid():
+            return
+        try:
+            self._saver.close()
+        except Exception:
+            self._end()
+            raise
+        self._end()  # not behind Ctrl-C: a second call closes the rest
+
+    def _end(self) -> None:
+        self._is_closed = True
+        leave(self)
+        if self._journal is not None:
+            self._journal.close()
+
+    @property
+    def last_stats(self) -> SaveStats | None:
+        return None if self._last is None else self._last.stats
+
+    @property
+    def has_committed(self) -> bool:
+        return self._saver.has_committed
+
+    def __del__(self) -> None:
+        with contextlib.suppress(PortusError, AttributeError):
+            self.close()
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise UsageError("this Checkpointer is closed")
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise UsageError(
+                f"{printable(self.path)}: another process opened this Checkpointer; open one here"
+            )
