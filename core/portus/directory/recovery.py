@@ -22,7 +22,7 @@ from portus.errors import MediumError, printable
 _log: Final = logging.getLogger("portus")
 
 Verify = Callable[[System[File], File, str], bool]
-"""Whether an open file of the given name is a whole checkpoint. Reads all of it."""
+"""Whether an open file, which is to be at the given path, is a whole checkpoint. Reads all of it."""
 
 
 def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
@@ -53,7 +53,7 @@ def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[Fil
     try:
         if directory is not None and system.look(directory, name) is not None:
             return False
-        if not _is_whole(folder, held, name, verify):
+        if not _is_whole(folder, held, path, verify):
             return False
         if directory is None:
             directory = _made(system, where)
@@ -100,11 +100,11 @@ def _made(system: System[File], path: str) -> File | None:
         system.close(above)
 
 
-def _is_whole(folder: HiddenFolder[File], held: str, name: str, verify: Verify[File]) -> bool:
+def _is_whole(folder: HiddenFolder[File], held: str, path: str, verify: Verify[File]) -> bool:
     file = folder.system.open(folder.make(), held, writable=False)
     if file is None:
         return False
     try:
-        return verify(folder.system, file, name)
+        return verify(folder.system, file, path)
     finally:
         folder.system.close(file)

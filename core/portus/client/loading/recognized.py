@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.patterns import Patterns
+from portus.client.loading.resolve import is_removed
 from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
@@ -51,25 +52,27 @@ def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | No
     return file.size
 
 
-def is_whole(number: int, name: str) -> bool:
+def is_whole(number: int, path: str) -> bool:
     """True if the open file is a checkpoint all of whose bytes are as they were saved, or a
-    pointer, or one of the other files beside checkpoints, which nothing verifies."""
+    pointer, unless it is known to lead to nothing, or one of the other files beside checkpoints,
+    which nothing verifies. path: where it is to be."""
 
     def read(offset: int, length: int) -> bytes:
         return os.pread(number, length, offset)
 
     try:
         size = os.fstat(number).st_size
-        if size <= SIZE_MAX and decode(read(0, size)) is not None:
-            return True
-        shard = _shard_of(read, size, name)
+        pointer = decode(read(0, size)) if size <= SIZE_MAX else None
+        if pointer is not None:
+            return not is_removed(pointer, path)
+        shard = _shard_of(read, size, path)
         if shard is not None:
             shard.verify(read)
             return True
-        is_other = os.path.splitext(name)[1] not in (SUFFIX, *_TORCH_SUFFIXES)
-        if is_other and not _is_safetensors(read, name) and read(0, len(ZIP)) != ZIP:
+        is_other = os.path.splitext(path)[1] not in (SUFFIX, *_TORCH_SUFFIXES)
+        if is_other and not _is_safetensors(read, path) and read(0, len(ZIP)) != ZIP:
             return True
-        outlined_in(read, os.fstat(number).st_size, name).verify(read)
+        outlined_in(read, size, path).verify(read)
     except (PortusError, OSError):
         return False
     return True

@@ -152,6 +152,22 @@ def use_reference(
     return _use(reference, absolute, use)
 
 
+def is_removed(reference: Reference, path: str) -> bool:
+    """True if the pool that a pointer at ``path`` leads to is there, without its version; False
+    also if it cannot be asked."""
+    try:
+        _use(reference, path, lambda *_: None)
+    except _RemovedError:
+        return True
+    except PortusError:
+        return False
+    return False
+
+
+class _RemovedError(UsageError):
+    """A pool does not have a version any more."""
+
+
 def _use(
     reference: Reference,
     path: str | None,
@@ -188,7 +204,7 @@ def _use(
 def _missing(reference: Reference, path: str | None, *, was_found: bool) -> PortusError:
     what = f"{printable(path) if path else 'this pointer'}"
     if was_found:
-        return UsageError(
+        return _RemovedError(
             f"{what}: step {reference.step} of model {reference.model!r} is not in "
             f"{reference.pool_path} any more: it was removed there, or the pool is an older copy. "
             f"`portus ls {reference.pool_path}` lists what the pool holds"

@@ -224,8 +224,8 @@ def make_directory(path: str) -> None:
         ) from error
 
 
-def _is_whole(system: System[Descriptor], file: Descriptor, name: str) -> bool:
-    return is_whole(file.number, name)
+def _is_whole(system: System[Descriptor], file: Descriptor, path: str) -> bool:
+    return is_whole(file.number, path)
 
 
 def _joined(digests: Iterable[Digests]) -> Digests:

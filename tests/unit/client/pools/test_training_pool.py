@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import portus
+from portus.client.loading.recognized import is_whole
 from portus.client.paths.draft import FileDraft
 from portus.client.paths.training_files import TrainingFiles
 from portus.daemon.house import ClientTimeouts
@@ -153,6 +154,22 @@ def test_a_version_goes_when_its_pointer_is_removed(scene: Scene) -> None:
         files.wait()
         assert scene.steps() == [2]
     assert sorted(os.listdir(scene.checkpoints)) == ["2.ckpt"]
+
+
+def test_a_held_pointer_is_put_back_only_while_its_version_is_there(scene: Scene) -> None:
+    """A save in flight holds what was the newest when it was asked for; by the time that its
+    process is killed, that may have been replaced and removed."""
+    held = scene.path("held.portus")
+    with scene.training() as files:
+        save(files, scene.path("1.ckpt"), 1)
+        os.link(scene.path("1.ckpt"), held)
+        with open(held, "rb") as file:
+            os.unlink(scene.path("1.ckpt"))
+            assert is_whole(file.fileno(), scene.path("1.ckpt"))
+            os.link(held, scene.path("1.ckpt"))
+            files.remove(scene.path("1.ckpt"))
+            files.wait()
+            assert not is_whole(file.fileno(), scene.path("1.ckpt"))
 
 
 def test_a_removal_that_opens_the_pool_lets_go_too(scene: Scene) -> None:
