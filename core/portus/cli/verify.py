@@ -22,7 +22,7 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import aimed, allow, find_pool, open_pools
+from portus.cli.pools import FoundVersion, aimed, allow, find_pool, open_pools
 from portus.cli.progress import Progress, bar
 from portus.client.files.home import open_place
 from portus.errors import CorruptionError, PortusError, UsageError
@@ -37,6 +37,7 @@ from portus.mirror.mirrors import Mirrors
 from portus.mirror.opening import configured_key, open_file_store
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
+from portus.transport.base import Stop
 
 Only = Callable[[VersionInfo], bool]
 
@@ -137,10 +138,20 @@ def _verified_mirror(target: str | None, url: str) -> Iterator[Verdict]:
                     progress = partial(_count, verdict, advanced)
                     look = CheckOptions(progress=progress)
                     verdict.findings = check_medium(found.reader.medium, found.reader.locks, look)
+                    _check_files(url, found)
             except PortusError as error:
                 verdict.error = error
             verdict.passed_s = time.monotonic() - start
             yield verdict
+
+
+def _check_files(url: str, found: FoundVersion) -> None:
+    """Raise ``CorruptionError`` for a file of a mirrored version that nobody else could use."""
+    with Mirrors(parse(url)) as mirrors:
+        mirror = mirrors.of(found.info.model)
+        added = mirror.read().version(found.info.token)
+        if added is not None:
+            mirror.check_files(added, Stop())
 
 
 def _verified_files(target: str | None, url: str) -> Iterator[Verdict]:

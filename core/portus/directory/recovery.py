@@ -22,7 +22,7 @@ from portus.errors import MediumError, printable
 _log: Final = logging.getLogger("portus")
 
 Verify = Callable[[System[File], File, str], bool]
-"""Whether an open file, which is to be at the given path, is a whole checkpoint. Reads all of it."""
+"""Whether an open file, to be put at the given path, is a whole checkpoint. Reads all of it."""
 
 
 def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:

@@ -137,6 +137,8 @@ class Folder:
         try:
             yield
         except MediumError as error:
+            if error.errno == errno.ENOENT:
+                self._safe.clear()  # somebody removed a directory: the next try makes it again
             if error.errno in _AWAY:
                 raise TransportError(f"{error.strerror}; it is tried again") from error
             if error.errno in _REFUSED:

@@ -6,32 +6,37 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
+import xxhash
 
 from portus.errors import CorruptionError, PortusError, StaleError, printable
-from portus.format.checksum import UNIT, digest
+from portus.format.checksum import UNIT, digest, unit_counts
 from portus.format.layout import RecordKind
+from portus.image.packed import PackedFile, decode_table
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
 from portus.mirror.image import ABREAST, image
 from portus.mirror.log import KnownLog, MirrorLog
 from portus.mirror.objects import (
     BEHIND_LOG,
+    DIGEST_SUFFIX,
     LOG,
-    PACKS,
     WHO_SIZE_MAX,
     WRITER_SIZE,
     Added,
     Claimed,
     Fact,
+    FileObject,
     Seal,
     State,
     entry_number,
     model_of,
+    object_of,
     prefix_of,
 )
 from portus.mirror.requests import (
@@ -45,13 +50,13 @@ from portus.mirror.requests import (
     Request,
     Steps,
 )
-from portus.mirror.store import ListedObject, MissingError, Store
-from portus.mirror.units import Key, Mirrored, Pack
+from portus.mirror.store import FileStore, ListedObject, MissingError, Store
+from portus.mirror.units import Key, Mirrored, Pack, WholeFile, is_in_file, unit_lengths
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
 from portus.pipeline.parts import shared, sources
 from portus.pipeline.transfer import unchanging
 from portus.transport.abreast import abreast, in_any_order
-from portus.transport.base import Sources, Stop, cut, ranges
+from portus.transport.base import Column, Sources, Stop, cut, ranges
 from portus.transport.local import fetch
 from portus.transport.rooms import Room, Rooms
 
@@ -85,15 +90,18 @@ class Mirror:
         key: bytes | None = None,
         name: str = "mirror",
         newest: int | None = None,
+        files: FileStore | None = None,
     ) -> None:
         """Asks nothing. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest: the
-        number of an entry of the log that is there, if that is known: it saves the list."""
+        number of an entry of the log that is there, if that is known: it saves the list. files: the
+        store, if versions of files are to be kept there as these files."""
         self.model: Final = model
         self.name: Final = name
         self._store: Final = store
         self._prefix: Final = prefix_of(model)
         self._seal: Final = Seal(key)
         self._newest: Final = newest
+        self._files: Final = files
         self._writer: Final = Writer(model, self._seal, newest)
         self._known: KnownLog | None = None
         """What the log said when it was read or claimed last."""
@@ -140,14 +148,14 @@ class Mirror:
         stop: Stop,
         facts: Sequence[Fact] = (),
         *,
-        damaged: Collection[Key] | None = None,
+        damaged: Collection[str] | None = None,
     ) -> MirroringCost:
         """Mirror a version of a pool, by its id, and say ``facts`` with it, all or none. When this
         returns, it is told.
 
-        damaged: of a version that is there already, the units that are sent again: it is mended
-        so, keeps its place, and what it had before is collected later. Its other units stay where
-        they are; if its manifest cannot be read, all are sent.
+        damaged: of a version that is there already, the objects that are sent again: it is mended
+        so, keeps its place, and what it had before is collected later. Its other objects stay; if
+        its manifest cannot be read, all are sent.
         Pins the version meanwhile. Raises ``SupersededError``, ``StoppedError`` within a request
         after ``stop`` is set, ``StaleError`` if the version is not in the pool (any more),
         ``CorruptionError`` if the pool's bytes are not those that were saved, ``UsageError`` for a
@@ -155,7 +163,8 @@ class Mirror:
         the same call may be made again; what arrived is not sent again.
         """
         with reader.pinned(version) as entry:
-            source = _Source(reader, unchanging(reader.record(entry)), stop)
+            as_files = self._files is not None
+            source = _Source(reader, unchanging(reader.record(entry)), stop, as_files=as_files)
             added = self._perform(self._writer.add(source.version(), facts, damaged), source)
             return MirroringCost(added, source.packs, source.put_bytes)
 
@@ -196,7 +205,7 @@ class Mirror:
 
         def load(pack: str, start: int, into: memoryview) -> None:
             with self._meanwhile(versions):
-                self._store.get_range(self._prefix + PACKS + pack, start, into)
+                self._store.get_range(self._prefix + object_of(pack), start, into)
 
         return image(self.name, mirrored, load)
 
@@ -222,23 +231,45 @@ class Mirror:
         each manifest. ``damaged`` tells for sure."""
         return self._perform(self._writer.suspects())
 
-    def damaged(self, added: Added, stop: Stop) -> frozenset[Key]:
-        """The units of a version that are not there as they were sent; for ``copy``. Reads all of
+    def damaged(self, added: Added, stop: Stop) -> frozenset[str]:
+        """The objects of a version that are not there as they were sent; for ``copy``. Reads all of
         it. Raises as ``manifest``, and ``StoppedError``."""
         mirrored = self.manifest(added)
         by_pack: dict[str, list[tuple[int, Key]]] = {}
         for key, place in mirrored.places().items():
-            by_pack.setdefault(place.pack, []).append((place.offset, key))
+            if not is_in_file(place):
+                by_pack.setdefault(place.pack, []).append((place.offset, key))
 
-        def found(pack: str) -> list[Key]:
+        def is_whole(pack: str) -> bool:
+            units = by_pack[pack]
+            return all(self._has(object_of(pack), at, size, sent) for at, (sent, size) in units)
+
+        checks: list[tuple[str, Callable[[], bool]]] = [
+            (object_of(pack), partial(is_whole, pack)) for pack in by_pack
+        ]
+        files = mirrored.manifest.files
+        checks += [(each.name, partial(self._is_whole, each, stop)) for each in files]
+
+        def found(check: tuple[str, Callable[[], bool]]) -> str | None:
             stop.check()
-            return [key for at, key in by_pack[pack] if not self._is_there(pack, at, key)]
+            return None if check[1]() else check[0]
 
-        with contextlib.closing(abreast(found, list(by_pack), ABREAST)) as lists:
-            damaged = frozenset(key for keys in lists for key in keys)
+        with contextlib.closing(abreast(found, checks, ABREAST)) as names:
+            damaged = frozenset(name for name in names if name is not None)
         if damaged:
             self._require([added])
         return damaged
+
+    def check_files(self, added: Added, stop: Stop) -> None:
+        """Raise ``CorruptionError``, naming it, if a file of a version is not there as it was sent.
+        Reads all of them. Raises as ``manifest``, and ``StoppedError``."""
+        for each in self.manifest(added).manifest.files:
+            if not self._is_whole(each, stop):
+                self._require([added])
+                raise CorruptionError(
+                    f"{self.name}: {self._prefix}{each.name}, or what is beside it: expected the "
+                    f"{each.size} bytes of digest {each.digest.hex()} that were sent, found others"
+                )
 
     def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
         """Send again what of a version is not there as it was sent, from a pool that has the same
@@ -252,13 +283,35 @@ class Mirror:
                 return 0
         return self.copy(reader, version, stop, damaged=damaged).packs
 
-    def _is_there(self, pack: str, start: int, key: Key) -> bool:
-        room = bytearray(key[1])
+    def _is_whole(self, file: FileObject, stop: Stop) -> bool:
+        """Return whether a file, and what is beside it, are there as they were sent."""
+        beside = file.name + DIGEST_SUFFIX
+        is_there = self._has(file.name, 0, file.size, file.digest, stop)
+        is_said = is_there and self._has(beside, 0, len(file.line), digest(file.line))
+        ends = ((file.name, file.size), (beside, len(file.line)))
+        return is_said and not any(self._goes_on(*each) for each in ends)
+
+    def _goes_on(self, name: str, size: int) -> bool:
+        """Return whether an object is longer than that."""
         try:
-            self._store.get_range(self._prefix + PACKS + pack, start, memoryview(room))
+            self._store.get_range(self._prefix + name, size, memoryview(bytearray(1)))
         except (MissingError, CorruptionError):
             return False
-        return digest(room) == key[0]
+        return True
+
+    def _has(self, name: str, start: int, size: int, sent: bytes, stop: Stop | None = None) -> bool:
+        """Return whether an object has these bytes there."""
+        hasher, room = xxhash.xxh3_128(), bytearray(min(size, UNIT))
+        try:
+            for at in range(start, start + size, UNIT):
+                if stop is not None:
+                    stop.check()
+                part = memoryview(room)[: start + size - at]
+                self._store.get_range(self._prefix + name, at, part)
+                hasher.update(part)
+        except (MissingError, CorruptionError):
+            return False
+        return hasher.digest() == sent
 
     @contextlib.contextmanager
     def _meanwhile(self, versions: Sequence[Added]) -> Iterator[None]:
@@ -332,6 +385,10 @@ class Mirror:
             name = self._prefix + put.name
             if isinstance(put.content, bytes):
                 self._store.put(name, [put.content])
+            elif isinstance(put.content, WholeFile):
+                assert source is not None
+                assert self._files is not None
+                put.content.there = source.put_file(put.content, name, self._files)
             else:
                 assert source is not None
                 source.put(put.content, lambda part: self._store.put(name, [part]))
@@ -364,7 +421,9 @@ _AFTER_SLASH: Final = chr(ord("/") + 1)
 class _Source:
     """The bytes of a pinned version, as packs."""
 
-    def __init__(self, reader: PoolReader, record: VersionRecord, stop: Stop) -> None:
+    def __init__(
+        self, reader: PoolReader, record: VersionRecord, stop: Stop, *, as_files: bool
+    ) -> None:
         self._reader: Final = reader
         self._record: Final = record
         self._stop: Final = stop
@@ -376,12 +435,18 @@ class _Source:
             for start in range(0, max(len(blob), 1), UNIT)
         ]
         lengths = record.storages["length"].astype(np.int64)
+        self._unit_lengths: Final = unit_lengths(lengths)
         group = shared(record, np.arange(len(lengths)))
         nowhere = np.zeros(len(lengths), np.int64)
         self._segments, _ = cut(sources(nowhere, lengths, group.extents))
         self._digests: Final = group.digests
         self._lengths: Final = np.append(lengths, [len(layout), len(tree)])
+        counts = unit_counts(lengths)
+        self._first: Final = np.cumsum(counts) - counts
         self._rooms: Final = Rooms(UNIT)
+        table = decode_table(tree) if as_files else None
+        self.files: Final[Sequence[PackedFile]] = () if table is None else table.files
+        self._check_files(lengths)
         self.packs = 0
         self.put_bytes = 0
 
@@ -390,7 +455,7 @@ class _Source:
         blobs = [np.frombuffer(digest(part), np.uint8) for part in self._parts_of_blobs]
         digests = np.concatenate([self._digests, np.stack(blobs)])
         uuid = self._reader.superblock.uuid
-        return Version(self._record.info, uuid, self._lengths, digests)
+        return Version(self._record.info, uuid, self._lengths, digests, self.files)
 
     def put(self, pack: Pack, put: Callable[[memoryview], None]) -> None:
         """Gather a pack, have it sent, and see that it did not change meanwhile."""
@@ -404,6 +469,67 @@ class _Source:
                     raise self._other("changed while it was sent", expected, found)
         self.packs += 1
         self.put_bytes += pack.length
+
+    def put_file(self, file: WholeFile, name: str, store: FileStore) -> FileObject:
+        """Put a file of the version, and what is beside it; what was put. name: of the object in
+        the store."""
+        hasher, sent = xxhash.xxh3_128(), 0
+
+        def parts() -> Iterator[bytes]:
+            nonlocal sent
+            for part in _in_parts(self._pieces(file.number)):
+                self._stop.check()
+                hasher.update(part)
+                sent += len(part)
+                yield part
+
+        store.put_stream(name, parts(), file.size)
+        there = FileObject(file.name, sent, hasher.digest())
+        store.put(name + DIGEST_SUFFIX, [there.line])
+        self.packs += 1
+        self.put_bytes += sent
+        return there
+
+    def _check_files(self, lengths: Column) -> None:
+        """Raise ``CorruptionError`` unless the files have the storages of the version."""
+        said = [length for each in self.files for length in each.length.tolist()]
+        said += [each.around for each in self.files]
+        if self.files and said != lengths.tolist():
+            info = self._record.info
+            raise CorruptionError(
+                f"{self._reader.medium.info.name}: {info.model}@{info.step}: the files of this "
+                "version do not have the storages that it has; it is not mirrored"
+            )
+
+    def _pieces(self, number: int) -> Iterator[memoryview]:
+        """The bytes of a file, end to end, each verified."""
+        file = self.files[number]
+        first = sum(len(each.length) for each in self.files[:number])
+        around = sum(len(each.length) for each in self.files) + number
+        spans, unit_of_around = file.spans(), (-1, b"")
+        for storage, inside, length in spans.within(0, file.size):
+            index = around if storage == len(file.length) else first + storage
+            while length:
+                unit, start = divmod(inside, UNIT)
+                row = int(self._first[index]) + unit
+                if index != around:
+                    data = self._unit(row)
+                else:  # it comes in small pieces
+                    if unit_of_around[0] != row:
+                        unit_of_around = row, self._unit(row)
+                    data = unit_of_around[1]
+                piece = memoryview(data)[start : start + length]
+                yield piece
+                inside += len(piece)
+                length -= len(piece)
+
+    def _unit(self, row: int) -> bytes:
+        """A unit, verified."""
+        expected = self._digests[row].tobytes()
+        length = int(self._unit_lengths[row])
+        with self._rooms.lent(length) as room:
+            self._gather(Pack("", (row,), (length,), (expected,)), room)
+            return bytes(room.data)
 
     def _gather(self, pack: Pack, room: Room) -> None:
         ends, units = np.cumsum(pack.lengths), np.array(pack.units, np.int64)
@@ -434,6 +560,21 @@ class _Source:
             f"{self._reader.medium.info.name}: model {info.model!r}, step {info.step}: a unit "
             f"{what}: expected digest {expected.hex()}, found {found.hex()}; it is not mirrored"
         )
+
+
+def _in_parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:
+    """The same bytes, ``UNIT`` of them at a time."""
+    part = bytearray()
+    for piece in pieces:
+        while piece:
+            taken = piece[: UNIT - len(part)]
+            part += taken
+            piece = piece[len(taken) :]
+            if len(part) == UNIT:
+                yield bytes(part)
+                part.clear()
+    if part:
+        yield bytes(part)
 
 
 def _parts(pack: Pack) -> Iterator[tuple[int, int, bytes]]:

@@ -5,7 +5,8 @@ All objects of a model are below one prefix (``prefix_of``)::
     log/<number>        numbered from the newest down: the first one of a list is the newest
     manifests/<name>    one for each version: where each of its units is
     packs/<name>        one unit, or several small ones end to end
-    files/<path>        a checkpoint file, whole, and its digest beside it; those of a directory
+    versions/<...>/<name>  a checkpoint file of a version, whole, and its digest beside it
+    files/<path>        the same of a file in a directory
     quoted/<path>       the same, of a path that no object can be called by
     again/<one of those> what replaced such a file
 
@@ -39,6 +40,7 @@ from portus.spec import VersionInfo
 LOG: Final = "log/"
 MANIFESTS: Final = "manifests/"
 PACKS: Final = "packs/"
+VERSIONS: Final = "versions/"
 FILES: Final = "files/"
 QUOTED: Final = "quoted/"
 AGAIN: Final = "again/"
@@ -288,6 +290,19 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     state: State | None = None
 
 
+class FileObject(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a version, whole: the object ``name``, and the xxh3_128 of all of it."""
+
+    name: _Name
+    size: _Count
+    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+
+    @property
+    def line(self) -> bytes:
+        """What is beside it: its digest, as ``xxhsum`` prints and checks it."""
+        return f"{self.digest.hex()}  {self.name.rpartition('/')[2]}\n".encode()
+
+
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """A version, and where each of its units is.
 
@@ -295,7 +310,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     more. ``digests``: 16 bytes for each unit of all these. ``pack``: for each unit the index of its
     pack among ``packs``, the names, or -1 for a unit of no bytes; ``offset``: where it begins
     there. Columns are little-endian int64, one after another. The rest as in ``VersionInfo``;
-    ``pool`` is the identity of its pool.
+    ``pool`` is the identity of its pool. ``files``: where a version is kept as the files that it
+    is, these; their names are among ``packs``, for the units in them.
     """
 
     model: _Name
@@ -313,6 +329,25 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     offset: bytes
     packs: tuple[_Name, ...]
     metrics: _Metrics = {}
+    files: tuple[FileObject, ...] = ()
+
+    def pack_sizes(self) -> list[int]:
+        """Return the bytes of each of ``packs``. Raises ``CorruptionError``."""
+        sizes = {each.name: each.size for each in self.files}
+        return [sizes[each] if each in sizes else content_length(each) for each in self.packs]
+
+    def object_sizes(self) -> dict[str, int]:
+        """Return the bytes of each object that it needs, by name. Raises ``CorruptionError``."""
+        sizes = dict(zip(map(object_of, self.packs), self.pack_sizes(), strict=True))
+        for each in self.files:
+            sizes[each.name] = each.size
+            sizes[each.name + DIGEST_SUFFIX] = len(each.line)
+        return sizes
+
+
+def object_of(pack: str) -> str:
+    """Return the object, below the prefix of its model, that a manifest calls ``pack``."""
+    return pack if pack.startswith(VERSIONS) else PACKS + pack
 
 
 def prefix_of(model: str) -> str:
@@ -333,13 +368,25 @@ def file_name(path: str, before: str = "") -> str:
 
 def _file_name(path: str) -> str:
     own = FILES + path
-    if is_name(AGAIN + own + DIGEST_SUFFIX):
-        return own
+    return own if is_name(AGAIN + own + DIGEST_SUFFIX) else QUOTED + _quoted(path)
+
+
+def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: int) -> str:
+    """What the file ``name`` of a version is called, below the prefix of its model. Nobody ever
+    uses that for other bytes: it has a digest of the version, who put it, and in which epoch."""
+    tag = digest(token + writer + epoch.to_bytes(8, "little"))[:6].hex()
+    below = f"{VERSIONS}step-{step:08d}-{tag}/"
+    return below + (
+        name if is_name(below + name + DIGEST_SUFFIX) else _quoted(name).replace("/", "=2F")
+    )
+
+
+def _quoted(path: str) -> str:
     plain = urllib.parse.quote(path, safe="/").replace("~", "%7E").replace(".", "%2E")
     quoted = plain.replace("%", "=")
     if len(quoted) > _QUOTED_MAX:
         quoted = f"{quoted[:_QUOTED_MAX]}={digest(path.encode()).hex()}"
-    return QUOTED + quoted
+    return quoted
 
 
 def model_of(prefix: str) -> str | None:

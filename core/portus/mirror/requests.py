@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from portus.mirror.store import ListedObject, MissingError
-from portus.mirror.units import Pack
+from portus.mirror.units import Pack, WholeFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class CreateObject:
 
 @dataclass(slots=True)
 class PutObject:
-    """One object: bytes, or a pack that is read from where it lies. ``done``: set by who performs
-    it, when the store said that it is there, and what was sent was hashed once more."""
+    """One object: bytes, or a pack or a file that is read from where it lies. ``done``: set by who
+    performs it, when the store said that it is there, and what was sent was hashed once more."""
 
     name: str
-    content: bytes | Pack
+    content: bytes | Pack | WholeFile
     done: bool = field(default=False)
 
 

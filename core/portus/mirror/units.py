@@ -1,5 +1,8 @@
 """A version cut into units, and units into packs: which are there already, which have to be put.
 
+A version may be kept as the files that it is: then its units are where they lie in these, and only
+what is in no storage of a file, the layout and the tree are in packs.
+
 Units are those of the format: 16 MiB of a storage, the last one shorter, each with its digest; a
 layout and a tree are two storages more. A unit of at least ``ALONE`` bytes is a pack; smaller ones
 share packs. What a manifest before has is left where it is; but of a pack that is used for less
@@ -9,7 +12,7 @@ twice what its versions do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +20,15 @@ import numpy as np
 
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
-from portus.mirror.objects import Manifest, content_length, content_name
+from portus.image.packed import PackedFile
+from portus.mirror.objects import (
+    VERSIONS,
+    FileObject,
+    Manifest,
+    content_length,
+    content_name,
+    object_of,
+)
 from portus.transport.base import Column, Digests, owners
 
 ALONE: Final = 4 << 20
@@ -51,13 +62,26 @@ class Pack:
         return sum(self.lengths)
 
 
+@dataclass(slots=True)
+class WholeFile:
+    """A file of a version, by its number there, that is an object. ``there``: what is known of it
+    once it was put; until then None."""
+
+    name: str
+    number: int
+    size: int
+    there: FileObject | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where all units of a version are, by their keys, once ``packs`` are put."""
+    """Where all units of a version are, by their keys, once ``packs`` and those of ``files`` are
+    put that are not there."""
 
     keys: tuple[Key, ...]
     places: Mapping[Key, UnitLocation]
     packs: tuple[Pack, ...]
+    files: tuple[WholeFile, ...] = ()
 
     def columns(self) -> tuple[Column, Column, tuple[str, ...]]:
         """Return each unit's pack index, or -1, and offset there; and the names of the packs."""
@@ -92,7 +116,7 @@ def planned(
 ) -> Plan:
     """Where units go. known: what may be relied on to be there."""
     wanted = {key: index for index, key in enumerate(keys) if key[1]}
-    places = {key: known[key] for key in wanted if key in known}
+    places = {key: known[key] for key in wanted if key in known and not is_in_file(known[key])}
     _leave_sparse(places)
     packs = []
     for group in _grouped([key for key in wanted if key not in places]):
@@ -104,6 +128,38 @@ def planned(
         for key, end in zip(group, ends.tolist(), strict=True):
             places[key] = UnitLocation(name, end - key[1])
     return Plan(tuple(keys), places, tuple(packs))
+
+
+def planned_files(
+    keys: Sequence[Key],
+    lengths: Column,
+    packed: Sequence[PackedFile],
+    files: Sequence[WholeFile],
+    known: Mapping[Key, UnitLocation],
+    writer: bytes,
+    epoch: int,
+) -> Plan:
+    """Where units go of a version that is kept as ``files``; ``packed``: where its storages, of
+    these lengths, lie in them. The rest: as of ``planned``."""
+    counts, places, unit, storage = unit_counts(lengths).tolist(), {}, 0, 0
+    for each, file in zip(packed, files, strict=True):
+        for start in each.offset.tolist():
+            for offset in range(start, start + counts[storage] * UNIT, UNIT):
+                if keys[unit][1]:
+                    places[keys[unit]] = UnitLocation(file.name, offset)
+                unit += 1
+            storage += 1
+    plan = planned([*[_NOTHING] * unit, *keys[unit:]], known, writer, epoch)
+    return Plan(tuple(keys), {**plan.places, **places}, plan.packs, tuple(files))
+
+
+def is_in_file(place: UnitLocation) -> bool:
+    """Return whether a unit lies in a file of a version."""
+    return place.pack.startswith(VERSIONS)
+
+
+_NOTHING: Final[Key] = b"", 0
+"""For a unit that no pack has."""
 
 
 def _leave_sparse(places: dict[Key, UnitLocation]) -> None:
@@ -164,6 +220,16 @@ class Mirrored:
         _check_places(manifest, unit_lengths(lengths), pack, offset, where)
         return cls(manifest, lengths, keys_of(lengths, digests), pack, offset)
 
+    def without(self, damaged: Collection[str]) -> dict[Key, UnitLocation]:
+        """Where its units are that lie in none of the objects ``damaged``."""
+        places = self.places().items()
+        return {key: place for key, place in places if object_of(place.pack) not in damaged}
+
+    def files(self) -> dict[tuple[bytes, int], FileObject]:
+        """Its files, by its token and their number."""
+        token = self.manifest.token
+        return {(token, number): each for number, each in enumerate(self.manifest.files)}
+
     def places(self) -> dict[Key, UnitLocation]:
         """Where its units are."""
         names = self.manifest.packs
@@ -174,7 +240,7 @@ class Mirrored:
 def _check_places(
     manifest: Manifest, lengths: Column, pack: Column, offset: Column, where: str
 ) -> None:
-    room = np.array([*(content_length(name) for name in manifest.packs), 0], np.int64)
+    room = np.array([*manifest.pack_sizes(), 0], np.int64)
     if len(pack) != len(lengths) or len(offset) != len(lengths):
         raise CorruptionError(f"{where}: places of {len(pack)} of {len(lengths)} units")
     if len(lengths) and not (int(pack.min()) >= -1 and int(pack.max()) < len(manifest.packs)):

@@ -11,32 +11,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
 from portus.errors import CorruptionError
+from portus.image.packed import PackedFile
 from portus.mirror.log import KnownLog, MirrorLog
 from portus.mirror.objects import (
     FACTS_MAX,
     LOG,
     MANIFESTS,
     PACKS,
+    VERSIONS,
     Added,
     Claimed,
     Collected,
     Fact,
+    FileObject,
     Manifest,
     Seal,
     State,
-    content_length,
     entry_number,
+    object_of,
+    version_file_name,
 )
 from portus.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, get, get_all, listed
 from portus.mirror.store import ListedObject
-from portus.mirror.units import Key, Mirrored, Plan, UnitLocation, keys_of, planned
+from portus.mirror.units import (
+    Key,
+    Mirrored,
+    Plan,
+    UnitLocation,
+    WholeFile,
+    keys_of,
+    planned,
+    planned_files,
+)
 from portus.spec import VersionInfo
 from portus.transport.base import Column, Digests
 
@@ -53,12 +66,14 @@ _DELETED_MAX: Final = 1000
 @dataclass(frozen=True, slots=True)
 class Version:
     """What is to be mirrored: a version of a pool, as its record has it. ``lengths`` and
-    ``digests``: of its storages, its layout and its tree, in this order."""
+    ``digests``: of its storages, its layout and its tree, in this order. ``files``: those that it
+    is to be kept as; none: it is kept in packs."""
 
     info: VersionInfo
     pool: bytes
     lengths: Column
     digests: Digests
+    files: Sequence[PackedFile] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +101,8 @@ class Writer:
         """Where units are that may be relied on (M2)."""
         self._last: tuple[str, Mapping[Key, UnitLocation]] = "", {}
         """A manifest that was there in this term, and what it names."""
+        self._files: dict[tuple[bytes, int], FileObject] = {}
+        """Files that this writer put in this epoch, by the token and the number in the version."""
 
     @property
     def state(self) -> State:
@@ -104,7 +121,7 @@ class Writer:
         before. time_ns: the time; from the first claim of all on collecting is due a day later. at:
         as of ``MirrorLog.claim``."""
         self._known, self._writer, self._epoch = {}, writer, 0
-        self._last = "", {}
+        self._last, self._files = ("", {}), {}
         self.log.take_over(known)
         state = yield from self.log.claim(claimed, writer, [Collected((), time_ns)], at)
         if not claimed.passing:
@@ -115,21 +132,32 @@ class Writer:
         self,
         version: Version,
         facts: Sequence[Fact] = (),
-        damaged: Collection[Key] | None = None,
+        damaged: Collection[str] | None = None,
     ) -> Steps[Added]:
         """Mirror a version, and say ``facts`` with it. When this returns, it counts. damaged: of a
-        version that is there, the units that are not as they were put: they are put again, the
-        others stay where its manifest has them; all are, if that cannot be read."""
+        version that is there, the objects that are not as they were put: what is in them is put
+        again, the others stay where its manifest has them; all are, if that cannot be read."""
         self.log.require()
         info = version.info
         keys = keys_of(version.lengths, version.digests)
         before = None if damaged is None else self.state.version(info.token)
         known: Mapping[Key, UnitLocation] = self._known
+        there = self._files
         if before is not None and damaged is not None:
-            places = yield from self._places_of(before)
-            known = {key: place for key, place in places.items() if key not in damaged}
-        plan = planned(keys, known, self._writer, self._epoch)
-        yield from self._put_packs(plan)
+            manifest = yield from self._manifest_of(before)
+            known = {} if manifest is None else manifest.without(damaged)
+            there = {} if manifest is None else manifest.files()
+        if version.files:
+            files = [
+                self._whole(info, number, each, there, damaged or ())
+                for number, each in enumerate(version.files)
+            ]
+            plan = planned_files(
+                keys, version.lengths, version.files, files, known, self._writer, self._epoch
+            )
+        else:
+            plan = planned(keys, known, self._writer, self._epoch)
+        yield from self._put_packs(plan, info.token)
         name, data = self._seal.manifest(_manifest(version, plan), self._writer, self._epoch)
         yield PutObjects([PutObject(MANIFESTS + name, data)])
         added = Added(
@@ -167,6 +195,7 @@ class Writer:
         if unneeded:
             yield from self._rely_on(state)
             self._epoch += 1  # M3: no name of before is used again
+            self._files = {}
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
             yield DeleteObjects(names[start : start + _DELETED_MAX])
@@ -186,34 +215,39 @@ class Writer:
         """The versions that lack an object, or whose manifest is damaged, as far as a list of the
         store tells, which may lack what is newest. Takes no term, and changes nothing."""
         state = yield from self.log.read()
-        sizes = {each.name: each.size for each in (yield from listed(PACKS))}
-        found = []
+        sizes, found = {}, []
+        for folder in (PACKS, VERSIONS):
+            sizes.update({each.name: each.size for each in (yield from listed(folder))})
         for start in range(0, len(state.versions), _MANIFESTS_MAX):
             some = state.versions[start : start + _MANIFESTS_MAX]
             manifests = yield from get_all([MANIFESTS + each.manifest for each in some])
             for added, data in zip(some, manifests, strict=True):
                 try:
-                    names = list(self._packs_of(added.manifest, data, needed=True))
-                    length = {name: content_length(name.removeprefix(PACKS)) for name in names}
+                    length = dict(self._objects_of(added.manifest, data, needed=True))
                 except CorruptionError:
                     length = {"": 0}
                 if any(sizes.get(name) != length[name] for name in length):
                     found.append(added)
         return found
 
-    def _put_packs(self, plan: Plan) -> Steps[None]:
+    def _put_packs(self, plan: Plan, token: bytes) -> Steps[None]:
         puts = [PutObject(PACKS + pack.name, pack) for pack in plan.packs]
+        puts += [PutObject(file.name, file) for file in plan.files if file.there is None]
         try:
             if puts:
                 yield PutObjects(puts)
         except CorruptionError:
             self._epoch += 1  # what was sent was not what was meant: its name is not used again
+            self._files = {}
             raise
         finally:  # what is there stays there until this writer collects
             done = {put.name for put in puts if put.done}
             for key, place in plan.places.items():
-                if PACKS + place.pack in done:
+                if object_of(place.pack) in done:
                     self._known[key] = place
+            for file in plan.files:
+                if file.name in done and file.there is not None:
+                    self._files[token, file.number] = file.there
 
     def _rely_on(self, state: State) -> Steps[None]:
         """Take as known the units that a manifest names: the last one that this writer had, or that
@@ -222,17 +256,33 @@ class Writer:
         if self._last[0] not in names:
             self._last = "", {}
             if state.newest is not None:
-                places = yield from self._places_of(state.newest)
-                self._last = state.newest.manifest, places
+                manifest = yield from self._manifest_of(state.newest)
+                self._last = state.newest.manifest, {} if manifest is None else manifest.places()
         self._known = dict(self._last[1])
 
-    def _places_of(self, added: Added) -> Steps[Mapping[Key, UnitLocation]]:
-        """Where the units of a version are; nothing if its manifest is damaged."""
+    def _manifest_of(self, added: Added) -> Steps[Mirrored | None]:
+        """The manifest of a version; None if it is damaged."""
         try:
-            found = yield from read_manifest(self._seal, self._model, added.manifest)
+            return (yield from read_manifest(self._seal, self._model, added.manifest))
         except CorruptionError:
-            return {}
-        return found.places()
+            return None
+
+    def _whole(
+        self,
+        info: VersionInfo,
+        number: int,
+        file: PackedFile,
+        there: Mapping[tuple[bytes, int], FileObject],
+        damaged: Collection[str],
+    ) -> WholeFile:
+        """A file of a version as an object, which may be there. A damaged one keeps its name: it
+        gets the bytes that it had."""
+        found = there.get((info.token, number))
+        if found is not None:
+            is_whole = found.name not in damaged
+            return WholeFile(found.name, number, file.size, found if is_whole else None)
+        name = version_file_name(info.step, file.name, info.token, self._writer, self._epoch)
+        return WholeFile(name, number, file.size)
 
     def _times(self, grace_s: float) -> Steps[tuple[float, int]]:
         """What time it is, at least, by the clock of the store; and the newest entry that is older
@@ -248,7 +298,7 @@ class Writer:
 
     def _listed_before(self, before: float) -> Steps[list[ListedObject]]:
         found = []
-        for folder in (PACKS, MANIFESTS):
+        for folder in (PACKS, MANIFESTS, VERSIONS):
             entries = yield from listed(folder)
             found += [each for each in entries if each.modified <= before]
         return found
@@ -263,22 +313,22 @@ class Writer:
                 some = names[start : start + _MANIFESTS_MAX]
                 found = yield from get_all([MANIFESTS + name for name in some])
                 for name, data in zip(some, found, strict=True):
-                    named.update(self._packs_of(name, data, needed=needed))
+                    named.update(self._objects_of(name, data, needed=needed))
         return named
 
-    def _packs_of(self, name: str, data: bytes | None, *, needed: bool) -> Iterator[str]:
+    def _objects_of(self, name: str, data: bytes | None, *, needed: bool) -> Mapping[str, int]:
+        """The bytes of each object that a manifest names; none if it is damaged, and not needed."""
         try:
             if data is None:
                 raise CorruptionError(f"{MANIFESTS}{name} is missing")
-            packs = self._seal.read_manifest(name, data, self._model).packs
+            return self._seal.read_manifest(name, data, self._model).object_sizes()
         except CorruptionError as error:
             if not needed:
-                return  # nobody can read that version
+                return {}  # nobody can read that version
             raise CorruptionError(
                 f"{error}; Portus cannot tell what it needs, so nothing is deleted. Mirror "
                 "that version again, or remove it"
             ) from error
-        yield from (PACKS + each for each in packs)
 
 
 def read_manifest(seal: Seal, model: str, name: str) -> Steps[Mirrored]:
@@ -308,4 +358,5 @@ def _manifest(version: Version, plan: Plan) -> Manifest:
         offset=offset.astype("<i8").tobytes(),
         packs=packs,
         metrics=dict(info.metrics),
+        files=tuple(each.there for each in plan.files if each.there is not None),
     )

@@ -20,7 +20,7 @@ from portus.index.directory import open_reader
 from portus.mirror.address import parse
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import State
-from portus.mirror.opening import configured_key, open_store
+from portus.mirror.opening import configured_key, file_store, open_store
 from portus.transport.base import Stop
 from tests.unit.cli.scene import portus, portus_json, state
 
@@ -41,7 +41,8 @@ class Scene:
 
     def mirror(self) -> None:
         """Upload what the pool has."""
-        to = Mirror(open_store(parse(self.url)), "net", key=configured_key())
+        store = open_store(parse(self.url))
+        to = Mirror(store, "net", key=configured_key(), files=file_store(store))
         known = {each.token for each in to.claim("a test", bytes(16), 0).versions}
         with contextlib.closing(open_reader(str(self.pool))) as reader:
             for entry in reader.catalogue().entries():
@@ -55,7 +56,12 @@ class Scene:
         return sorted(each.step for each in self.state().versions)
 
     def objects(self, kind: str) -> list[Path]:
-        return sorted((Path(parse(self.url).prefix) / "net" / kind).iterdir())
+        found = (Path(parse(self.url).prefix) / "net" / kind).rglob("*")
+        return sorted(each for each in found if each.is_file())
+
+    def files(self) -> list[Path]:
+        """Those of the versions, as anybody would use them."""
+        return [each for each in self.objects("versions") if each.suffix == ".pt"]
 
     def lose(self) -> None:
         for each in self.run.iterdir():
@@ -156,6 +162,7 @@ def test_verify_reads_every_byte_of_a_mirror_and_names_what_is_damaged(scene: Sc
     assert (said.code, said.out.count("healthy")) == (0, 3)
     damage(scene.objects("manifests")[0])
     damage(scene.objects("packs")[-1])
+    damage(scene.files()[-1])
     document = portus_json("verify", "--pool", scene.url, code=1)
     assert not document["healthy"]
     assert not all(each["healthy"] for each in document["pools"])
@@ -195,7 +202,7 @@ def test_gc_deletes_a_day_later_and_disturbs_nobody_for_nothing(scene: Scene) ->
     count = len(scene.objects("manifests"))
     would = portus_json("gc", scene.url, "--dry-run")
     assert would["dry_run"]
-    assert would["mirrors"][0]["objects"] == 2, "its manifest, and what it alone had"
+    assert would["mirrors"][0]["objects"] == 4, "its manifest, its file with the digest, its pack"
     assert len(scene.objects("manifests")) == count
     assert portus_json("gc", scene.url)["mirrors"] == would["mirrors"]
     assert len(scene.objects("manifests")) == count - 1
@@ -267,14 +274,16 @@ def test_repair_mends_from_the_pool_and_names_what_it_cannot(
 ) -> None:
     monkeypatch.setenv("PORTUS_MIRROR", scene.url)
     assert {each["result"] for each in portus_json("mirror", "repair")["versions"]} == {"whole"}
-    packs = scene.objects("packs")
-    damage(max(packs, key=lambda each: each.stat().st_size))
+    before_all = [each.read_bytes() for each in scene.files()]
+    damage(scene.objects("packs")[0])
+    damage(scene.files()[1])
     scene.objects("manifests")[0].unlink()
     before = {(each.token, each.term, each.commit) for each in scene.state().versions}
     said = portus("mirror", "repair")
     assert said.code == 0, said
     assert "is repaired from the pool" in said.out
     assert portus("verify", scene.url).code == 0
+    assert {*before_all} <= {each.read_bytes() for each in scene.files()}
     assert {(each.token, each.term, each.commit) for each in scene.state().versions} == before
     newest = scene.state().newest
     assert newest is not None

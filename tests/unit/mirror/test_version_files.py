@@ -1,0 +1,244 @@
+"""In the mirror of a storage host are the files of its versions, as anybody would use them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+
+import portus
+from portus.client.loading import restore
+from portus.client.loading.checkpoint_file import verify_file
+from portus.client.paths.saver import Safetensors
+from portus.client.paths.training_files import TrainingFiles
+from portus.errors import CorruptionError, MediumError, TransportError
+from portus.format.checksum import UNIT
+from portus.index.directory import open_reader
+from portus.index.reader import PoolReader
+from portus.mirror.folder import Folder
+from portus.mirror.mirror import Mirror
+from portus.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
+from portus.pipeline.transfer import transferred
+from portus.transport.base import Stop
+from tests.unit.client.pools.scene import stored
+from tests.unit.client.same import assert_same
+from tests.unit.mirror.test_mirror import new_pool
+
+MODEL = "gpt"
+
+QUOTED = "gr=C3=B6=C3=9Fe=20=2B=2Ept"
+"""``größe +.pt``: not all stores take every character."""
+
+
+def state(step: int) -> dict[str, Any]:
+    """More than one unit in one storage, and more than one around them."""
+    noise = torch.Generator().manual_seed(step)
+    return {
+        "big": torch.rand(UNIT // 4 + 1000 if step == 1 else 1000, generator=noise),
+        "empty": torch.empty(0),
+        "same": [torch.zeros(1000), torch.zeros(1000)],
+        "small": [torch.rand(n, generator=noise) for n in range(20)],
+        "text": f"{step}" * (UNIT + 7 if step == 2 else 10),
+        "step": step,
+    }
+
+
+class Scene:
+    """A pool with versions of one file and of two, and the files that a directory would have."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        checkpoints = root / "ckpt"
+        settings = portus.Settings(journal=False, on_error="raise")
+        pool = portus.Place.named(root / "run.portus")
+        with contextlib.closing(TrainingFiles(settings, pool=pool)) as files:
+            files.begin(MODEL, str(root / ".portus"), str(checkpoints))
+            files.save(state(1), str(checkpoints / "step=1.ckpt"), 1).wait()
+            files.save(state(2), str(checkpoints / "step=2.ckpt"), 2).wait()
+            both = {
+                "model.safetensors": Safetensors({"w": state(3)["big"]}, {"format": "pt"}),
+                "größe +.pt": {"step": 3},
+            }
+            files.save_directory(str(checkpoints / "third"), both, 3).wait()
+        self.files = {each.name: stored(each) for each in checkpoints.rglob("*") if each.is_file()}
+        self.bucket = root / "bucket"
+        self.store = Folder(str(self.bucket))
+        self.mirror = self.of_mirror()
+        self.reader: PoolReader = open_reader(str(root / "run.portus"))
+
+    def of_mirror(self) -> Mirror:
+        return Mirror(self.store, MODEL, files=self.store)
+
+    def copy(self) -> list[Added]:
+        """Mirror all versions."""
+        self.mirror.claim("a test", self.reader.superblock.uuid, 0)
+        entries = list(self.reader.catalogue().entries())
+        return [self.mirror.copy(self.reader, each.info.id, Stop()).added for each in entries]
+
+    def objects(self) -> dict[str, Path]:
+        """The files of versions in the store, by their names there."""
+        below = self.bucket / MODEL / VERSIONS
+        return {
+            each.name: each
+            for each in sorted(below.rglob("*"))
+            if each.is_file() and not each.name.endswith(DIGEST_SUFFIX)
+        }
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    with contextlib.closing(made.reader):
+        yield made
+
+
+def test_stock_tools_load_what_is_there_without_portus(scene: Scene) -> None:
+    scene.copy()
+    found = scene.objects()
+    assert sorted(found) == [QUOTED, "model.safetensors", "step=1.ckpt", "step=2.ckpt"]
+    for step in (1, 2):
+        assert_same(torch.load(found[f"step={step}.ckpt"]), state(step))
+    assert torch.equal(load_file(found["model.safetensors"])["w"], state(3)["big"])
+    assert torch.load(found[QUOTED]) == {"step": 3}
+    for path in found.values():
+        said = path.with_name(path.name + DIGEST_SUFFIX).read_text()
+        assert said == f"{xxhash.xxh3_128_hexdigest(path.read_bytes())}  {path.name}\n"
+
+
+def test_the_bytes_are_those_of_the_pool_and_of_an_export(scene: Scene) -> None:
+    scene.copy()
+    found = {name.replace(QUOTED, "größe +.pt"): path for name, path in scene.objects().items()}
+    assert {name: path.read_bytes() for name, path in found.items()} == scene.files
+    for path in found.values():
+        assert verify_file(path) == path.stat().st_size
+
+
+def test_a_fresh_pool_gets_all_of_it(scene: Scene) -> None:
+    writer = new_pool()
+    for added in scene.copy():
+        with scene.of_mirror().opened_as(added) as (reader, entry):
+            transferred(reader, entry.info.id, writer, Stop())
+    assert portus.check(writer) == []
+    first, second, third = writer.catalogue().entries()
+    assert_same(restore.load(writer, first), state(1))
+    assert_same(restore.load(writer, second), state(2))
+    both: Any = restore.load(writer, third)
+    assert both["größe +.pt"] == {"step": 3}
+    writer.close()
+
+
+def damages(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    middle = len(data) // 2
+
+    def flip(at: int) -> None:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+    return {
+        "its first byte": lambda: flip(0),
+        "its middle": lambda: flip(middle),
+        "its last byte": lambda: flip(len(data) - 1),
+        "cut": lambda: path.write_bytes(data[:-1]),
+        "longer": lambda: path.write_bytes(data + b"x"),
+        "gone": path.unlink,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["step=1.ckpt", "model.safetensors", f"step=1.ckpt{DIGEST_SUFFIX}"]
+)
+def test_whatever_happens_to_a_file_is_found_and_mended_and_nothing_else_is_sent(
+    scene: Scene, name: str
+) -> None:
+    versions = scene.copy()
+    path = scene.objects()[name.removesuffix(DIGEST_SUFFIX)]
+    path = path.with_name(name)
+    whole = {each: each.read_bytes() for each in scene.bucket.rglob("*") if each.is_file()}
+    for what, damage in damages(path).items():
+        damage()
+        hurt = [each for each in versions if scene.mirror.damaged(each, Stop())]
+        [added] = hurt
+        with pytest.raises(CorruptionError, match=str(path.name).removesuffix(DIGEST_SUFFIX)):
+            scene.of_mirror().check_files(added, Stop())
+        if what in ("cut", "longer", "gone"):  # a list shows it
+            assert [each.token for each in scene.mirror.suspects()] == [added.token], what
+        entries = scene.reader.catalogue().entries()
+        number = next(each.info.id for each in entries if each.info.token == added.token)
+        assert scene.mirror.mend(added, scene.reader, number, Stop()) == 1, what
+        versions = [*scene.mirror.read().versions]
+        assert not any(scene.mirror.damaged(each, Stop()) for each in versions), what
+        files = {each: each.read_bytes() for each in whole if VERSIONS in str(each)}
+        assert files == {each: data for each, data in whole.items() if VERSIONS in str(each)}
+
+
+def test_what_is_removed_goes_with_its_files_once_nobody_reads_them(scene: Scene) -> None:
+    first, second, third = scene.copy()
+    scene.mirror.note([Removed(first.token), Removed(third.token)])
+    assert len(scene.objects()) == 4
+    scene.mirror.collect(0.0)
+    scene.mirror.claim("another", scene.reader.superblock.uuid, 0)
+    scene.mirror.collect(0.0)
+    assert [*scene.objects()] == ["step=2.ckpt"]
+    assert not scene.mirror.damaged(second, Stop())
+
+
+def test_a_file_that_arrived_is_not_sent_again_after_a_failure(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    stream = Folder.put_stream
+
+    def put_stream(store: Folder, name: str, parts: Any, size: int) -> None:
+        if name.endswith(QUOTED) and not is_up:
+            raise TransportError("the store does not answer")
+        stream(store, name, parts, size)
+        if VERSIONS in name and not name.endswith(DIGEST_SUFFIX):
+            sent.append(os.path.basename(name))
+
+    is_up = False
+    monkeypatch.setattr(Folder, "put_stream", put_stream)
+    monkeypatch.setattr("portus.mirror.mirror.ABREAST", 1)
+    scene.mirror.claim("a test", scene.reader.superblock.uuid, 0)
+    third = [*scene.reader.catalogue().entries()][2].info.id
+    for _ in range(3):
+        with contextlib.suppress(TransportError):
+            scene.mirror.copy(scene.reader, third, Stop())
+    is_up = True
+    scene.mirror.copy(scene.reader, third, Stop())
+    assert sent.count("model.safetensors") == 1
+
+
+def test_a_version_that_is_damaged_in_the_pool_is_not_mirrored(scene: Scene) -> None:
+    entry = next(iter(scene.reader.catalogue().entries()))
+    record = scene.reader.record(entry)
+    [extent, *_] = record.storage_extents(0)
+    scene.reader.close()
+    pool = scene.root / "run.portus"
+    data = bytearray(pool.read_bytes())
+    data[extent.offset] ^= 1
+    pool.write_bytes(data)
+    scene.reader = open_reader(str(pool))
+    scene.mirror.claim("a test", scene.reader.superblock.uuid, 0)
+    with pytest.raises(CorruptionError, match="it is not mirrored"):
+        scene.mirror.copy(scene.reader, entry.info.id, Stop())
+    assert scene.objects() == {}
+    assert scene.mirror.read().versions == ()
+
+
+def test_a_bucket_that_lost_all_of_a_version_is_filled_again(scene: Scene) -> None:
+    first, *_ = scene.copy()
+    shutil.rmtree(scene.bucket / MODEL / VERSIONS)
+    assert len(scene.mirror.suspects()) == 3
+    number = next(each.info.id for each in scene.reader.catalogue().entries())
+    with pytest.raises(MediumError):
+        scene.mirror.mend(first, scene.reader, number, Stop())
+    scene.mirror.mend(first, scene.reader, number, Stop())
+    assert_same(torch.load(scene.objects()["step=1.ckpt"]), state(1))
