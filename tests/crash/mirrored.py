@@ -1,7 +1,7 @@
 """Histories of one mirror: several writers and readers on a store whose requests land when they
 like, by a seed. An oracle that sees every object holds them to what was told.
 
-No byte is moved: a pack's content here says which unit is at which offset.
+No byte is moved: the content of a pack, or of a file, says here which unit is at which offset.
 """
 
 from __future__ import annotations
@@ -9,28 +9,30 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import msgspec
 import numpy as np
 
 from portus.errors import CorruptionError, PortusError, TransportError
-from portus.format.checksum import digest
+from portus.format.checksum import UNIT, digest
+from portus.image.packed import PackedFile
 from portus.mirror.log import KnownLog, MirrorLog, SupersededError, folded
 from portus.mirror.objects import (
     LOG,
     MANIFESTS,
-    PACKS,
     Added,
     Claimed,
     Removed,
     Seal,
     State,
     entry_number,
+    object_of,
 )
 from portus.mirror.requests import GetObject, Steps
 from portus.mirror.store import MissingError
-from portus.mirror.units import Mirrored, Pack, unit_lengths
+from portus.mirror.units import Mirrored, Pack, WholeFile, keys_of, unit_lengths
 from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
 from portus.spec import VersionInfo
 from portus.testing.model_store import ModelStore, Odds, Unsure
@@ -39,6 +41,11 @@ from portus.transport.base import owners
 MODEL = "gpt"
 SEAL = Seal()
 LENGTHS = np.array([20 << 20, 5 << 20, 3 << 20, 1000, 0, 2000, 300, 400], np.int64)
+FILES = (
+    PackedFile("a", 25 << 20, np.array([0, 20 << 20]), LENGTHS[:2]),
+    PackedFile("b", (3 << 20) + 3000, np.array([1500, 0]), LENGTHS[2:4]),
+)
+"""Of the storages: what is around those of the first file is nothing."""
 UNITS = list(zip(owners(LENGTHS).tolist(), unit_lengths(LENGTHS).tolist(), strict=True))
 MakeWriter = Callable[[str, Seal], Writer]
 
@@ -47,9 +54,19 @@ class BrokenError(AssertionError):
     """What was promised does not hold."""
 
 
-def contents(pack: Pack) -> bytes:
-    ends = np.cumsum(pack.lengths).tolist()
-    rows = zip(ends, pack.lengths, pack.digests, strict=True)
+def contents(version: Version | None, content: Pack | WholeFile) -> bytes:
+    """version: whose file it is."""
+    if isinstance(content, WholeFile):
+        assert version is not None
+        keys, of_storage = keys_of(version.lengths, version.digests), 2 * content.number
+        owner = owners(version.lengths)
+        at: dict[int, bytes] = {}
+        for storage, start in enumerate(FILES[content.number].offset.tolist(), of_storage):
+            for rank, unit in enumerate(np.flatnonzero(owner == storage).tolist()):
+                at[start + rank * UNIT] = keys[unit][0]
+        return msgspec.msgpack.encode(at)
+    ends = np.cumsum(content.lengths).tolist()
+    rows = zip(ends, content.lengths, content.digests, strict=True)
     return msgspec.msgpack.encode({end - length: found for end, length, found in rows})
 
 
@@ -59,6 +76,8 @@ class Pool:
 
     uuid: bytes
     values: list[int]
+    files: tuple[PackedFile, ...]
+    """What its versions are kept as; none: in packs."""
     commit: int = 0
     versions: list[Version] = field(default_factory=list)
 
@@ -73,7 +92,7 @@ class Pool:
         token = chance.randbytes(16)
         step, size = chance.randrange(100), int(LENGTHS[:-2].sum())
         info = VersionInfo(MODEL, self.commit, self.commit, step, token, 0, size)
-        self.versions.append(Version(info, self.uuid, LENGTHS, np.stack(rows)))
+        self.versions.append(Version(info, self.uuid, LENGTHS, np.stack(rows), self.files))
         return self.versions[-1]
 
 
@@ -132,7 +151,7 @@ class Oracle:
 
     def _is_whole(self, added: Added) -> None:
         mirrored = loaded(self.bucket, added, self.truth)
-        names = {PACKS + name for name in mirrored.manifest.packs}
+        names = mirrored.manifest.object_sizes().keys()
         self._needed[added.manifest] = {MANIFESTS + added.manifest, *names}
 
     def _newest_goes_on(self, before: State) -> None:
@@ -156,10 +175,14 @@ def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> Mir
     if not data:
         raise BrokenError(f"the manifest of step {added.step} is not there")
     mirrored = Mirrored.of(SEAL.read_manifest(added.manifest, data, MODEL))
-    for name in mirrored.manifest.packs:
-        if PACKS + name not in bucket.objects:
+    for name in mirrored.manifest.object_sizes():
+        if name not in bucket.objects:
             raise BrokenError(f"{name} is not there, and step {added.step} needs it")
-        in_pack(mirrored, name, bucket.objects[PACKS + name][0])
+    for name in mirrored.manifest.packs:
+        in_pack(mirrored, name, bucket.objects[object_of(name)][0])
+    for file in mirrored.manifest.files:
+        if digest(bucket.objects[file.name][0]) != file.digest:
+            raise BrokenError(f"{file.name} has other bytes")
     same(mirrored, truth[added.token])
     return mirrored
 
@@ -236,7 +259,7 @@ class Session:
         token = version.info.token
         if self._writer.state.version(token) or token in self._history.oracle.may_be_removed:
             return
-        yield from self._do(self._writer.add(version))
+        yield from self._history.perform(self._writer.add(version), version)
         self._history.tell(version, self._writer)
 
     def _remove(self) -> Iterator[object]:
@@ -285,7 +308,7 @@ class Reader:
             yield from history.perform(_keeping(read_manifest(SEAL, MODEL, newest.manifest), found))
             for name in found[0].manifest.packs:
                 packs: list[bytes] = []
-                yield from history.perform(_keeping(_read(PACKS + name), packs))
+                yield from history.perform(_keeping(_read(object_of(name)), packs))
                 in_pack(found[0], name, packs[0])
         except (MissingError, CorruptionError) as error:
             gone = newest.token in history.oracle.may_be_removed
@@ -334,14 +357,14 @@ class History:
         """Requests to delete an object that reached the store."""
         return self.bucket.counts["delete"]
 
-    def perform(self, steps: Steps[object]) -> Iterator[object]:
-        """One request at each turn; others have theirs between."""
+    def perform(self, steps: Steps[object], version: Version | None = None) -> Iterator[object]:
+        """One request at each turn; others have theirs between. version: what is put."""
         try:
             request = next(steps)
             while True:
                 yield None
                 try:
-                    answer = self.store.perform(request, contents)
+                    answer = self.store.perform(request, partial(contents, version))
                 except PortusError as error:
                     request = steps.throw(error)
                 else:
@@ -391,7 +414,8 @@ class History:
         self._sessions.append(Session(self, pool))
 
     def _new_pool(self) -> Pool:
-        return Pool(self.chance.randbytes(16), [0] * len(LENGTHS))
+        files = FILES if self.chance.random() < 0.5 else ()
+        return Pool(self.chance.randbytes(16), [0] * len(LENGTHS), files)
 
     def _end(self) -> None:
         """All that was under way lands; then what was told loads, by the reader's own way."""

@@ -16,13 +16,14 @@ from portus.mirror.objects import (
     Claimed,
     Collected,
     Fact,
+    FileObject,
     LogEntry,
     Seal,
     State,
     entry_name,
 )
 from portus.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, create, get
-from portus.mirror.units import Key, keys_of, planned
+from portus.mirror.units import keys_of, planned
 from portus.mirror.writer import Freed, Version, Writer, _manifest
 from tests.crash.mirrored import BrokenError, History
 from tests.depth import deep
@@ -34,7 +35,7 @@ class ManifestFirst(Writer):
     """Asks for its entry before its packs are there."""
 
     def add(
-        self, version: Version, facts: Sequence[Fact] = (), damaged: Collection[Key] | None = None
+        self, version: Version, facts: Sequence[Fact] = (), damaged: Collection[str] | None = None
     ) -> Steps[Added]:
         keys = keys_of(version.lengths, version.digests)
         plan = planned(keys, self._known, self._writer, self._epoch)
@@ -46,7 +47,7 @@ class ManifestFirst(Writer):
             info.token, info.step, term, info.commit, info.time_ns, info.size, info.inexact, name
         )
         yield from self.log.append((added, *facts))
-        yield from self._put_packs(plan)
+        yield from self._put_packs(plan, info.token)
         return added
 
 
@@ -103,6 +104,18 @@ class Assumes(Writer):
         return state
 
 
+class KeepsItsFiles(Writer):
+    """Relies, in a term or after it collected, on files that it put before."""
+
+    @property
+    def _files(self) -> dict[tuple[bytes, int], FileObject]:
+        return self.__dict__.setdefault("kept", {})  # type: ignore[no-any-return]
+
+    @_files.setter
+    def _files(self, files: dict[tuple[bytes, int], FileObject]) -> None:
+        self._files.update(files)
+
+
 class OneEpoch(Writer):
     """Gives a unit that comes back the name that it had before it was deleted."""
 
@@ -153,7 +166,7 @@ class NewestIsLast(Writer):
     """Gives an old version that is mirrored late a place after all others."""
 
     def add(
-        self, version: Version, facts: Sequence[Fact] = (), damaged: Collection[Key] | None = None
+        self, version: Version, facts: Sequence[Fact] = (), damaged: Collection[str] | None = None
     ) -> Steps[Added]:
         late = replace(version.info, commit=self.state.number)
         return (yield from super().add(replace(version, info=late), facts))
@@ -161,14 +174,15 @@ class NewestIsLast(Writer):
 
 MISTAKES: dict[type[Writer], int] = {
     ManifestFirst: 0,
-    CollectsWithoutTerm: 2,
-    ListsLast: 64,
-    RemembersWhatItDeleted: 215,
-    Assumes: 158,
-    OneEpoch: 550,
+    CollectsWithoutTerm: 4,
+    ListsLast: 6,
+    RemembersWhatItDeleted: 100,
+    Assumes: 148,
+    KeepsItsFiles: 8,
+    OneEpoch: 24,
     TrustsItsClock: 2,
     WithItsOwnLog: 0,
-    NewestIsLast: 0,
+    NewestIsLast: 1,
 }
 """And the seed of a history in which it is found."""
 

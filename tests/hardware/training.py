@@ -96,7 +96,8 @@ def restore(url: str) -> None:
         lengths = pool.record(current).storages["length"].tolist()
     targets = [np.zeros(length, np.uint8) for length in lengths]
     assert loaded(pool, targets, newest.info.step), "it does not verify"
-    print(f"restored {newest.info.step} {digest_of(targets)}", flush=True)
+    tensors = targets[:-1]  # the last one has what is around them in the file
+    print(f"restored {newest.info.step} {digest_of(tensors)}", flush=True)
     pool.close()
 
 

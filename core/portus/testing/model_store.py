@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.errors import TransportError, UsageError
+from portus.format.checksum import digest
 from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
+from portus.mirror.objects import DIGEST_SUFFIX, FileObject
 from portus.mirror.requests import (
     CreateObject,
     DeleteObjects,
@@ -28,13 +30,13 @@ from portus.mirror.requests import (
     Request,
 )
 from portus.mirror.store import Buffer, ListedObject, MissingError
-from portus.mirror.units import Pack
+from portus.mirror.units import Pack, WholeFile
 
 Objects = dict[str, tuple[bytes, float]]
 _WHERE: Final = "a model of a store"
 
-Contents = Callable[[Pack], bytes]
-"""What is in a pack that a writer puts."""
+Contents = Callable[[Pack | WholeFile], bytes]
+"""What is in a pack, or in a file, that a writer puts."""
 
 
 class ModelStore:
@@ -175,8 +177,13 @@ class Unsure:
 
     def _put_all(self, puts: Sequence[PutObject], contents: Contents) -> None:
         for put in self._chance.sample(list(puts), len(puts)):
-            data = contents(put.content) if isinstance(put.content, Pack) else put.content
+            content = put.content
+            data = content if isinstance(content, bytes) else contents(content)
             self._put(put.name, data)
+            if isinstance(content, WholeFile):
+                there = FileObject(put.name, content.size, digest(data))
+                self._put(put.name + DIGEST_SUFFIX, there.line)
+                content.there = there
             put.done = True
 
     def _put(self, name: str, data: bytes) -> None:
