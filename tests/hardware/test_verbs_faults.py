@@ -362,8 +362,9 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
     walk.link.send(said.Begin(MODEL, 1, b"t" * 16, lengths))
     answer = walk.link.hear()
     if isinstance(answer, said.Begun):
-        answer = walk.ask(said.Offer(ONE, ONE), said.Full)
-        assert answer.errno == errno.ENOSPC
+        full = walk.ask(said.Offer(ONE, ONE), said.Full)
+        assert isinstance(full, said.Full)
+        assert full.errno == errno.ENOSPC
     else:
         assert isinstance(answer, said.Refused)
         assert isinstance(raised(answer), MediumError)

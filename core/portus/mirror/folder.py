@@ -137,8 +137,9 @@ class Folder:
         try:
             yield
         except MediumError as error:
-            if error.errno == errno.ENOENT:
-                self._safe.clear()  # somebody removed a directory: the next try makes it again
+            if error.errno == errno.ENOENT:  # somebody removed a directory: it is made again
+                # Not the root: if it is gone, what is mounted there may be.
+                self._safe.intersection_update({self._root, os.path.join(self._root, PARTIAL)})
             if error.errno in _AWAY:
                 raise TransportError(f"{error.strerror}; it is tried again") from error
             if error.errno in _REFUSED:
