@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import os
 import random
@@ -97,7 +98,7 @@ def mirrored(
     """Claim, mirror all, let go of the first, collect; what failed meanwhile."""
     tries = Tries(mend)
     with contextlib.closing(Bucket(parse(url), ONCE)) as store:
-        mirror = Mirror(store, MODEL)
+        mirror = Mirror(store, MODEL, files=store)
         tries(lambda: mirror.claim("a test", reader.superblock.uuid, 0))
         added = [
             tries(functools.partial(mirror.copy, reader, each, Stop())).added
@@ -114,15 +115,18 @@ def only(number: int, fault: RequestFault, request: Request) -> RequestFault | N
 
 
 def assert_loads(url: str, steps: list[int]) -> None:
-    """Who has the mirror alone gets these, bit for bit."""
+    """Who has the mirror alone gets these, bit for bit; and from the files, with plain torch."""
     with contextlib.closing(Bucket(parse(url))) as store:
-        mirror = Mirror(store, MODEL)
+        mirror = Mirror(store, MODEL, files=store)
         versions = mirror.read().versions
         assert [each.step for each in versions] == steps
         with contextlib.closing(mirror.open(versions)) as pool:
             assert portus.check(pool) == []
             for entry, step in zip(pool.catalogue().entries(), steps, strict=True):
                 assert_same(restore.load(pool, entry), state_of(step))
+        for added, step in zip(versions, steps, strict=True):
+            [file] = mirror.manifest(added).manifest.files
+            assert_same(torch.load(io.BytesIO(store.get(f"{MODEL}/{file.name}"))), state_of(step))
 
 
 def test_each_request_may_fail_once(
@@ -176,7 +180,7 @@ def test_of_several_who_mirror_at_once_each_is_told_the_truth(
     def one(number: int) -> list[int]:
         told = []
         with contextlib.closing(Bucket(parse(url))) as store:
-            mirror = Mirror(store, MODEL)
+            mirror = Mirror(store, MODEL, files=store)
             start.wait()
             with contextlib.suppress(SupersededError):
                 mirror.claim(f"writer {number}", reader.superblock.uuid, 0)

@@ -101,6 +101,9 @@ _BY_CODE: Final = {
         ("RequestTimeout", "IncompleteBody"),
         _Cause(TransportError, "the server received an incomplete request", _LATER),
     ),
+    "NoSuchUpload": _Cause(  # also for one that was completed, whose answer was lost
+        TransportError, "the server does not know this upload any more", _LATER
+    ),
     "InvalidObjectState": _Cause(
         UsageError, "the object was moved to an archive", "restore it, and change the rule"
     ),

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.patterns import Patterns
-from portus.client.loading.resolve import is_removed
 from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
@@ -54,17 +53,16 @@ def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | No
 
 def is_whole(number: int, path: str) -> bool:
     """True if the open file is a checkpoint all of whose bytes are as they were saved, or a
-    pointer, unless it is known to lead to nothing, or one of the other files beside checkpoints,
-    which nothing verifies. path: where it is to be."""
+    pointer, or one of the other files beside checkpoints, which nothing verifies. path: where it is
+    to be."""
 
     def read(offset: int, length: int) -> bytes:
         return os.pread(number, length, offset)
 
     try:
         size = os.fstat(number).st_size
-        pointer = decode(read(0, size)) if size <= SIZE_MAX else None
-        if pointer is not None:
-            return not is_removed(pointer, path)
+        if size <= SIZE_MAX and decode(read(0, size)) is not None:
+            return True
         shard = _shard_of(read, size, path)
         if shard is not None:
             shard.verify(read)

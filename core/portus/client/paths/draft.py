@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.client.loading.recognized import is_whole
+from portus.client.loading.resolve import is_removed
 from portus.client.pools.image_draft import ImageDraft
 from portus.client.pools.training_pool import TrainingPool
 from portus.directory.publisher import Publication, Publisher
 from portus.directory.system import Linux, System
 from portus.errors import AbandonedError, MediumError, printable
 from portus.format.checksum import DIGEST_SIZE
-from portus.format.reference import Reference
+from portus.format.reference import SIZE_MAX, Reference, decode
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
@@ -211,7 +212,7 @@ class PooledDraft:
 
 def new_publisher() -> Publisher[Descriptor]:
     """Return what publishes files, and puts back none that is not whole."""
-    return Publisher(Linux(), _is_whole)
+    return Publisher(Linux(), is_worth_restoring)
 
 
 def make_directory(path: str) -> None:
@@ -224,8 +225,14 @@ def make_directory(path: str) -> None:
         ) from error
 
 
-def _is_whole(system: System[Descriptor], file: Descriptor, path: str) -> bool:
-    return is_whole(file.number, path)
+def is_worth_restoring(system: System[Descriptor], file: Descriptor, path: str) -> bool:
+    """Return whether an open file, to be put at ``path``, is whole, and no pointer that is known to
+    lead to nothing. Reads all of it."""
+    if not is_whole(file.number, path):
+        return False
+    data = os.pread(file.number, SIZE_MAX + 1, 0)
+    pointer = decode(data) if len(data) <= SIZE_MAX else None
+    return pointer is None or not is_removed(pointer, path)
 
 
 def _joined(digests: Iterable[Digests]) -> Digests:

@@ -3,6 +3,7 @@ removed or replaced through Portus where it had been put."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -17,11 +18,12 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading.recognized import is_whole
-from portus.client.paths.draft import FileDraft
+from portus.client.paths.draft import FileDraft, is_worth_restoring
 from portus.client.paths.training_files import TrainingFiles
 from portus.daemon.house import ClientTimeouts
+from portus.directory.system import Linux
 from portus.errors import BusyError, MediumError, UsageError
+from portus.media.process import Descriptor
 from tests.hosts import serving, url
 from tests.unit.client.pools.scene import Scene, stored
 from tests.unit.client.stuck import WAIT_S_MAX, gated
@@ -163,13 +165,13 @@ def test_a_held_pointer_is_put_back_only_while_its_version_is_there(scene: Scene
     with scene.training() as files:
         save(files, scene.path("1.ckpt"), 1)
         os.link(scene.path("1.ckpt"), held)
-        with open(held, "rb") as file:
+        with contextlib.closing(Descriptor(held, os.O_RDONLY)) as file:
             os.unlink(scene.path("1.ckpt"))
-            assert is_whole(file.fileno(), scene.path("1.ckpt"))
+            assert is_worth_restoring(Linux(), file, scene.path("1.ckpt"))
             os.link(held, scene.path("1.ckpt"))
             files.remove(scene.path("1.ckpt"))
             files.wait()
-            assert not is_whole(file.fileno(), scene.path("1.ckpt"))
+            assert not is_worth_restoring(Linux(), file, scene.path("1.ckpt"))
 
 
 def test_a_removal_that_opens_the_pool_lets_go_too(scene: Scene) -> None:
