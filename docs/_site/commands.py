@@ -23,7 +23,12 @@ _HEAD: Final = """# The command line
 <!-- Made by `python -m docs._site.commands` from core/portus/cli/app.py: change that file. -->
 
 `portus COMMAND --help` prints the same. With `--json`, a command prints one JSON document on
-stdout. Messages and progress go to stderr.
+stdout. Messages and progress go to stderr. All commands but `serve` take `--json`.
+
+A pointer can stand in for `MODEL[@STEP]`. The pool is `--pool PATH` (`POOL` for `ls`, `scrub` and
+`gc`), else `$PORTUS_POOL`, else `.portus` here or in a directory above. All commands but `rm`,
+`gc`, `format` and `rescue --in-place` work while a trainer writes. `ls`, `show`, `verify`,
+`export`, `rm` and `gc` also take mirrors: `portus show s3://bucket/runs/gpt@1000`.
 """
 
 

@@ -1,7 +1,7 @@
 """``make bench``: every row of docs/benchmarks.md in one run.
 
 python -m tests.bench.run [--rounds 5] [--only commit] [--out bench-results]
-python -m tests.bench.run --readme      the rows that README quotes; writes its table
+python -m tests.bench.run --readme      the rows of README and docs/benchmarks.md; writes both
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ README_ROUNDS = 3
 
 
 def readme_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
-    """Every row that README quotes, and those that are measured with them."""
+    """Every row of the tables of README and docs/benchmarks.md, and what is measured with them."""
     yield from saving.gib_rows(memory, rounds)
     yield from saving.paper_rows(memory, rounds, ["ResNet50"])
     yield from saving.durable_rows(disk, rounds)
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="counted rounds of each row (5; 3)")
     parser.add_argument("--only", choices=GROUPS, nargs="*", help="some groups of rows")
     parser.add_argument(
-        "--readme", action="store_true", help="the rows that README quotes; write its table"
+        "--readme", action="store_true", help="write the tables of README and docs/benchmarks.md"
     )
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs directory")
     parser.add_argument("--disk", type=Path, default=Path(), help="a directory on a disk")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from portus.cli.output import (
 )
 from tests.unit.cli.scene import portus
 
-README = Path(__file__).resolve().parents[3] / "README.md"
 WITHOUT_POOL = ("doctor", "format", "rescue", "serve")
 """Commands that have no ``--pool``, besides those of the operator of a host."""
 
@@ -134,13 +132,6 @@ def test_help_names_every_command() -> None:
         told = portus(*above, "--help")
         assert f"  {name} " in told.out
         assert "Exit codes" in told.out
-
-
-def test_the_first_page_names_every_command() -> None:
-    page = README.read_text()
-    for command in COMMANDS:
-        name = command.split()[0] if command.startswith("admin ") else command
-        assert re.search(rf"`portus {name}\b", page), name
 
 
 def test_the_reference_page_is_made_from_the_commands() -> None:
