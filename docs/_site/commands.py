@@ -1,6 +1,8 @@
 """The page of the command line, made from the commands themselves.
 
-``python -m docs._site.commands`` writes it. A test compares the page with what this makes.
+``python -m docs._site.commands`` writes it. A test compares the page with what this makes. The page
+is committed, for readers of the repository. Plugins that read click's commands cannot read typer's,
+which has a click of its own.
 """
 
 from __future__ import annotations
