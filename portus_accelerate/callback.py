@@ -82,6 +82,8 @@ class PortusCallback(TrainerCallback, ExportableState):
         is_last = state.global_step >= state.max_steps
         if is_due:
             control.should_save = True
+        # Not by changing ``state.save_steps``: that is saved, and a run without Portus would save
+        # by its last value.
         elif _is_of_save_steps(args, state) and not is_last:
             control.should_save = False
         return control

@@ -91,6 +91,8 @@ class CadenceHooks:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         """Save as ``ModelCheckpoint`` with ``every_n_train_steps`` does, if this step is due."""
         assert self._cadence is not None
+        # Only for Lightning's own hook, so that top-k, deferring to a validation and all that
+        # follows stay Lightning's. 0 is never.
         self._every_n_train_steps = 1 if self._cadence.should_save() else 0
         try:
             super().on_train_batch_end(trainer, pl_module, *batch)  # type: ignore[misc]

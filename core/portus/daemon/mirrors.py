@@ -3,7 +3,8 @@
 What is committed to the pool of a tenant is copied below ``URL/TENANT``, each model by a copier of
 its own (``mirror.copier``). The mirror has what the pool has, no more: clients decide what stays.
 
-A pool that is new gets all that its mirror has, when it is opened, so before anybody is let in. A
+A pool that is new gets all that its mirror has, when it is opened, so before anybody is let in: a
+version that the pool lacks would be removed from the mirror too. A
 model whose history went on elsewhere is named, and not saved here; the others are.
 """
 

@@ -2,6 +2,10 @@
 
 They lie in a directory beside the tenant's pool (``<pool>.objects``), synced; or in memory, where
 the pool is. Names are whole paths of segments, and lead nowhere else.
+
+Objects, and no versions of the pool: a pool is ordered by its commits, so a version that is
+mirrored late would become the newest, and a claim lives only as long as its connection. Terms and
+manifests in the pool would be the log of a mirror by another name.
 """
 
 from __future__ import annotations

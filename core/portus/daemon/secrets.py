@@ -31,6 +31,7 @@ class Secrets:
 
     def become(self, others: Secrets) -> None:
         """Have those of ``others`` from now on. Who is in stays in."""
+        # To end connections here would fail the saves under way, and bring all trainers at once.
         self._of = others._of
 
     def first_of(self, tenant: str) -> bytes | None:

@@ -140,6 +140,7 @@ class CommitRecords:
             RecordKind.MODEL_TABLE,
             encode_table([(name, model.pointer) for name, model in models.items()]),
         )
+        # Away from the first ones: neighbours would lie in the same block of a disk.
         copies = tuple(self._placed_copies(apart))
         root = replace(
             self._before.root,

@@ -2,7 +2,8 @@
 
 Nothing is free that a root leads to, that a reader has pinned, or that a reservation holds (V1,
 V10). Space that was given back to the file system is a *hole*: free, but to be filled before it is
-used.
+reserved. A store through an address into a hole is SIGBUS on a full disk; filled first, lack of
+space is an error of a reservation.
 """
 
 from __future__ import annotations

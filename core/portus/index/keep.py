@@ -1,6 +1,7 @@
 """``Keep``: which versions of a model stay. One value, for pools and for their mirrors.
 
-It decides from the step, the time and the metrics of each version alone. Versions that files and
+A value, because no YAML, command line, storage host or mirror can carry a function of the user. It
+decides from the step, the time and the metrics of each version alone. Versions that files and
 pins hold stay in addition. It never wants a version that it let go of earlier, whatever versions
 are added, so each commit can ask it about the versions that exist then.
 """

@@ -421,6 +421,8 @@ class PoolWriter(PoolReader):
 
     def _make_room(self, wanted: Wanted) -> list[Extent]:
         """Retired versions first, growth, and what was to be spared last."""
+        # Growing first would make a pool larger than its versions need, and one with ``max_bytes``
+        # would fail with space to spare.
         if self._settle():
             extents = self._space.take(wanted)
             if extents is not None:

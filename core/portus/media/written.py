@@ -99,6 +99,8 @@ def pages_of(address: Column, length: Column) -> list[Run]:
 def exposed(address: Column, length: Column) -> Flags:
     """Return a mask of the memory that other processes may have too, by a shared mapping, and may
     write at any moment. None of it where the system does not say. Address 0: there is none."""
+    # The kernel is asked, not torch: ``is_shared()`` does not know of memory that numpy or mmap
+    # made, and says yes for private mappings of files.
     there = address[address > 0]
     if not len(there):
         return np.zeros(len(address), np.bool_)

@@ -1,4 +1,4 @@
-"""The mirror of one model in a store: what saves and loads use. See ``docs/decisions/0141``."""
+"""The mirror of one model in a store: what saves and loads use. Why it is a log: decision 0141."""
 
 from __future__ import annotations
 
@@ -419,7 +419,8 @@ _AFTER_SLASH: Final = chr(ord("/") + 1)
 
 
 class _Source:
-    """The bytes of a pinned version, as packs."""
+    """The bytes of a pinned version, as packs, in memory of their own: sent from a mapping, a bad
+    sector would be SIGBUS."""
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, stop: Stop, *, as_files: bool

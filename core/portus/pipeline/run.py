@@ -322,6 +322,7 @@ class Save:
         equal = equal_storages(found, group.digests, lengths)
         if not len(equal):
             return equal
+        # Equal digests are not enough: rot in the stored bytes would be shared, and reported late.
         same = self._draft.share(before, candidates[equal], address[equal], self._stop)
         return equal if same else equal[:0]
 

@@ -1,5 +1,8 @@
 """A version of one pool into another one, whatever the media: so a fresh node fills its own pool
 from a mirror. What arrives is compared with the version's digests before it is stored.
+
+Threads fetch, compare and store side by side, a batch being what one request brings, while the pool
+grows: each of these alone takes as long as the network does.
 """
 
 from __future__ import annotations

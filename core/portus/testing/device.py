@@ -2,7 +2,8 @@
 
 So all that is done otherwise where a pool is on a device (how it is made, where its links are, what
 has no successor) runs on any machine, through the medium that real devices have. What this cannot
-show is how the lines of a device are written back: see ``lines``.
+show is how the lines of a device are written back: see ``lines``. A test medium in its place would
+not do: the code above a medium asks the system what is at a path.
 """
 
 from __future__ import annotations

@@ -204,6 +204,8 @@ class Cadence:
 
     def _told(self, decide: Callable[[], int]) -> int:
         """What rank 0 decides, on all ranks."""
+        # Times are noisy: ranks that decide by themselves decide differently, and a save that only
+        # some of them begin hangs.
         rank, count = standing(self._group)
         steps = decide() if rank == 0 else 0
         if count == 1 or isinstance(self.every, int):

@@ -6,6 +6,8 @@ step. Its page is made and its lines are added on the worker of its ``Checkpoint
 does nothing but store three numbers into the page after each step. Nothing is synced: all of it
 survives a kill, and after a power cut the newest lines may be missing.
 
+It is beside the pool, since a record in it would cost a commit, and go with the pool.
+
 Whoever begins the next session puts what the page of a killed one says into the journal, and takes
 the page away. A journal is a message, and no more: nothing here raises, nor ends a save.
 

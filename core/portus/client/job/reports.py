@@ -27,7 +27,8 @@ class Reports:
     """Failures are noted by any thread, and told to who calls next.
 
     Until a first save is committed a failure is raised, whatever ``on_error`` says: a run that
-    saves nothing must not look like one that did.
+    saves nothing must not look like one that did. Commits of earlier runs do not count: a run that
+    resumes on a full disk would train to its end for nothing.
     """
 
     def __init__(self, on_error: OnError) -> None:
