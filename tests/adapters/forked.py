@@ -95,7 +95,7 @@ def run(
         kept.append(torch.distributed.group.WORLD)
         destroy(group)
 
-    # Without Portus torch may hang there as the models go: decision 0191.
+    # Without Portus torch may hang there as the models go (pytorch#56297).
     torch.distributed.destroy_process_group = keep_and_destroy
     import portus_accelerate
 

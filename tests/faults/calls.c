@@ -7,7 +7,10 @@
    other failing call has no effect.
 
    What it cannot see: calls that libc makes by itself (readdir's getdents64 is met at opendir and
-   readdir), and stores through a mapping. */
+   readdir), and stores through a mapping.
+
+   Not seccomp or ptrace, which take two process switches a call; and not FUSE, which cannot fail
+   close, mmap or locks at will. */
 
 #define _GNU_SOURCE
 #include <dirent.h>

@@ -6,7 +6,8 @@ that was written before the last flush, and any part of what came later, in sect
 
 The disk is served by a process of its own, without torch and without threads: a page fault of
 Portus waits for it, and must not hold what it needs. It speaks the protocol of the kernel's
-``fuse.h`` by itself, as far as a single file needs it.
+``fuse.h`` by itself, as far as a single file needs it. Device mapper (dm-log-writes) and nbd could
+do the same, where the kernel has them; often it does not.
 """
 
 from __future__ import annotations

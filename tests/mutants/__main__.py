@@ -5,6 +5,9 @@ is made in a copy of the tree, and each meets the tests that execute what it cha
 first. One that fails a test is killed; one that none fails has survived, and is printed. Which
 survivors mean the same as what they came from is on record here (``EQUIVALENT``); all others are
 gaps. A score is killed / (all - equivalent).
+
+cosmic-ray's own runner starts pytest once for each change, and edits the tree that it runs in.
+mutmut has all mutants in one rewritten package, where forks, signals and lines would differ.
 """
 
 from __future__ import annotations

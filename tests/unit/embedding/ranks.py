@@ -30,5 +30,7 @@ def rank(say: Say, number: int, store: str, pool: str) -> None:
     if tables is not None:
         tables.close()
     say(weight.detach().numpy().tobytes().hex())
-    del parallel  # the last to hold a gloo group would wait for its threads, see decision 0191
+    # First: a model that is the last to hold a gloo group waits for its threads with the GIL held
+    # (pytorch#56297).
+    del parallel
     dist.destroy_process_group()
