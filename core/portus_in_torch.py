@@ -16,7 +16,7 @@ _FLAGS = ("PORTUS_ACCELERATE", "PORTUS_DEEPSPEED")
 
 
 def allow_references() -> None:
-    """Let ``torch.load`` read reference files."""
+    """Let ``torch.load`` follow pointers."""
     _register("portus._autoload", "torch.load cannot read reference files")
 
 

@@ -4,12 +4,12 @@ that is new is filled from the mirror. Runs have one each, storage hosts one for
 There is one thread. It copies the newest version that is not mirrored yet, then older ones, as long
 as the pool has them. What it copies it pins, as any reader does; a save that finds no room has it
 end (``yield_space``). What the pool let go of goes from the mirror too, unless ``keep`` wants it
-there. Reference files go along, by their paths.
+there.
 
 Before anything is saved, ``begin`` looks which of the two has the newer history. A pool that is new
-gets from the mirror what the model had: its versions, and
-these files. A pool whose history went on elsewhere is named, and not gone on from. Then it claims
-the mirror, which is its first write: where that is not allowed, nothing ever would be mirrored.
+gets the versions that the mirror has of the model. A pool whose history continued elsewhere is
+reported, and not continued. Then it claims the mirror, which is its first write: where that is not
+allowed, nothing ever would be mirrored.
 """
 
 from __future__ import annotations

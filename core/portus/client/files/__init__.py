@@ -1,1 +1,1 @@
-"""Reference files, which versions they hold, and where those versions live."""
+"""Where pools are, pointers on disk, and the order of what happens at paths."""

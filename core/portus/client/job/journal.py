@@ -177,8 +177,8 @@ class Journal:
                 heartbeat.beat(page, steps, at_ns, self._work_ns)
 
     def asked(self, token: bytes, step: int, file: str | None) -> None:
-        """A save of this step is asked for, and about to begin. ``file``: where its reference is to
-        be, an absolute path."""
+        """Note that a save of this step was requested. ``file``: the absolute path where it, or its
+        pointer, will be."""
         costs = self._clock.take()
         if costs is not None:
             self._step_s = costs.step_s

@@ -1,1 +1,1 @@
-"""Real torch and safetensors files in place of references: the way out of Portus."""
+"""Torch and safetensors files of what is in pools: what ``portus export`` writes."""

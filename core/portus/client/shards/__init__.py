@@ -1,1 +1,1 @@
-"""The parts of a sharded checkpoint: how they are cut, grouped, mirrored and read again."""
+"""Checkpoints of many ranks: directories of torch, what each rank saves there, and loads."""

@@ -145,8 +145,7 @@ def stand_in(name: str, state: object) -> dict[str, object]:
 
 def decode_stand_ins(value: Any) -> Any:
     """``value`` with objects in the place of their stand-ins: for what ``torch.load`` gave of a
-    torch file that Portus made (``materialize``, ``export``). Dicts, lists and deques are changed
-    in place.
+    torch file that ``portus export`` made. Dicts, lists and deques are changed in place.
 
     Raises ``UsageError`` for one whose codec is not registered, naming where it is.
     """
