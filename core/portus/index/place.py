@@ -204,7 +204,7 @@ def _advice(scheme: str, text: str) -> str:
         return "The scheme of a storage host is written in small letters, on its own"
     return (
         "Portus does not save to object stores or other file systems by URL: name a path on "
-        "this machine, and upload what `portus materialize` writes"
+        "this machine, and upload what `portus export` writes"
     )
 
 
