@@ -382,6 +382,7 @@ class Pools:
                 "more writes"
             )
         files = LocalFiles()
+        # Past the page cache: after a failed sync it may hold bytes that the disk never got.
         findings = check_file(hosted.path, CheckOptions(), cached=False)
         wrong = [each for each in findings if each.severity is Severity.ERROR]
         if wrong:

@@ -2,7 +2,8 @@
 
 TrainingCXL reads them off the sparse features of a batch, and copies these rows while the batch
 before is computed. What other ranks look up is only in the reduced gradient, so an update still
-asks that for rows which nobody announced.
+asks that for rows which nobody announced. Only an undo log gains by announcements: an entry of a
+redo log has new rows, which do not exist before the update.
 """
 
 from __future__ import annotations

@@ -263,6 +263,8 @@ class Shelf:
                 raise UsageError(
                     "a transaction was entered inside another one; leave that one first"
                 )
+            # Earlier changes are not committed here: that would make durable what nobody asked
+            # for, and cost a commit for each transaction.
             self._in_transaction = True
             whole = False
             try:
