@@ -12,8 +12,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import portus
 from portus.mirror.address import parse
@@ -22,6 +24,7 @@ from portus.mirror.opening import open_store
 from portus.testing.nursery import nursery
 from tests.crash.mirrored_saver import KEEP
 from tests.crash.saver import Training
+from tests.hosts import Host
 from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
@@ -71,4 +74,45 @@ def test_what_the_mirror_counts_outlives_each_machine_bit_for_bit(folder: Path, 
         if counted:
             assert_same(saver.load(weights_only=False), Training(counted).state())
     print(f"{KILLS} machines, {counted} steps; {behind} times the mirror was behind")
+    assert counted > KILLS // 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120 + 20 * KILLS)
+def test_what_the_mirror_of_a_host_counts_outlives_each_host_for_plain_torch_too(
+    folder: Path, seed: int
+) -> None:
+    """Hosts are killed, and their machines are lost; whoever has the bucket alone finds in it the
+    files of what counts, and the next host begins with them."""
+    random_, bucket = random.Random(seed), f"file://{folder}/bucket"
+    step = counted = 0
+    settings: Any = {"keep": KEEP, "journal": False, "on_error": "warn", "fence_timeout": 5.0}
+    with contextlib.closing(open_store(parse(f"{bucket}/default"))) as store:
+        mirror = Mirror(store, "net")
+        for number in range(KILLS):
+            pools = folder / f"pools {number}"
+            with Host(pools, "--mirror", bucket) as host:
+                with portus.PoolCheckpointer(host.url, "net", **settings) as saver:
+                    if counted:
+                        step = counted
+                        assert_same(saver.load(weights_only=False), Training(step).state())
+                    for _ in range(random_.randint(1, LINES_MAX)):
+                        step += 1
+                        saver.save(Training(step).state(), step).wait()
+                    time.sleep(random_.uniform(0, DELAY_S_MAX))
+                    step += 1
+                    saver.save(Training(step).state(), step)
+                    time.sleep(random_.uniform(0, DELAY_S_MAX / 10))
+                    host.kill()
+            for added in mirror.read().versions:
+                [file] = mirror.manifest(added).manifest.files
+                found = torch.load(
+                    folder / "bucket" / "default" / "net" / file.name, weights_only=False
+                )
+                assert_same(found, Training(added.step).state())
+            newest = mirror.read().newest
+            if newest is not None:
+                assert counted <= newest.step <= step
+                counted = newest.step
+            shutil.rmtree(pools)
     assert counted > KILLS // 4
