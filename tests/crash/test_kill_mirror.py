@@ -91,19 +91,21 @@ def test_what_the_mirror_of_a_host_counts_outlives_each_host_for_plain_torch_too
         mirror = Mirror(store, "net")
         for number in range(KILLS):
             pools = folder / f"pools {number}"
-            with Host(pools, "--mirror", bucket) as host:
-                with portus.PoolCheckpointer(host.url, "net", **settings) as saver:
-                    if counted:
-                        step = counted
-                        assert_same(saver.load(weights_only=False), Training(step).state())
-                    for _ in range(random_.randint(1, LINES_MAX)):
-                        step += 1
-                        saver.save(Training(step).state(), step).wait()
-                    time.sleep(random_.uniform(0, DELAY_S_MAX))
+            with (
+                Host(pools, "--mirror", bucket) as host,
+                portus.PoolCheckpointer(host.url, "net", **settings) as saver,
+            ):
+                if counted:
+                    step = counted
+                    assert_same(saver.load(weights_only=False), Training(step).state())
+                for _ in range(random_.randint(1, LINES_MAX)):
                     step += 1
-                    saver.save(Training(step).state(), step)
-                    time.sleep(random_.uniform(0, DELAY_S_MAX / 10))
-                    host.kill()
+                    saver.save(Training(step).state(), step).wait()
+                time.sleep(random_.uniform(0, DELAY_S_MAX))
+                step += 1
+                saver.save(Training(step).state(), step)
+                time.sleep(random_.uniform(0, DELAY_S_MAX / 10))
+                host.kill()
             for added in mirror.read().versions:
                 [file] = mirror.manifest(added).manifest.files
                 found = torch.load(
