@@ -225,8 +225,8 @@ class Mirrored:
         places = self.places().items()
         return {key: place for key, place in places if object_of(place.pack) not in damaged}
 
+    def files(self) -> dict[tuple[bytes, int], FileObject]:
         """Return the files, by the token of the version and their number."""
-        """Its files, by its token and their number."""
         token = self.manifest.token
         return {(token, number): each for number, each in enumerate(self.manifest.files)}
 
