@@ -31,6 +31,14 @@
 #include <emmintrin.h>
 #endif
 
+#if defined(__GLIBC__) && defined(__x86_64__) && defined(__LP64__)
+/* Links to the versions of before glibc 2.32 and 2.34, which later ones have too, so that a wheel
+   needs glibc 2.17 alone, wherever it is built. The same functions, at the same addresses. */
+__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_join, pthread_join@GLIBC_2.2.5");
+#endif
+
 #define ABI 9           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
 #define PAGE 4096       /* bytes; writes to a file end at multiples of it */
