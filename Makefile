@@ -25,7 +25,10 @@ NATIVE := core/portus/transport/_native.so
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP)/portus $(STAMP)/docs $(STAMP)/deepspeed $(STAMP)/torchtitan $(NATIVE) ## make .venv with everything pinned; a second time does nothing
+# What `make test` needs: all but the tools of the documents.
+TESTED := $(STAMP)/portus $(STAMP)/deepspeed $(STAMP)/torchtitan $(NATIVE)
+
+setup: $(TESTED) $(STAMP)/docs ## make .venv with everything pinned; a second time does nothing
 
 # A stamp per step: a change of the pins does not install torch again.
 $(STAMP)/venv:
@@ -49,7 +52,7 @@ $(STAMP)/pins: $(STAMP)/torch requirements/dev.txt
 # What a user installs, and no more, unless all is there already.
 $(STAMP)/user: $(STAMP)/torch pyproject.toml core/portus_in_torch.py
 	@test -e $(STAMP)/portus || { echo "setup: portus, as a user installs it"; \
-	  $(PIP) install --editable '.[lightning,cli,plot]' torchdata -c requirements/dev.txt; }
+	  $(PIP) install --editable '.[lightning,cli]' torchdata -c requirements/dev.txt; }
 	@touch $@
 
 # Not isolated: hatchling is among the pins, so this step downloads nothing.
@@ -110,7 +113,7 @@ demo: $(STAMP)/user ## train, kill in the middle of a save, resume, compare; abo
 	@test -e $(NATIVE) || $(BIN)/python core/build_native.py || true
 	@$(BIN)/python recipes/$(if $(filter --dlrm,$(ARGS)),dlrm_tiny,gpt_tiny_lightning).py --demo $(filter-out --dlrm,$(ARGS))
 
-test: setup ## the inner loop: all tests but the long ones; about 5 minutes
+test: $(TESTED) ## the inner loop: all tests but the long ones; about 5 minutes
 	@$(PYTEST) $(ARGS)
 
 long: setup ## what takes long: deeper searches, and trainings that are killed
@@ -131,16 +134,16 @@ coverage: setup $(STAMP)/measure ## how much of the core the tests run, in all p
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report --skip-covered --sort=cover
 
-check: setup site ## style, format, types, floors, the site
+check: site ## style, format, types, floors, the site
 	@echo "check: ruff";         $(BIN)/ruff check --quiet
 	@echo "check: ruff format";  $(BIN)/ruff format --check --quiet || { $(BIN)/ruff format --check; exit 1; }
 	@echo "check: mypy";         $(BIN)/mypy
 	@echo "check: lint-imports"; $(BIN)/lint-imports --no-cache --no-logo
 
-site: setup ## the documents as static pages in build/site, without a warning
+site: $(STAMP)/portus $(STAMP)/docs ## the documents as static pages in build/site, without a warning
 	@echo "site: mkdocs";        NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-fix: setup ## let ruff put style and format right
+fix: $(STAMP)/portus ## let ruff put style and format right
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import importlib.util
 import logging
 import os
 import shutil
@@ -140,7 +141,7 @@ def demo(out: Path, steps: int, every: int) -> None:
     _run(out / "killed", steps, every, resume=newest)
     identical = _compare(out, steps)
     print("4. what each way of checkpointing costs a training of 100 MB, saved every 4th step")
-    picture = out / "cost.png"
+    picture = out / "cost.png" if importlib.util.find_spec("matplotlib") else None
     _measure(out / "cost", picture)
     print("5. loaded by a process that cannot import Portus")
     _load_without_portus(_checkpoint(out / "killed", steps))
@@ -148,7 +149,8 @@ def demo(out: Path, steps: int, every: int) -> None:
     print("What happened: a run was killed in the middle of a save. It resumed from the newest")
     print(f"checkpoint, and ended {'BIT-IDENTICAL to' if identical else 'DIFFERENT from'}"
           " a run that was never interrupted.")  # fmt: skip
-    print(f"The plot:        {picture}")
+    if picture:
+        print(f"The plot:        {picture}")
     print(f"The checkpoints: {out / 'killed' / 'checkpoints'}")
     print(f"What it cost:    {Path(sys.executable).parent / 'portus'} report {out / 'killed'}")
     sys.exit(not identical)
@@ -248,7 +250,9 @@ def _load_without_portus(path: Path) -> None:
     subprocess.run([sys.executable, "-c", _ALONE, str(path)], check=True, env=alone)
 
 
-def _measure(place: Path, picture: Path, steps: int = 16, rounds: int = 2, every: int = 4) -> None:
+def _measure(
+    place: Path, picture: Path | None, steps: int = 16, rounds: int = 2, every: int = 4
+) -> None:
     """The same training with each way of checkpointing, in turn; a table and a picture."""
     ways: dict[str, Callable[[], CheckpointIO | None]] = {
         "none": lambda: None,
@@ -282,7 +286,8 @@ def _measure(place: Path, picture: Path, steps: int = 16, rounds: int = 2, every
             synced = "yes, every one"
         print(f"    {name:20s} {statistics.median(times):8.2f} s {cost:>22s} {synced:>20s}")
     print("    Lightning's own two leave it to the system when their bytes reach the disk.")
-    _plot(costs, picture)
+    if picture:
+        _plot(costs, picture)
 
 
 def _plot(costs: dict[str, list[float]], picture: Path) -> None:
