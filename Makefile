@@ -20,7 +20,7 @@ NATIVE := core/portus/transport/_native.so
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup site setup-lab lab setup-browser setup-s3 s3 demo test test-hardware test-s3 smoke long suites mutants coverage \
-  check fix bench clean
+  check fix bench release clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -78,6 +78,12 @@ $(STAMP)/deepspeed $(STAMP)/torchtitan: $(STAMP)/%: $(STAMP)/pins requirements/%
 $(STAMP)/measure: $(STAMP)/pins requirements/measure.txt
 	@echo "setup: requirements/measure.txt"
 	@$(PIP) install -r requirements/measure.txt -c requirements/dev.txt
+	@touch $@
+
+# Only with `make release`.
+$(STAMP)/release: $(STAMP)/pins requirements/release.txt
+	@echo "setup: requirements/release.txt"
+	@$(PIP) install -r requirements/release.txt -c requirements/dev.txt
 	@touch $@
 
 # In the tree, and not in .venv: a stamp says nothing of it. Without a C compiler there is none.
@@ -149,6 +155,9 @@ fix: $(STAMP)/portus ## let ruff put style and format right
 
 bench: setup ## every row of docs/benchmarks.md, in one run
 	@$(BIN)/python -m tests.bench.run $(ARGS)
+
+release: $(STAMP)/portus $(STAMP)/release ## what is released, in dist/: source archive and wheels, each installed and tried; under a minute
+	@$(BIN)/python -m tests.release
 
 clean: ## remove what was made here, .venv included
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

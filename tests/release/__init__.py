@@ -1,0 +1,1 @@
+"""What is released: made by one command, and tried as a user gets it."""
