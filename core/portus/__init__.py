@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
     open = PoolView  # noqa: A001
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The public names and where each lives; after a colon, what it is called there if not the same.
 # The TYPE_CHECKING block above says it to type checkers; tests/unit/test_face.py compares the two.

@@ -61,8 +61,10 @@ class ClosingCheckpointer(Checkpointer):
         return self._saver.has_committed
 
     def __del__(self) -> None:
-        with contextlib.suppress(PortusError, AttributeError):
+        try:  # at the end of an interpreter there may be no contextlib
             self.close()
+        except (PortusError, AttributeError):
+            return
 
     def _check_usable(self) -> None:
         self._check_process()
