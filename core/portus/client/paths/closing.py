@@ -3,7 +3,6 @@ saves to."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 from portus.client.checkpointer import Checkpointer
