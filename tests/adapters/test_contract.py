@@ -12,12 +12,11 @@ from portus.testing.adapter import EVENTS, PLACES, AdapterContract, Case
 class Covering(AdapterContract):
     """In short runs one case for each kind of place, and no two adapters have the same."""
 
-    places = tuple(place for place in PLACES if place != "elsewhere")  # no directory of pools
     first = 0
 
     def marks(self, case: Case) -> Collection[pytest.MarkDecorator]:
         place, event = PLACES.index(case[0]), EVENTS.index(case[1])
-        is_short = event == (2 * place + self.first) % len(EVENTS)
+        is_short = event == (3 * place + self.first) % len(EVENTS)
         return () if is_short else (pytest.mark.long,)
 
 
@@ -32,7 +31,7 @@ class TestLightning(Covering):
 
     def marks(self, case: Case) -> Collection[pytest.MarkDecorator]:
         place, event = case
-        if event == "copied" and place != "beside":
+        if event == "copied" and place != "files":
             reason = "the original replaces last.ckpt, and the version that its copy leads to goes"
             return [pytest.mark.skip(reason=reason)]
         return super().marks(case)
@@ -45,5 +44,5 @@ class TestAccelerate(Covering):
 
 class TestShards(Covering):
     trains = "tests.adapters.trainings:Shards"
-    places = ("beside", "host")  # one pool, and many ranks
+    places = ("files", "host")  # one pool, and many ranks
     first = 3

@@ -46,24 +46,24 @@ from portus.testing.device import stand_in
 from portus.testing.hosting import serving, url
 from portus.testing.nursery import Say, nursery
 
-PLACES: Final = ("beside", "elsewhere", "host", "device")
-"""Where the pool is: in ``.portus`` of the run, as is the default; in a directory elsewhere; on a
+PLACES: Final = ("files", "host", "device")
+"""Where checkpoints are saved: as files in the directory of the run, which is the default; on a
 storage host; on a DAX device (a file that stands in for one: ``portus.testing.device``)."""
 
 EVENTS: Final = ("restarted", "other cwd", "moved", "copied", "restored", "killed")
-"""What happens to the run between two trainings. ``copied``: both go on. ``restored``: of the run
-there is a copy, elsewhere, and no more. ``killed``: in a save."""
+"""What happens to the run between two trainings. ``copied``: the original and its copy both resume.
+``restored``: only a copy is left, in another directory. ``killed``: during a save."""
 
 FIRST: Final = 4
-"""Steps of the first training; the one after it makes as many."""
+"""Steps of the first training; the next one makes as many."""
 
 _DEVICE_SIZE: Final = 64 << 20
 
 _IN_FLIGHT: Final = 2
-"""Saves that may not be over when the newest one was asked for: one is in flight, one queued."""
+"""Saves that may be unfinished when the newest one is requested: one is in flight, one queued."""
 
 Case = tuple[str, str]
-"""Of ``PLACES`` and of ``EVENTS``."""
+"""One of ``PLACES`` and one of ``EVENTS``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class Order:
     The training resumes from the newest checkpoint that the framework finds in the directory of the
     run, if there is one.
 
-    run: the directory of the run. It may exist, and have what an earlier training left, or a copy
-        of that.
-    pool: where to save; None: the default of the adapter.
+    run: the directory of the run. It may exist, with what an earlier training left, or a copy of
+        that.
+    pool: the storage host or the device to save to; None: save files, the adapter's default.
     until: the last step.
     kill_at: the step at which ``saved`` kills the process; 0: none.
     say: reports a line to the test; ``saved`` uses it.
@@ -125,7 +125,7 @@ class AdapterContract(abc.ABC):
         return ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Makes a test of each place with each event."""
+        """Make a test of each place with each event."""
         if "case" in metafunc.fixturenames:
             cases = [
                 pytest.param(case, id="-".join(case).replace(" ", "_"), marks=self.marks(case))
@@ -183,13 +183,15 @@ class _Scene:
             self._check(before)
 
     def _train(self, run: Path, until: int, *, kill_at: int = 0, cwd: str = "") -> dict[int, str]:
-        """What was told, by step. cwd: the working directory, if not the one above the run."""
+        """Train, and return the reported paths by step. cwd: the working directory, if it is not
+        the one above the run."""
         where = str(self._root / cwd if cwd else run.parent)
         lines = self._child("train", where, [str(run), self._pool, until, kill_at], bool(kill_at))
         return {int(step): path for step, path in (line.split(" ", 1) for line in lines)}
 
     def _check(self, told: dict[int, str], missing_max: int = 0) -> None:
-        """Each loads its own step. missing_max: how many, whose save was cut off, may be gone."""
+        """Require that each reported checkpoint loads its own step. missing_max: how many may be
+        gone, because their save was cut off."""
         there = {step: path for step, path in told.items() if os.path.exists(path)}
         assert len(told) - len(there) <= missing_max, f"gone: {told.keys() - there.keys()}"
         lines = self._child("look", str(self._root), [list(there.values()), self._pool])
@@ -200,7 +202,7 @@ class _Scene:
     def _child(
         self, act: str, cwd: str, arguments: list[object], is_killed: bool = False
     ) -> list[str]:
-        """What it said, up to its end."""
+        """Return what the child said until it ended."""
         home = str(self._root / "state")
         with self._nursery.start(
             f"{__name__}:act", act, self._trains, cwd, home, self._device, arguments
@@ -216,10 +218,8 @@ def _below(told: dict[int, str], old: Path, new: Path) -> dict[int, str]:
 
 @contextlib.contextmanager
 def _place(kind: str, root: Path) -> Iterator[str | None]:
-    if kind == "beside":
+    if kind == "files":
         yield None
-    elif kind == "elsewhere":
-        yield str(root / "pools")
     elif kind == "device":
         (root / "dax").touch()
         os.truncate(root / "dax", _DEVICE_SIZE)
@@ -231,7 +231,7 @@ def _place(kind: str, root: Path) -> Iterator[str | None]:
             yield url(undo.enter_context(serving("memory:256M", address=address)))
 
 
-# In a child of the nursery.
+# What runs in a child of the nursery.
 
 
 def act(
@@ -243,8 +243,8 @@ def act(
     device: str | None,
     arguments: list[Any],
 ) -> None:
-    """Train or look, in a working directory. home: where the user's notes are. device: a file that
-    is to be one."""
+    """Train, or look at checkpoints, in the working directory ``cwd``. home: the directory of the
+    user's state. device: a file that stands in for a device."""
     os.environ["XDG_STATE_HOME"] = home
     if device is not None:
         stand_in(device, f"{device}.sys", pytest.MonkeyPatch())
@@ -257,7 +257,7 @@ def act(
         return
     paths, pool = arguments
     if pool is not None and Place.named(pool).is_host:
-        os.environ["PORTUS_POOL"] = pool  # a reference alone leads to no host
+        os.environ["PORTUS_POOL"] = pool  # a pointer alone makes nobody connect
     for path in paths:
         say(f"{path}\t{_look(adapter, path)}")
 
