@@ -16,7 +16,7 @@ from portus.mirror.opening import open_file_store, open_store
 from portus.mirror.store import FileStore, MissingError, Store
 from portus.testing.hosting import serving, url
 from portus.testing.model_store import ModelStore
-from portus.testing.stores import CountingStore, FileStoreContract, StoreContract
+from portus.testing.stores import FileStoreContract, StoreContract
 
 NUMBERS = itertools.count()
 
@@ -63,21 +63,6 @@ class TestMemory(FileStoreContract):
 
     def write_behind(self, name: str, data: bytes) -> None:
         obstore.put(self.behind, name, data)
-
-
-class TestCounting(StoreContract):
-    @pytest.fixture(autouse=True)
-    def place(self) -> None:
-        self.behind = ModelStore()
-
-    def open(self) -> Store:
-        return CountingStore(ModelStore(self.behind.objects))
-
-    def read_behind(self, name: str) -> bytes | None:
-        return self.behind.objects.get(name, (None, 0.0))[0]
-
-    def write_behind(self, name: str, data: bytes) -> None:
-        self.behind.objects[name] = data, self.behind.now
 
 
 class TestHost(StoreContract):

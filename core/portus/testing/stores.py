@@ -1,4 +1,4 @@
-"""Tests that every ``Store`` of a mirror must pass, and a store that counts requests.
+"""Tests that every ``Store`` of a mirror must pass.
 
 Subclass ``StoreContract`` and implement its abstract methods: how to open your store, and how to
 read and write its objects without it. pytest then runs the suite. No test is skipped because of
@@ -11,15 +11,14 @@ import abc
 import array
 import random
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import pytest
 
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.mirror.store import Buffer, FileStore, ListedObject, MissingError, Store
+from portus.mirror.store import Buffer, FileStore, MissingError, Store
 
 RACERS: Final = 8
 CLOCK_S_MAX: Final = 60.0
@@ -326,81 +325,3 @@ class FileStoreContract(StoreContract):
         files.put_stream("a", [bytes(17 << 20), b"long"], 0)
         files.put_stream("a", [b"short"], 1 << 40)
         assert self.read_behind("a") == files.get("a") == b"short"
-
-
-class CountingStore:
-    """Passes every call on to ``store``, and counts requests.
-
-    store: the store that does the work.
-    page: how many objects a page of a list has.
-    calls: the number of requests, by the name of the method. ``list`` counts pages, as an S3 server
-        divides them.
-    sent, received: bytes of objects.
-    """
-
-    def __init__(self, store: Store, page: int = 1000) -> None:
-        self.calls: Final[Counter[str]] = Counter()
-        self.sent = 0
-        self.received = 0
-        self._store: Final = store
-        self._page: Final = page
-        self._guard: Final = threading.Lock()
-
-    @property
-    def puts(self) -> int:
-        """The number of requests that are charged as PUT: objects that were put or created."""
-        return self.calls["put"] + self.calls["create"]
-
-    @property
-    def gets(self) -> int:
-        """The number of requests that are charged as GET: for objects, and for ranges of one."""
-        return self.calls["get"] + self.calls["get_range"]
-
-    @property
-    def lists(self) -> int:
-        """The number of requests that are charged as LIST."""
-        return self.calls["list"]
-
-    def reset(self) -> None:
-        """Reset all counts to zero."""
-        with self._guard:
-            self.calls.clear()
-            self.sent = self.received = 0
-
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        self._count("put", sent=sum(memoryview(part).nbytes for part in parts))
-        self._store.put(name, parts)
-
-    def create(self, name: str, data: bytes) -> bool:
-        self._count("create", sent=len(data))
-        return self._store.create(name, data)
-
-    def get(self, name: str) -> bytes:
-        self._count("get")
-        data = self._store.get(name)
-        self._count("get", 0, received=len(data))
-        return data
-
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
-        self._count("get_range", received=into.nbytes)
-        self._store.get_range(name, start, into)
-
-    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
-        self._count("list")
-        for number, each in enumerate(self._store.list(prefix, after)):
-            if number and number % self._page == 0:
-                self._count("list")
-            yield each
-
-    def delete(self, names: Sequence[str]) -> None:
-        self._count("delete")
-        self._store.delete(names)
-
-    def close(self) -> None:
-        self._store.close()
-
-    def _count(self, call: str, count: int = 1, *, sent: int = 0, received: int = 0) -> None:
-        with self._guard:
-            self.calls[call] += count
-            self.sent += sent
-            self.received += received
