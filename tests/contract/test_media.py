@@ -18,14 +18,14 @@ from portus.media.file import MappedFile, PlainFile
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
 from portus.spec import Extent
-from portus.testing import lines
 from portus.testing.contract import (
     MappedMediumContract,
     MediumContract,
     SparseMediumContract,
 )
-from portus.testing.crash import CrashFiles
-from portus.testing.lines import CrashSpace
+from tests.simulation import lines
+from tests.simulation.crash import CrashFiles
+from tests.simulation.lines import CrashSpace
 
 
 class Broken:

@@ -15,8 +15,8 @@ from portus.mirror.address import parse
 from portus.mirror.opening import open_file_store, open_store
 from portus.mirror.store import FileStore, MissingError, Store
 from portus.testing.hosting import serving, url
-from portus.testing.model_store import ModelStore
 from portus.testing.stores import FileStoreContract, StoreContract
+from tests.simulation.model_store import ModelStore
 
 NUMBERS = itertools.count()
 

@@ -27,9 +27,9 @@ from portus.index.records import encode_layout
 from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
 from portus.spec import PAGE
-from portus.testing.crash import CrashFiles
 from portus.transport.base import Stop
 from tests.crash.logged import POOL, DeviceProcess, Process, Report, pool_file, require_unbroken
+from tests.simulation.crash import CrashFiles
 
 LOG: Final = 4 * PAGE
 DEVICE: Final = 110 * PAGE

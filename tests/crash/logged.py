@@ -14,10 +14,10 @@ from portus.index.reader import PoolReader
 from portus.media.base import FileSystem, Medium
 from portus.media.dax import SpaceMedium
 from portus.media.lock import ProcessLocks
-from portus.testing import lines
-from portus.testing.crash import CrashFiles
-from portus.testing.explore import Explorer
-from portus.testing.lines import CrashSpace
+from tests.simulation import lines
+from tests.simulation.crash import CrashFiles
+from tests.simulation.explore import Explorer
+from tests.simulation.lines import CrashSpace
 
 POOL: Final = "/pools/shelf.portus"
 

@@ -35,8 +35,8 @@ from portus.mirror.store import MissingError
 from portus.mirror.units import Mirrored, Pack, WholeFile, keys_of, unit_lengths
 from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
 from portus.spec import VersionInfo
-from portus.testing.model_store import ModelStore, Odds, Unsure
 from portus.transport.base import owners
+from tests.simulation.model_store import ModelStore, Odds, Unsure
 
 MODEL = "gpt"
 SEAL = Seal()

@@ -20,9 +20,9 @@ from portus.index.directory import open_writer
 from portus.index.records import encode_layout
 from portus.media.lock import ProcessLocks
 from portus.spec import PAGE
-from portus.testing.crash import CrashFiles
 from tests.crash.embedding_user import EMPTY, State, Tensors, digest_of, shown
 from tests.crash.logged import POOL, DeviceProcess, Report
+from tests.simulation.crash import CrashFiles
 
 LOG: Final = 16 * PAGE
 DEVICE: Final = 180 * PAGE

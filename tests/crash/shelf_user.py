@@ -20,8 +20,8 @@ from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
 from portus.shelf import Shelf
 from portus.spec import PAGE
-from portus.testing.crash import CrashFiles
 from tests.crash.logged import POOL, DeviceProcess, Process, Report, pool_file, require_unbroken
+from tests.simulation.crash import CrashFiles
 
 LOG: Final = 8 * PAGE
 DEVICE: Final = 80 * PAGE

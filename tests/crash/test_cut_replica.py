@@ -22,9 +22,9 @@ from portus.mirror.leading import REPLICA
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import State
 from portus.testing.hosting import serving, url
-from portus.testing.lossy import LossyLink
 from tests.crash.test_kill_replica import KEEP, Told, state
 from tests.hosts import connect_again_at_once
+from tests.simulation.lossy import LossyLink
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import until
 

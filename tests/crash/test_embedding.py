@@ -18,8 +18,6 @@ from portus.index.commit_records import NewVersion
 from portus.index.log import Bunch, LogWriter, Patch
 from portus.index.pool import PoolWriter
 from portus.spec import Extent
-from portus.testing.crash import CrashFiles, Faults
-from portus.testing.explore import Explorer, ImageError
 from portus.transport.base import Stop
 from tests.crash import logged
 from tests.crash.embedding_user import (
@@ -60,6 +58,8 @@ from tests.crash.mistaken_slices import (
     slices_go_over_the_dense_part_that_counts,
 )
 from tests.depth import deep, enough
+from tests.simulation.crash import CrashFiles, Faults
+from tests.simulation.explore import Explorer, ImageError
 
 IMAGES_MIN: Final = 10_000
 DEEPER: Final = 60

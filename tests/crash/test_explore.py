@@ -15,8 +15,6 @@ from typing import Any, Final
 import pytest
 
 from portus.spec import PAGE
-from portus.testing.crash import Faults
-from portus.testing.explore import Exploration, Explorer
 from tests.crash.trainer import (
     SMALL,
     Fact,
@@ -36,6 +34,8 @@ from tests.crash.trainer import (
     verify,
 )
 from tests.depth import deep
+from tests.simulation.crash import Faults
+from tests.simulation.explore import Exploration, Explorer
 
 IMAGES_MIN: Final = 10_000
 

@@ -13,10 +13,10 @@ import torch
 import portus
 from portus.index.check import check
 from portus.index.findings import Severity
-from portus.testing.lossy import LossyLink
 from portus.testing.nursery import Child, nursery
 from tests.crash import host_trainer
 from tests.hosts import Host, connect_again_at_once
+from tests.simulation.lossy import LossyLink
 from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

@@ -1,7 +1,7 @@
 """The same engine on a DAX device: every subset of the lines that were not drained (V1, V2, V3).
 
-What runs is the real medium for devices, on memory that is simulated: see ``portus.testing.lines``.
-Then mistakes that such a medium could make, each of which must be found.
+The real medium for devices runs on simulated memory: see ``tests.simulation.lines``. The search
+must also find each of the mistakes that such a medium could make.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from portus.media.base import FileSystem, Medium
 from portus.media.dax import SpaceMedium
 from portus.media.pmem import LINE
 from portus.spec import PAGE, Extent
-from portus.testing import lines
-from portus.testing.crash import CrashFiles, Recording, record
-from portus.testing.explore import Explorer, ImageError
-from portus.testing.lines import CrashSpace
 from tests.crash.trainer import (
     POOL,
     SMALL,
@@ -39,6 +35,10 @@ from tests.crash.trainer import (
     verify,
 )
 from tests.depth import deep
+from tests.simulation import lines
+from tests.simulation.crash import CrashFiles, Recording, record
+from tests.simulation.explore import Explorer, ImageError
+from tests.simulation.lines import CrashSpace
 
 SIZE: Final = SMALL + 10 * PAGE
 """Bytes of the device: a few saves, then space must be used again."""

@@ -27,8 +27,6 @@ from portus.index.space import Runs
 from portus.media.base import FileSystem, Locks
 from portus.media.lock import LockTable, ProcessLocks
 from portus.spec import PAGE, Extent
-from portus.testing.crash import NO_FAULTS, CrashMedium, Faults
-from portus.testing.explore import Explorer, ImageError
 from tests.crash.trainer import (
     POOL,
     Fact,
@@ -46,6 +44,8 @@ from tests.crash.trainer import (
     verified,
     verify,
 )
+from tests.simulation.crash import NO_FAULTS, CrashMedium, Faults
+from tests.simulation.explore import Explorer, ImageError
 
 
 def is_root(ranges: Sequence[Extent]) -> bool:

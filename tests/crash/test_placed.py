@@ -16,7 +16,6 @@ from portus.embedding.slices import Slices
 from portus.embedding.store import TableStore
 from portus.index.in_place import cell_digests
 from portus.index.log import Bunch, LogWriter, pending
-from portus.testing.explore import Explorer, ImageError
 from tests.crash import logged
 from tests.crash.embedding_user import State, verify
 from tests.crash.mistaken_slices import (
@@ -41,6 +40,7 @@ from tests.crash.placed_user import (
     train,
 )
 from tests.depth import deep, enough
+from tests.simulation.explore import Explorer, ImageError
 
 Searched = Explorer[tuple[State, ...]]
 

@@ -18,8 +18,8 @@ from portus.directory import recovery, redo
 from portus.directory.publisher import Publisher
 from portus.directory.system import FileState
 from portus.errors import MediumError
-from portus.testing.crash import Crash
-from portus.testing.crash_folder import CrashFolder, _Open
+from tests.simulation.crash import Crash
+from tests.simulation.crash_folder import CrashFolder, _Open
 
 STEPS = 5
 

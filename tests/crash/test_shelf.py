@@ -16,8 +16,6 @@ from portus.media import private
 from portus.media.private import Private
 from portus.shelf import store
 from portus.spec import Extent
-from portus.testing.crash import CrashFiles, Faults
-from portus.testing.explore import Explorer, ImageError
 from tests.crash import logged
 from tests.crash.mistaken_logs import (
     HeadAlonePersisted,
@@ -47,6 +45,8 @@ from tests.crash.shelf_user import (
     verify,
 )
 from tests.depth import deep, enough
+from tests.simulation.crash import CrashFiles, Faults
+from tests.simulation.explore import Explorer, ImageError
 
 IMAGES_MIN: Final = 10_000
 DEEPER: Final = 6

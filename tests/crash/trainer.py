@@ -39,8 +39,8 @@ from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.plan import Before, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE
-from portus.testing.crash import CrashFiles, Faults
 from portus.transport.base import Stop
+from tests.simulation.crash import CrashFiles, Faults
 
 POOL = "/pools/run.portus"
 SMALL = 28 * PAGE

@@ -19,9 +19,9 @@ from portus.client.paths.pooled import PoolCheckpointer
 from portus.index.directory import open_reader
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import FORMAT_VERSION, STRIDE, Removed
-from portus.testing.model_store import ModelStore
 from portus.transport.base import Stop
 from tests.golden.describe import Describer
+from tests.simulation.model_store import ModelStore
 
 HERE: Final = Path(__file__).resolve().parent
 MODEL: Final = "golden/rank-0-of-1"

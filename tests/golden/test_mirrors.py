@@ -14,9 +14,9 @@ from portus.client.loading import restore
 from portus.index.check import check
 from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import FORMAT_VERSION
-from portus.testing.model_store import ModelStore
 from tests.golden.describe import Describer
 from tests.golden.mirrors import KEY, MODEL
+from tests.simulation.model_store import ModelStore
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = sorted(HERE.glob("mirror-*.json.xz"))

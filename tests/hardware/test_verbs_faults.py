@@ -23,7 +23,6 @@ from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.messages import Said, packed_column, packed_handles
 from portus.protocol.vocabulary import Phase
-from portus.testing.lossy import LossyLink
 from portus.testing.nursery import Nursery, nursery
 from portus.transport.base import Stop
 from portus.transport.dial import raised
@@ -38,6 +37,7 @@ from tests.hardware.test_verbs_host import (
 )
 from tests.hardware.walker import BEFORE, COMMITTED, MODEL, SIZE, Walk
 from tests.hosts import Host, serving, url
+from tests.simulation.lossy import LossyLink
 
 SOME = 2 << 20
 TEN_TERABYTES = 10 << 40

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from portus.testing.proxy import RequestProxy
 from tests.s3 import needs
 from tests.s3.needs import ServerError
 from tests.s3.server import Server
+from tests.simulation.proxy import RequestProxy
 
 REQUIRED = os.environ.get("PORTUS_S3") == "required"
 """Read before a test clears the environment."""

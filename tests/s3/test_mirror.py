@@ -27,9 +27,9 @@ from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Removed
-from portus.testing.proxy import ConnectionCut, Request, RequestFault, RequestProxy
 from portus.transport.base import Stop
 from tests.s3.server import Server
+from tests.simulation.proxy import ConnectionCut, Request, RequestFault, RequestProxy
 from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.s3

@@ -16,8 +16,8 @@ from portus.errors import UsageError
 from portus.mirror.address import parse
 from portus.mirror.mirror import Mirror
 from portus.mirror.opening import open_store
-from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.s3.conftest import READER, STRANGER
+from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
 
 pytestmark = pytest.mark.s3
 

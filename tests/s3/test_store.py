@@ -16,10 +16,10 @@ from portus.errors import PortusError, TransportError, UsageError
 from portus.mirror.address import parse
 from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.store import FileStore, MissingError, Store
-from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 from portus.testing.stores import FileStoreContract
 from tests.s3.conftest import BUCKET, STRANGER
 from tests.s3.server import Server
+from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
 
 pytestmark = pytest.mark.s3
 

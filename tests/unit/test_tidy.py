@@ -61,7 +61,6 @@ PLAIN_THREADS = {
     "core/portus/daemon/scrubber.py": "in a process where signals raise nothing",
     "core/portus/daemon/server.py": "in a process where signals raise nothing",
     "core/portus/testing/contract.py": "a test waits for it",
-    "core/portus/testing/relay.py": "tests wait for it",
 }
 """Modules that start threads which are no ``Beside``, and why they may."""
 

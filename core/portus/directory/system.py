@@ -1,8 +1,8 @@
 """``System``: the calls to the file system that publishing a file makes, and nothing else.
 
-They are behind an interface so that the crash explorer can run the protocol on a disk that loses
-power at every step (``portus.testing.crash_folder``). Directories are descriptors: a directory that
-is renamed takes its files along. Every foreign error becomes a ``MediumError`` here, with the path.
+They are behind an interface so that tests can run the protocol on a simulated disk that loses power
+at every step. Directories are descriptors: a directory that is renamed takes its files along. Every
+foreign error becomes a ``MediumError`` here, with the path.
 """
 
 from __future__ import annotations

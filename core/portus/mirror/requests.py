@@ -1,7 +1,7 @@
 """What the pure part of a mirror asks of whoever performs it.
 
 Its functions are generators: they yield a request, and get the answer, or the error, back. So they
-run over a store (``mirror.perform``), and over every history that ``portus.testing`` makes up.
+run over a store (``mirror.perform``), and over every history that tests make up.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The test kit: contracts and simulated crashes, for media, stores and adapters of your own."""
+"""The test kit: contracts for media, stores and adapters of your own, and what they run on."""

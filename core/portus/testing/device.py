@@ -1,9 +1,8 @@
-"""A DAX device for a process whose machine has none: a file that the system, it seems, calls one.
+"""A file that stands in for a DAX device, for a process whose machine has none.
 
-So all that is done otherwise where a pool is on a device (how it is made, where its links are, what
-has no successor) runs on any machine, through the medium that real devices have. What this cannot
-show is how the lines of a device are written back: see ``lines``. A test medium in its place would
-not do: the code above a medium asks the system what is at a path.
+What is different about a pool on a device (how it is made, where its links are, what has no
+successor) then runs on any machine, through the medium of real devices. It does not show how the
+lines of a device are written back.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, VersionEntry, VersionRecord
 from portus.pipeline.draft import Labels, PoolDraft
 from portus.protocol.messages import VERSION
-from portus.testing.lossy import LossyLink
 from portus.transport.stream import Link
 from tests.depth import DEPTH
 from tests.golden import conversation
 from tests.hosts import connect_again_at_once, serving, url
+from tests.simulation.lossy import LossyLink
 from tests.unit.client.same import assert_same
 
 Tree: TypeAlias = Pointer | bytes

@@ -24,8 +24,8 @@ from portus.mirror.mirror import Mirror
 from portus.mirror.objects import State
 from portus.protocol.address import Address, Scheme, parse
 from portus.testing.hosting import serving, url
-from portus.testing.lossy import LossyLink
 from tests.hosts import Host, connect_again_at_once, free_port
+from tests.simulation.lossy import LossyLink
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import until
 

@@ -20,9 +20,9 @@ from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
 from portus.spec import PAGE
-from portus.testing import lines
-from portus.testing.crash import CrashFiles
-from portus.testing.explore import Explorer
+from tests.simulation import lines
+from tests.simulation.crash import CrashFiles
+from tests.simulation.explore import Explorer
 from tests.unit.index.pools import OPENED, close_all, save
 
 DEVICE: Final = "/device"

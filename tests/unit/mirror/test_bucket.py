@@ -30,8 +30,8 @@ from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.causes import FailedCall, meant
 from portus.mirror.opening import open_store
 from portus.mirror.store import MissingError, Store
-from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.certificates import LEAF
+from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.unit.daemon.test_main import certificate
 
 QUICK = BucketTimeouts(connect_s=1, request_s=1, retries=0, retry_s=1)

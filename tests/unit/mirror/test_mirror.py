@@ -30,8 +30,8 @@ from portus.mirror.store import Buffer, ListedObject
 from portus.mirror.units import ALONE
 from portus.pipeline.transfer import transferred
 from portus.spec import PAGE
-from portus.testing.model_store import ModelStore
 from portus.transport.base import Stop, StoppedError
+from tests.simulation.model_store import ModelStore
 
 MODEL = "gpt/rank-0-of-4"
 POOL = bytes(16)

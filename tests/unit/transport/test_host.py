@@ -10,10 +10,10 @@ import pytest
 
 from portus.errors import TransportError
 from portus.protocol.address import parse
-from portus.testing.lossy import LossyLink
 from portus.transport.dial import GREETING_S, Credentials, dial
 from portus.transport.host import Links
 from tests.hosts import serving, url
+from tests.simulation.lossy import LossyLink
 
 
 class Clock:

@@ -37,7 +37,6 @@ from portus.pipeline.parts import shared, sources
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme
 from portus.protocol.vocabulary import Phase
-from portus.testing.lossy import LossyLink
 from portus.transport import stream
 from portus.transport.base import Stop
 from portus.transport.local import check as hashes
@@ -45,6 +44,7 @@ from portus.transport.regions import ClientLane, Regions
 from portus.transport.stream import Link
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
+from tests.simulation.lossy import LossyLink
 from tests.unit.cli.scene import portus_json
 
 CUTS = 45

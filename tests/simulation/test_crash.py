@@ -15,7 +15,7 @@ from portus.format.checksum import digest
 from portus.media.base import Files, Medium, Names, SparseMedium
 from portus.spec import PAGE, Extent
 from portus.testing.contract import FilesContract, SparseMediumContract
-from portus.testing.crash import (
+from tests.simulation.crash import (
     Crash,
     CrashFiles,
     CrashMedium,
@@ -24,9 +24,9 @@ from portus.testing.crash import (
     Recording,
     record,
 )
-from portus.testing.disk import Disk, File, Page
-from portus.testing.explore import Exploration, Explorer, ImageError
-from portus.testing.outcomes import NOISE, outcomes, power_loss
+from tests.simulation.disk import Disk, File, Page
+from tests.simulation.explore import Exploration, Explorer, ImageError
+from tests.simulation.outcomes import NOISE, outcomes, power_loss
 
 # --- it is a medium and it is files ---------------------------------------------------------
 

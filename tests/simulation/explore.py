@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Generic
 
-from portus.testing.crash import (
+from tests.simulation.crash import (
     CrashFiles,
     DiskImage,
     Fact,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-from portus.testing.relay import Relay, reset
+from tests.simulation.relay import Relay, reset
 
 _CHUNK: Final = 64 << 10
 _STEP_S: Final = 0.02

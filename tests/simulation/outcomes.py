@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from portus.media.file import SECTOR
 from portus.media.pmem import LINE
 from portus.spec import PAGE
-from portus.testing.disk import Disk, NameTable, Page
+from tests.simulation.disk import Disk, NameTable, Page
 
 WORD: Final = 8
 """Bytes that a processor stores as one: a store can be cut at any multiple of it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
+from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
 
 BODY = b"0123456789" * 10_000
 

@@ -24,7 +24,7 @@ from typing import Final
 
 from portus.directory.system import FileState
 from portus.errors import MediumError
-from portus.testing.crash import Crash
+from tests.simulation.crash import Crash
 
 SECTOR: Final = 4
 """Bytes that are written as one."""

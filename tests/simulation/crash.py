@@ -29,8 +29,8 @@ from portus.errors import MediumError, UsageError
 from portus.media.base import FileStatus, MediumInfo, MediumKind
 from portus.media.file import SECTOR
 from portus.spec import Extent
-from portus.testing.disk import Disk, File
-from portus.testing.outcomes import WORD, PowerLossChoice, outcomes, power_loss
+from tests.simulation.disk import Disk, File
+from tests.simulation.outcomes import WORD, PowerLossChoice, outcomes, power_loss
 
 Fact = TypeVar("Fact")
 

@@ -14,8 +14,8 @@ from portus.errors import UsageError
 from portus.media.dax import SpaceMedium
 from portus.media.pmem import LINE
 from portus.spec import Extent
-from portus.testing.crash import CrashFiles
-from portus.testing.disk import File
+from tests.simulation.crash import CrashFiles
+from tests.simulation.disk import File
 
 
 def make_device(files: CrashFiles, path: str, size: int, content: bytes = b"") -> None:

@@ -17,7 +17,7 @@ from io import BufferedReader
 from typing import Final
 
 from portus.errors import UsageError
-from portus.testing.relay import Relay, reset
+from tests.simulation.relay import Relay, reset
 
 _CHUNK: Final = 64 << 10
 _CONNECT_S: Final = 5.0

@@ -1,0 +1,1 @@
+"""Disks, devices, links and stores for tests, which crash, fail or lie in every legal way."""
