@@ -12,11 +12,11 @@ a persist or a sync, and at the end.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, Generic
 
 from tests.simulation.crash import (
@@ -156,7 +156,7 @@ class _Search(Generic[Fact]):
         self.found.images.add(digest)
         if (digest, point.facts) in self._passed:
             return False
-        with _Explained(explain):
+        with _explained(explain):
             self.explorer.verify(image.files(), point.facts)
         self._passed.add((digest, point.facts))
         self.found.verified += 1
@@ -165,7 +165,7 @@ class _Search(Generic[Fact]):
     def follow(self, image: DiskImage, point: Point[Fact], case: Case, explain: Explain) -> None:
         """Let the next process, if there is one, run on ``image``."""
         if len(case) < len(self.explorer.processes):
-            with _Explained(explain):
+            with _explained(explain):
                 self.run(image.files(), point.facts, case)
 
 
@@ -223,20 +223,12 @@ class _Moment(Generic[Fact]):
 Explain = Callable[[], ImageError]
 
 
-class _Explained:
-    """Turns whatever is raised inside into an ``ImageError`` that says how to get there again."""
-
-    def __init__(self, explain: Explain) -> None:
-        self._explain: Final = explain
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ImageError):
-            raise self._explain() from error
+@contextlib.contextmanager
+def _explained(explain: Explain) -> Iterator[None]:
+    """Turn whatever is raised inside into an ``ImageError`` that says how to get there again."""
+    try:
+        yield
+    except ImageError:
+        raise
+    except Exception as error:
+        raise explain() from error
