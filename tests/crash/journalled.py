@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from portus.client.paths.pooled import PoolCheckpointer
-from portus.testing.nursery import Say, pause_for_ever
+from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from tests.crash.lightning_saver import Net, loader_of, trainer_in
 
@@ -60,7 +61,7 @@ class Stops(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self._step:
             self._say(f"did {trainer.global_step}")
-            pause_for_ever()
+            threading.Event().wait()  # until it is killed
 
 
 def train_lightning(say: Say, root: str, resume: str | None, step: int) -> None:

@@ -26,7 +26,7 @@ from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS
 from portus.index.place import Place
 from portus.pipeline.handle import SaveHandle
-from portus.testing.nursery import Say, pause_for_ever
+from portus.testing.nursery import Say
 from portus.transport import native
 from tests.unit.client.same import assert_same
 
@@ -164,7 +164,7 @@ def save_beside_a_child(say: Say, pool: str, method: str) -> None:
         say(f"child {_forked_by_c()}")
     else:
         context: Any = multiprocessing.get_context(method)
-        child = context.Process(target=pause_for_ever, daemon=True)
+        child = context.Process(target=signal.pause, daemon=True)
         child.start()
         say(f"child {child.pid}")
     checkpointer.close()
@@ -174,8 +174,8 @@ def save_beside_a_child(say: Say, pool: str, method: str) -> None:
 def _forked_by_c() -> int:
     """A child that Python knows nothing of."""
     pid = int(ctypes.PyDLL(None).fork())
-    if pid == 0:
-        pause_for_ever()
+    while pid == 0:
+        signal.pause()
     return pid
 
 

@@ -19,7 +19,7 @@ from portus.pipeline.parts import shared, sources
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.protocol.messages import Said, packed_column, packed_handles
-from portus.testing.nursery import Say, pause_for_ever
+from portus.testing.nursery import Say
 from portus.transport.dial import Credentials
 from portus.transport.host import Links
 from portus.transport.regions import ClientLane
@@ -165,4 +165,5 @@ def client(say: Say, url: str, state: str) -> None:
 def host(say: Say, place: str, port: int) -> None:
     with serving(place, address=Address(Scheme.TCP, host="127.0.0.1", port=port)) as server:
         say(f"port {server.doors[0].port}")
-        pause_for_ever()
+        while True:
+            signal.pause()

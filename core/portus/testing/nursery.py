@@ -246,12 +246,6 @@ def _tell(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def pause_for_ever() -> None:
-    """What a child of a child does."""
-    while True:
-        signal.pause()
-
-
 # In the nursery.
 
 
