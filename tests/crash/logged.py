@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from portus.index.check import Severity, check
 from portus.index.device import is_blank, make_pool
@@ -17,7 +17,6 @@ from portus.media.lock import ProcessLocks
 from tests.simulation import lines
 from tests.simulation.crash import CrashFiles
 from tests.simulation.explore import Explorer
-from tests.simulation.lines import CrashSpace
 
 POOL: Final = "/pools/shelf.portus"
 
@@ -53,7 +52,7 @@ class DeviceProcess(Process[State]):
     medium: type[SpaceMedium] = SpaceMedium
 
     def opened(self) -> SpaceMedium:
-        return self.medium(CrashSpace(self.files, POOL), POOL, writable=True, volatile=False)
+        return lines.open_device(self.files, POOL, self.medium)
 
     def is_there(self) -> bool:
         return not is_blank(self.opened())
@@ -62,18 +61,7 @@ class DeviceProcess(Process[State]):
         make_pool(self.opened())
 
     def medium_files(self) -> FileSystem:
-        return cast(FileSystem, _DeviceFiles(self))
-
-
-class _DeviceFiles:
-    def __init__(self, user: DeviceProcess[Any]) -> None:
-        self._user = user
-
-    def open(self, path: str, *, writable: bool) -> Medium:
-        return self._user.opened()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._user.files, name)
+        return lines.files_with_device(self.files, POOL, self.medium)
 
 
 _Found = TypeVar("_Found", contravariant=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, cast
+from typing import Final
 
 import pytest
 
@@ -17,7 +17,7 @@ from portus.errors import PortusError
 from portus.index.device import is_blank, make_pool
 from portus.index.directory import open_writer
 from portus.index.pool import PoolWriter
-from portus.media.base import FileSystem, Medium
+from portus.media.base import Medium
 from portus.media.dax import SpaceMedium
 from portus.media.pmem import LINE
 from portus.spec import PAGE, Extent
@@ -55,28 +55,13 @@ def pool_on_device(files: CrashFiles) -> Medium | None:
     return None if is_blank(medium) else medium
 
 
-class DeviceFiles:
-    """The files of a process, of which one is a device."""
-
-    def __init__(self, trainer: OnDevice) -> None:
-        self._trainer = trainer
-
-    def open(self, path: str, *, writable: bool) -> Medium:
-        assert (path, writable) == (POOL, True)
-        return self._trainer.opened()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._trainer.files, name)
-
-
 class OnDevice(Trainer):
     """A process whose pool is on a device, through ``medium``."""
 
     medium: type[SpaceMedium] = SpaceMedium
 
     def opened(self) -> SpaceMedium:
-        space = CrashSpace(self.files, POOL)
-        return self.medium(space, POOL, writable=True, volatile=False)
+        return lines.open_device(self.files, POOL, self.medium)
 
     def is_there(self) -> bool:
         return not is_blank(self.opened())
@@ -85,7 +70,7 @@ class OnDevice(Trainer):
         make_pool(self.opened())
 
     def open_pool(self) -> PoolWriter:
-        files = cast(FileSystem, DeviceFiles(self))
+        files = lines.files_with_device(self.files, POOL, self.medium)
         return open_writer(POOL, files, locks=self.locks())
 
 

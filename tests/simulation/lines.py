@@ -8,9 +8,10 @@ any 8 bytes.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast
 
 from portus.errors import UsageError
+from portus.media.base import FileSystem, Medium
 from portus.media.dax import SpaceMedium
 from portus.media.pmem import LINE
 from portus.spec import Extent
@@ -19,8 +20,8 @@ from tests.simulation.disk import File
 
 
 def make_device(files: CrashFiles, path: str, size: int, content: bytes = b"") -> None:
-    """A device of ``size`` bytes at ``path``, there before any process: durable, with ``content``,
-    and zero behind it."""
+    """Make a device of ``size`` bytes at ``path``, as it was before any process: durable, with
+    ``content``, and zero behind it."""
     files.create(path, size).close()
     file = _device(files, path)
     file.unit = LINE
@@ -30,9 +31,32 @@ def make_device(files: CrashFiles, path: str, size: int, content: bytes = b"") -
         files.sync(directory)
 
 
-def open_device(files: CrashFiles, path: str, *, writable: bool = True) -> SpaceMedium:
-    """The device at ``path``, which ``make_device`` made."""
-    return SpaceMedium(CrashSpace(files, path), path, writable=writable, volatile=False)
+def open_device(
+    files: CrashFiles, path: str, medium: type[SpaceMedium] = SpaceMedium
+) -> SpaceMedium:
+    """Open the device at ``path``, which ``make_device`` made."""
+    return medium(CrashSpace(files, path), path, writable=True, volatile=False)
+
+
+def files_with_device(
+    files: CrashFiles, path: str, medium: type[SpaceMedium] = SpaceMedium
+) -> FileSystem:
+    """Return ``files``, in which the file at ``path`` is opened as a device."""
+    return cast(FileSystem, _FilesWithDevice(files, path, medium))
+
+
+class _FilesWithDevice:
+    def __init__(self, files: CrashFiles, path: str, medium: type[SpaceMedium]) -> None:
+        self._files: Final = files
+        self._path: Final = path
+        self._medium: Final = medium
+
+    def open(self, path: str, *, writable: bool) -> Medium:
+        assert (path, writable) == (self._path, True)
+        return open_device(self._files, path, self._medium)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._files, name)
 
 
 class CrashSpace:
