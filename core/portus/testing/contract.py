@@ -452,7 +452,7 @@ class FilesContract(abc.ABC):
         """Write a new file with ``data`` at ``path`` without using ``files()``."""
 
     def path(self, name: str) -> str:
-        """The path of ``name`` in the directory."""
+        """Return the path of ``name`` in the directory."""
         return f"{self.directory()}/{name}"
 
     def test_a_created_file_is_zero_and_there(self) -> None:
@@ -745,7 +745,7 @@ def _pages_without(*pages: int) -> bytes:
 
 
 def load(medium: Medium, offset: int, length: int) -> bytes:
-    """Bytes that ``medium.load`` gives; the target holds something else before."""
+    """Return what ``medium.load`` fills a target with that held other bytes before."""
     target = bytearray(b"\xa5" * length)
     medium.load(offset, memoryview(target))
     return bytes(target)
@@ -754,14 +754,14 @@ def load(medium: Medium, offset: int, length: int) -> bytes:
 def assert_raises(
     error: type[Exception], *calls: Callable[[], object], match: str | None = None
 ) -> None:
-    """Each of ``calls`` raises ``error``, whose text has ``match``."""
+    """Assert that each of ``calls`` raises ``error``, with a text that has ``match``."""
     for call in calls:
         with pytest.raises(error, match=match):
             call()
 
 
 def assert_errno(number: int, call: Callable[[], object]) -> None:
-    """``call`` raises a ``MediumError`` with this errno."""
+    """Assert that ``call`` raises a ``MediumError`` with this errno."""
     with pytest.raises(MediumError) as caught:
         call()
     assert caught.value.errno == number

@@ -31,8 +31,11 @@ def serving(
     mirrors: TenantMirrors | None = None,
     replica: str | None = None,
 ) -> Iterator[Server]:
-    """A server in this process, on a free port of loopback if no address is given. mirrors: of what
-    it has, and what it begins with. replica: the address of the host that it copies to."""
+    """Run a server in this process, on a free port of loopback if no address is given.
+
+    mirrors: where its pools are copied to, and what it begins with.
+    replica: the address of the host that it copies to.
+    """
     known = Secrets(None if secrets is None else {each: (secrets[each],) for each in secrets})
     other = None if replica is None else OtherHost(parse(replica), known)
     house = House(
@@ -60,7 +63,7 @@ def serving(
 
 
 def url(server: Server, tenant: str = "") -> str:
-    """How the first door of ``server`` is reached."""
+    """Return the URL of the first door of ``server``."""
     address = server.doors[0].address
     who = f"{tenant}@" if tenant else ""
     if address.scheme is Scheme.UNIX:

@@ -1,10 +1,10 @@
 """A warm process that forks children for tests: torch is imported once, a child costs milliseconds.
 
-The test and the nursery talk over a socket; what a child says comes through a pipe of its own. The
-nursery has one thread, so a child starts like a fresh program that has its imports behind it.
+The test and the nursery talk over a socket. Each child reports lines through a pipe of its own. The
+nursery has one thread, so a child starts like a fresh program that has finished its imports.
 
-Of children that hang the test is told what each of their threads did: of all that the nursery has,
-since who waits is seldom the one that is to blame.
+If a child hangs, the test fails with the stacks of all threads of all children of the nursery: the
+child that waits is seldom the one to blame.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ Say = Callable[[str], None]
 """Writes one line; it has left the process when this returns."""
 
 ANSWER_S_MAX = 60.0
-"""Who says nothing for so long, and does not end, hangs."""
+"""A child that neither says anything nor ends for this long hangs."""
 
 _TOLD_S_MAX = 10.0
-"""What a process may take to say what its threads do."""
+"""How long a process may take to write the stacks of its threads."""
 
 _HERE = os.getcwd()
-"""A test may be elsewhere by the time a nursery is asked for."""
+"""The working directory of nurseries: a test may have changed its own."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
-    """Forks children that run functions of ``module``, after that was imported and its ``warm_up``
-    was called."""
+    """A process that imported ``module``, called its ``warm_up``, and forks children that run its
+    functions."""
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,10 +63,10 @@ class Nursery:
         theirs.close()
 
     def start(self, function: str, *arguments: object) -> Child:
-        """A child that runs ``function(say, *arguments)``; the arguments go through JSON. One of
-        another module than the nursery's is called ``module:function``.
+        """Start a child that runs ``function(say, *arguments)``; the arguments go through JSON. A
+        function of another module than the nursery's is called ``module:function``.
 
-        It ends at once when the function returns, and as programs do on ``SystemExit``.
+        The child ends at once when the function returns, and as programs do on ``SystemExit``.
         """
         read, write = os.pipe()
         stacks = os.memfd_create("stacks")
@@ -83,7 +83,8 @@ class Nursery:
         return int(answer)
 
     def hung(self, what: str) -> AssertionError:
-        """Ends all children, and theirs. what: is said first; then what each of them did."""
+        """End all children and theirs, and return an error that begins with ``what`` and says what
+        each of them did."""
         children = sorted(self._children, key=lambda child: child.pid)
         told = [each.stop() for each in children]
         told = [before + each.abort() for before, each in zip(told, children, strict=True)]
@@ -100,14 +101,14 @@ class Nursery:
 
 @functools.cache
 def nursery(module: str, **environment: str) -> Nursery:
-    """The one of this test run for ``module``, which has these variables besides."""
+    """Return the nursery of this test run for ``module``, with these variables in addition."""
     found = Nursery(module, environment)
     atexit.register(found.close)
     return found
 
 
 class Child:
-    """One child. It is killed and waited for at the end of a ``with``."""
+    """One child. The end of its ``with`` kills it and waits for it."""
 
     def __init__(self, nursery: Nursery, pid: int, descriptor: int, stacks: int) -> None:
         self.pid = pid
@@ -120,8 +121,9 @@ class Child:
         self._code: int | None = None
 
     def line(self, timeout_s: float = ANSWER_S_MAX) -> str:
-        """The next line it says. ``AssertionError`` if it ended, or says nothing for so long; where
-        that is ``ANSWER_S_MAX`` or more, it hangs, and the nursery's children are ended."""
+        """Return the next line that the child says. Raise ``AssertionError`` if it ended, or says
+        nothing for ``timeout_s``. If that is ``ANSWER_S_MAX`` or more, the child hangs, and all
+        children of the nursery are ended."""
         until = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             assert not self._has_closed, f"child {self.pid} ended with {self.wait()}"
@@ -132,7 +134,7 @@ class Child:
         return line.decode()
 
     def until(self, start: str) -> str:
-        """The next line that starts so; those before are passed over."""
+        """Return the next line that begins with ``start``, and skip those before it."""
         while not (line := self.line()).startswith(start):
             pass
         return line
@@ -141,7 +143,7 @@ class Child:
         os.kill(self.pid, number)
 
     def kill(self) -> list[str]:
-        """SIGKILL; what it had still said before."""
+        """Send SIGKILL, wait for the end, and return the lines that were not read yet."""
         if self._code is None:
             self.send(signal.SIGKILL)
             self.wait()
@@ -160,7 +162,8 @@ class Child:
         return self._code
 
     def rest(self) -> list[str]:
-        """All that it said before it ended; its own children may still hold the pipe."""
+        """Wait for the end, and return the lines that were not read yet. The child's own children
+        may still hold the pipe."""
         self.wait()
         os.set_blocking(self._descriptor, False)
         with contextlib.suppress(BlockingIOError):
@@ -180,8 +183,8 @@ class Child:
             os.close(each)
 
     def stop(self) -> str:
-        """Stop it, and all that came of it, so that none sees another one end; where their threads
-        were in the kernel."""
+        """Stop the child and its descendants, so that none sees another one end. Return where their
+        threads were in the kernel."""
         if self._has_ended():
             return f"child {self.pid} ended with {self.wait()}\n"
         told = [f"child {self.pid}", *map(_threads, _tree(self.pid))]
@@ -190,7 +193,7 @@ class Child:
         return "\n".join(told) + "\n"
 
     def abort(self) -> str:
-        """End it, and all that came of it; what their threads did, as Python knows."""
+        """End the child and its descendants, and return the Python stacks of their threads."""
         for each in () if self._has_ended() else _tree(self.pid):
             os.write(self._stacks, f"\nprocess {each}\n".encode())
             with contextlib.suppress(ProcessLookupError):
@@ -209,7 +212,8 @@ class Child:
         return self._code is not None or bool(select.select([self._end], [], [], 0)[0])
 
     def _hears(self, descriptors: list[int], within_s: float) -> bool:
-        """Wait for one of them, and take what the child says; False if nothing came."""
+        """Wait for one of ``descriptors``, and read what the child says. Return False if nothing
+        came."""
         ready, _, _ = select.select(descriptors, [], [], max(0.0, within_s))
         if self._descriptor in ready:
             data = os.read(self._descriptor, 65536)
@@ -219,7 +223,7 @@ class Child:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process, and all that came of it, as far as their parents live."""
+    """Return a process and its descendants, except those whose parents have ended."""
     parents: dict[int, int] = {}
     for each in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -232,7 +236,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _threads(pid: int) -> str:
-    """The threads of a process, and what each of them waits for in the kernel."""
+    """Return the threads of a process, and what each of them waits for in the kernel."""
     found = [f"process {pid}"]
     with contextlib.suppress(OSError):
         for thread in sorted(Path("/proc", str(pid), "task").iterdir()):
@@ -246,7 +250,7 @@ def _tell(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-# In the nursery.
+# What runs in the nursery.
 
 
 def _serve(module: str, number: int) -> None:
@@ -288,7 +292,7 @@ def _run(function: Callable[..., None], arguments: list[Any], descriptor: int, s
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    faulthandler.enable(stacks)  # also at the end of who is told SIGABRT
+    faulthandler.enable(stacks)  # ``Child.abort`` sends SIGABRT
     os.dup2(descriptor, 1)
     os.close(descriptor)
     try:
