@@ -19,7 +19,7 @@ from portus.directory.publisher import Publisher
 from portus.directory.system import FileState
 from portus.errors import MediumError
 from tests.simulation.crash import Crash
-from tests.simulation.crash_folder import CrashFolder, _Open
+from tests.simulation.crash_folder import CrashFolder, OpenFile
 
 STEPS = 5
 
@@ -36,7 +36,7 @@ def step_of(data: bytes) -> int | None:
 
 def verify(system: object, file: object, name: str) -> bool:
     assert isinstance(system, CrashFolder)
-    assert isinstance(file, _Open)
+    assert isinstance(file, OpenFile)
     return step_of(system.data_of(file)) is not None
 
 
@@ -53,7 +53,7 @@ Scenario = Callable[[CrashFolder, Told], None]
 
 def save(
     system: CrashFolder,
-    files: Publisher[_Open],
+    files: Publisher[OpenFile],
     path: str,
     step: int,
     told: Told,
@@ -176,7 +176,7 @@ FILES = ("a.pt", "b.pt", "c.pt")
 
 def save_all(
     system: CrashFolder,
-    files: Publisher[_Open],
+    files: Publisher[OpenFile],
     directory: str,
     step: int,
     told: Told,
@@ -445,13 +445,13 @@ def test_a_held_file_that_does_not_verify_is_not_put_back() -> None:
 
 
 class _NoFileSync(CrashFolder):
-    def sync(self, file: _Open) -> None:
+    def sync(self, file: OpenFile) -> None:
         if self._nodes[file.node].is_directory:
             super().sync(file)
 
 
 class _NoDirectorySync(CrashFolder):
-    def sync(self, file: _Open) -> None:
+    def sync(self, file: OpenFile) -> None:
         if not self._nodes[file.node].is_directory:
             super().sync(file)
 
@@ -459,13 +459,13 @@ class _NoDirectorySync(CrashFolder):
 class _NoSpareSync(CrashFolder):
     """What makes a spare out of a removed file syncs nothing."""
 
-    def sync(self, file: _Open) -> None:
+    def sync(self, file: OpenFile) -> None:
         if not _called_by("_as_spare", "remove"):
             super().sync(file)
 
 
 class _NoLease(CrashFolder):
-    def is_unused(self, file: _Open) -> bool:
+    def is_unused(self, file: OpenFile) -> bool:
         return True
 
 
@@ -522,7 +522,7 @@ def test_the_search_finds_a_marker_that_is_trusted_without_its_files(
 class _NoFolderSync(CrashFolder):
     """The hidden folder's own name is not made durable before the marker counts."""
 
-    def sync(self, file: _Open) -> None:
+    def sync(self, file: OpenFile) -> None:
         if not (_called_by("sync_hidden") and self.path_of(file) == "/d/new"):
             super().sync(file)
 

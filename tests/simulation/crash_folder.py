@@ -53,8 +53,8 @@ class _Change:
 
 
 @dataclass(eq=False)
-class _Open:
-    """An open file."""
+class OpenFile:
+    """An open file or directory."""
 
     node: int
     is_open: bool = True
@@ -71,8 +71,8 @@ class CrashFolder:
         self._nodes: dict[int, _Node] = {1: _Node(True)}
         self._durable: dict[int, dict[str, int]] = {1: {}}
         self._pending: list[_Change] = []
-        self._locks: dict[int, _Open] = {}
-        self._opened: list[_Open] = []
+        self._locks: dict[int, OpenFile] = {}
+        self._opened: list[OpenFile] = []
 
     # For tests.
 
@@ -107,14 +107,14 @@ class CrashFolder:
         number = self._nodes[self._find(path)].names.get(".portus")
         return [] if number is None else sorted(self._nodes[number].names)
 
-    def read_path(self, path: str) -> _Open:
+    def read_path(self, path: str) -> OpenFile:
         """Open a file as a reader does, and keep it open."""
         where, name = self._end(path)
-        opened = _Open(self._nodes[where].names[name])
+        opened = OpenFile(self._nodes[where].names[name])
         self._opened.append(opened)
         return opened
 
-    def data_of(self, opened: _Open) -> bytes:
+    def data_of(self, opened: OpenFile) -> bytes:
         """Return what a reader sees."""
         return self._nodes[opened.node].data
 
@@ -170,11 +170,11 @@ class CrashFolder:
 
     # The system.
 
-    def open_directory(self, path: str) -> _Open:
+    def open_directory(self, path: str) -> OpenFile:
         """See ``System``."""
         return self._handle(self._find(path))
 
-    def open_folder(self, directory: _Open, name: str, *, create: bool) -> _Open | None:
+    def open_folder(self, directory: OpenFile, name: str, *, create: bool) -> OpenFile | None:
         """See ``System``."""
         number = self._nodes[directory.node].names.get(name)
         if number is None:
@@ -184,7 +184,7 @@ class CrashFolder:
             self._change("mkdir", (directory.node, name, number))
         return self._handle(number)
 
-    def create(self, directory: _Open, name: str) -> _Open:
+    def create(self, directory: OpenFile, name: str) -> OpenFile:
         """See ``System``."""
         self._event(f"create {name}")
         if name in self._nodes[directory.node].names:
@@ -193,12 +193,12 @@ class CrashFolder:
         self._enter((directory.node, name, number))
         return self._handle(number)
 
-    def open(self, directory: _Open, name: str, *, writable: bool) -> _Open | None:
+    def open(self, directory: OpenFile, name: str, *, writable: bool) -> OpenFile | None:
         """See ``System``."""
         number = self._nodes[directory.node].names.get(name)
         return None if number is None else self._handle(number)
 
-    def close(self, file: _Open) -> None:
+    def close(self, file: OpenFile) -> None:
         """See ``System``."""
         file.is_open = False
         if self._locks.get(file.node) is file:
@@ -206,11 +206,11 @@ class CrashFolder:
         if file in self._opened:
             self._opened.remove(file)
 
-    def read(self, file: _Open, length: int) -> bytes:
+    def read(self, file: OpenFile, length: int) -> bytes:
         """See ``System``."""
         return self._nodes[file.node].data[:length]
 
-    def write(self, file: _Open, data: bytes) -> None:
+    def write(self, file: OpenFile, data: bytes) -> None:
         """See ``System``. The file has nothing else then."""
         half = len(data) // 2
         for end in (half, len(data)):
@@ -219,7 +219,7 @@ class CrashFolder:
             node.data = data[:end] + (node.data[end : len(data)] if end == half else b"")
             node.changed_ns = self.events
 
-    def sync(self, file: _Open) -> None:
+    def sync(self, file: OpenFile) -> None:
         """See ``System``."""
         node = self._nodes[file.node]
         self._event("sync directory" if node.is_directory else "sync file")
@@ -235,42 +235,42 @@ class CrashFolder:
                 kept.append(change)
         self._pending = kept
 
-    def status(self, file: _Open) -> FileState:
+    def status(self, file: OpenFile) -> FileState:
         """See ``System``."""
         return self._status(file.node)
 
-    def look(self, directory: _Open, name: str) -> FileState | None:
+    def look(self, directory: OpenFile, name: str) -> FileState | None:
         """See ``System``."""
         number = self._nodes[directory.node].names.get(name)
         return None if number is None else self._status(number)
 
-    def set_mode(self, file: _Open, mode: int) -> None:
+    def set_mode(self, file: OpenFile, mode: int) -> None:
         """See ``System``."""
         self._nodes[file.node].mode = mode
 
-    def names(self, directory: _Open) -> list[str]:
+    def names(self, directory: OpenFile) -> list[str]:
         """See ``System``."""
         return list(self._nodes[directory.node].names)
 
-    def path_of(self, directory: _Open) -> str | None:
+    def path_of(self, directory: OpenFile) -> str | None:
         """See ``System``."""
         if directory.node == 1:
             return "/"
         for number, node in self._nodes.items():
             for name, each in node.names.items():
                 if each == directory.node:
-                    parent = self.path_of(_Open(number))
+                    parent = self.path_of(OpenFile(number))
                     return None if parent is None else os.path.join(parent, name)
         return None
 
-    def link(self, source: tuple[_Open, str], target: tuple[_Open, str]) -> None:
+    def link(self, source: tuple[OpenFile, str], target: tuple[OpenFile, str]) -> None:
         """See ``System``."""
         number = self._entry(source)
         if target[1] in self._nodes[target[0].node].names:
             raise MediumError(errno.EEXIST, f"{target[1]}: exists")
         self._change(f"link {target[1]}", (target[0].node, target[1], number))
 
-    def note(self, directory: _Open, name: str, text: bytes) -> None:
+    def note(self, directory: OpenFile, name: str, text: bytes) -> None:
         """See ``System``. Its bytes come and go with its name."""
         if name in self._nodes[directory.node].names:
             raise MediumError(errno.EEXIST, f"{name}: exists")
@@ -278,12 +278,12 @@ class CrashFolder:
         self._nodes[number].data = self._nodes[number].stored = text
         self._change(f"note {name}", (directory.node, name, number))
 
-    def noted(self, directory: _Open, name: str) -> bytes | None:
+    def noted(self, directory: OpenFile, name: str) -> bytes | None:
         """See ``System``."""
         number = self._nodes[directory.node].names.get(name)
         return None if number is None else self._nodes[number].data
 
-    def rename(self, source: tuple[_Open, str], target: tuple[_Open, str]) -> None:
+    def rename(self, source: tuple[OpenFile, str], target: tuple[OpenFile, str]) -> None:
         """See ``System``. Two names of one file stay as they are, as POSIX has it."""
         number = self._entry(source)
         if self._nodes[target[0].node].names.get(target[1]) != number:
@@ -293,14 +293,14 @@ class CrashFolder:
                 (source[0].node, source[1], None),
             )
 
-    def unlink(self, directory: _Open, name: str) -> bool:
+    def unlink(self, directory: OpenFile, name: str) -> bool:
         """See ``System``."""
         if name not in self._nodes[directory.node].names:
             return False
         self._change(f"unlink {name}", (directory.node, name, None))
         return True
 
-    def remove_folder(self, directory: _Open, name: str) -> bool:
+    def remove_folder(self, directory: OpenFile, name: str) -> bool:
         """See ``System``."""
         number = self._nodes[directory.node].names.get(name)
         if number is None or self._nodes[number].names:
@@ -308,11 +308,11 @@ class CrashFolder:
         self._change(f"rmdir {name}", (directory.node, name, None))
         return True
 
-    def lock(self, file: _Open) -> bool:
+    def lock(self, file: OpenFile) -> bool:
         """See ``System``."""
         return self._locks.setdefault(file.node, file) is file
 
-    def is_unused(self, file: _Open) -> bool:
+    def is_unused(self, file: OpenFile) -> bool:
         """See ``System``."""
         return not any(each.node == file.node and each is not file for each in self._opened)
 
@@ -324,8 +324,8 @@ class CrashFolder:
         if number is not None:
             raise MediumError(number, f"{text}: {os.strerror(number)}")
 
-    def _handle(self, number: int) -> _Open:
-        opened = _Open(number)
+    def _handle(self, number: int) -> OpenFile:
+        opened = OpenFile(number)
         self._opened.append(opened)
         return opened
 
@@ -363,7 +363,7 @@ class CrashFolder:
         kind = stat.S_IFDIR if node.is_directory else stat.S_IFREG
         return FileState((1, number), links, len(node.data), kind | node.mode, node.changed_ns)
 
-    def _entry(self, place: tuple[_Open, str]) -> int:
+    def _entry(self, place: tuple[OpenFile, str]) -> int:
         number = self._nodes[place[0].node].names.get(place[1])
         if number is None:
             raise MediumError(errno.ENOENT, f"{place[1]}: not there")
