@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import portus
 from portus_lightning import stock
-from portus_lightning.companion import plugin_of
+from portus_lightning.patch import plugin_of
 
 KEY: Final = "portus_cadence"
 """Where the cadence is in the callback's part of a checkpoint."""
@@ -78,7 +78,7 @@ class CadenceHooks:
         self._cadence = portus.Cadence(
             self._every, max_overhead=self._max_overhead, mtbf=self._mtbf
         )
-        if self._every == "auto" and io is not None and not io.is_on():
+        if self._every == "auto" and io is not None and not stock.is_on():
             self._cadence = portus.Cadence(portus.Cadence.UNSEEN)
             stock.LIGHTNING.say_once(
                 "Portus is turned off, so Portus cannot measure what saves cost: "

@@ -14,10 +14,9 @@ Lightning adds it to every Trainer by its entry point; it acts only where the Tr
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -25,22 +24,23 @@ import torch
 
 import portus
 from portus_lightning import data, stock
-from portus_lightning.io import PortusIO
+from portus_lightning.patch import (
+    directories_of,
+    knows_shards,
+    owner_of_save,
+    plugin_of,
+    run_of,
+    saves_shards,
+    uploads_each,
+)
 from portus_lightning.preempted import Leaving
 from portus_lightning.resume import renew_at_epoch_end
+from portus_lightning.run_files import RunFiles
 
 KEY: Final = "portus_random"
 """Where the generators are in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
 
 FORMAT: Final = 1
-
-
-SHARDING: Final = frozenset(
-    f"{copy}.strategies.{name}"
-    for copy in ("lightning.pytorch", "pytorch_lightning")
-    for name in ("fsdp", "model_parallel")
-)
-"""Modules whose strategies save in shards; one that a user derived and changed is not of them."""
 
 
 class CompanionHooks:
@@ -67,22 +67,21 @@ class CompanionHooks:
             return
         self._ended, self._leaving, self._loaded = False, None, None
         self._data = None if stage == "fit" else self._data
-        io.begin(stock.local_path(trainer.default_root_dir))
-        if _knows_shards(trainer.strategy):
+        io.run.begin(stock.local_path(trainer.default_root_dir))
+        if knows_shards(trainer.strategy):
             from portus_lightning import sharded  # it needs much of torch.distributed
 
-            save = None if io.why_no_shards() else io.save_shards
-            sharded.attach(trainer.strategy, io.is_on, save, io.is_chosen)
-        if stage == "fit" and io.is_on():
+            sharded.attach(trainer.strategy, io.run)
+        if stage == "fit" and stock.is_on():
             self._data = data.TrainingData(trainer, io.fixed_batch)
-            for message in warnings_for(trainer, io):
-                _warn(trainer, message)
+            for message in warnings_for(trainer, io.run) if trainer.is_global_zero else ():
+                warnings.warn(f"Portus: {message}", UserWarning, stacklevel=1)
             if io.preempt_within is not None:
                 self._leaving = Leaving.of(trainer, io.preempt_within)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of every rank, and where the data is. Runs on all ranks."""
-        if plugin_in_use(trainer) is None or not _is_first(self, trainer):
+        if run_of(trainer) is None or not _is_first(self, trainer):
             return
         own = portus.capture_randomness(trainer.strategy.root_device)
         is_pending = self._is_pending(trainer)
@@ -140,7 +139,7 @@ class CompanionHooks:
         if saved is None or trainer.state.fn != "fit" or not _is_first(self, trainer):
             return
         if saved["format"] != FORMAT:
-            if plugin_in_use(trainer) is None:  # as stock Lightning, which knows nothing of them
+            if run_of(trainer) is None:  # as stock Lightning, which knows nothing of them
                 return
             raise portus.UsageError(
                 f"the random numbers of this checkpoint have format {saved['format']}, and "
@@ -157,7 +156,14 @@ class CompanionHooks:
         """Put the generators back: after the iterators were made, before anything is drawn. From
         now on this callback is the first one: at the end, all files are there before others
         look."""
-        _expect(trainer)
+        run = run_of(trainer)
+        is_ours = run is not None and not bypass(trainer.strategy, run)
+        if run is not None and is_ours and not trainer.fast_dev_run:
+            in_shards = saves_shards(trainer.strategy)
+            for directory in (
+                directories_of(trainer)[:1] if in_shards or trainer.is_global_zero else ()
+            ):
+                run.expect(directory, in_shards=in_shards)
         self._go_first(trainer)
         if self._data is not None:
             self._data.start()
@@ -206,8 +212,8 @@ class CompanionHooks:
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Training stops here: all files are there, and later saves are waited for."""
-        io = plugin_in_use(trainer)
-        if io is None or trainer.state.fn != "fit":
+        io = plugin_of(trainer)
+        if io is None or not stock.is_on() or trainer.state.fn != "fit":
             return
         if self._data is not None:
             self._data.close()  # Lightning calls no teardown now
@@ -252,14 +258,14 @@ class CompanionHooks:
         self._ended = True
         io.teardown()  # some strategies forget it
         self._log_stats(trainer)
-        if io.is_on() and trainer.is_global_zero and "portus.embedding" in sys.modules:
-            io.put_tables()
+        if stock.is_on() and trainer.is_global_zero and "portus.embedding" in sys.modules:
+            io.run.put_tables()
 
     def _log_stats(self, trainer: Any) -> None:
         io = plugin_of(trainer)
         if io is None or not _is_first(self, trainer):
             return
-        for stats in io.take_stats():
+        for stats in io.run.take_stats():
             for logger in trainer.loggers:
                 logger.log_metrics(stats.metrics(), step=trainer.global_step)
 
@@ -281,147 +287,25 @@ def _trained(loops: Mapping[str, Any]) -> int:
 
 def _expect(trainer: Any) -> None:
     """Tell the plugin where checkpoints will go."""
-    io = plugin_in_use(trainer)
-    if io is None or bypass(trainer.strategy, io) or trainer.fast_dev_run:
+    run = run_of(trainer)
+    if run is None or bypass(trainer.strategy, run) or trainer.fast_dev_run:
         return
-    local = _directories(trainer)
-    if not local:
-        return
-    if _saves_shards(trainer.strategy):
-        io.expect_shards(local[0])
-    elif trainer.is_global_zero:
-        io.expect(local[0])
+    in_shards = saves_shards(trainer.strategy)
+    directories = directories_of(trainer)
+    if directories and (in_shards or trainer.is_global_zero):
+        run.expect(directories[0], in_shards=in_shards)
 
 
-def plugin_of(trainer: Any) -> PortusIO | None:
-    """The Trainer's ``PortusIO``, also inside of wrappers; None if it has another plugin."""
-    io = trainer.strategy.checkpoint_io
-    for _ in range(8):
-        if isinstance(io, PortusIO):
-            return io
-        io = getattr(io, "checkpoint_io", None)
-    return None
-
-
-def plugin_in_use(trainer: Any) -> PortusIO | None:
-    """The same; None also where it leaves saves to Lightning."""
-    io = plugin_of(trainer)
-    return io if io is not None and io.is_on() else None
-
-
-@contextlib.contextmanager
-def saving(trainer: Any, callback: Any) -> Iterator[None]:
-    """While ``callback`` saves: in the background, if nobody looks at its files before Portus can
-    wait for them."""
-    io = plugin_in_use(trainer)
-    with contextlib.ExitStack() as stack:
-        if io is not None:
-            stack.enter_context(io.saving(is_late=_may_be_late(trainer, callback)))
-        yield
-
-
-def _may_be_late(trainer: Any, callback: Any) -> bool:
-    """True if only stock code is told of the save: no subclass that does more, no logger that looks
-    at the file, and no module that has a hook of its own right after it."""
-    module = trainer.lightning_module
-    if getattr(module, "_current_fx_name", None) == "on_validation_end":
-        owner = next(each for each in type(module).__mro__ if "on_validation_end" in vars(each))
-        if not owner.__module__.startswith(_PACKAGES):
-            return False
-    is_stock = all(map(_is_stock, (callback, *trainer.checkpoint_callbacks)))
-    return is_stock and not any(_uploads_each(each, trainer) for each in trainer.loggers)
-
-
-def _is_stock(callback: Any) -> bool:
-    """True for one of Lightning's callbacks that save, and for one derived that only adds to its
-    arguments and names."""
-    kinds = itertools.takewhile(
-        lambda each: not each.__module__.startswith(_PACKAGES), type(callback).__mro__
-    )
-    own = (each for each in kinds if not each.__module__.startswith("portus_lightning."))
-    return not any(name.startswith(_SAVING) for each in own for name in vars(each))
-
-
-_SAVING: Final = ("on_", "_save", "_update", "_remove", "_link", "teardown")
-"""How the names of methods begin that are called around a save."""
-
-
-def chose(trainer: Any, path: str) -> None:
-    """Lightning chose the checkpoint at ``path``. On every rank."""
-    io = plugin_in_use(trainer)
-    if io is not None:
-        io.chose(path)
-
-
-def prepare_to_choose(trainer: Any) -> None:
-    """Put checkpoints in order before Lightning looks for the one to continue from. Put back what a
-    killed process had removed too early, and fetch a lost run from its mirror."""
-    io = plugin_in_use(trainer)
-    if io is None:
-        return
-    if trainer.is_global_zero:
-        for directory in _directories(trainer):
-            io.recover(directory)
-    _fetch(trainer)
-
-
-def is_there(trainer: Any, path: Any) -> bool | None:
-    """Return whether there is, or will be, a checkpoint at ``path``; None if Lightning knows."""
-    io, local = plugin_in_use(trainer), stock.local_path(path)
-    return None if io is None or local is None else io.is_there(local)
-
-
-def linked(trainer: Any, link: str, target: str) -> bool:
-    """Let a ``last`` link lead to ``target``, in one step, once that is there; False if Lightning
-    is to make it. Raises ``OSError``."""
-    io = plugin_in_use(trainer)
-    if io is None:
-        return False
-    io.link(link, target)
-    return True
-
-
-def _fetch(trainer: Any) -> None:
-    """Fetch a lost run from its mirror; call it on every rank. No rank looks for a checkpoint
-    before rank 0 is through, or it would begin anew."""
-    io = plugin_in_use(trainer)
-    if io is None or not io.has_mirror():
-        return
-    in_shards = _saves_shards(trainer.strategy) and not io.why_no_shards()
-    if trainer.world_size > 1 or in_shards:
-        trainer.strategy.setup_environment()  # Lightning calls it again, for what is there then
-    try:
-        found = [
-            stock.local_path(d) for each in trainer.checkpoint_callbacks if (d := _directory(each))
-        ]
-        if in_shards:
-            if found and found[0]:
-                io.fetch_shards(stock.local_path(trainer.default_root_dir), found[0])
-        elif trainer.is_global_zero and found and found[0]:
-            io.fetch(stock.local_path(trainer.default_root_dir), found[0])
-    finally:
-        trainer.strategy.barrier()
-
-
-def _directories(trainer: Any) -> list[str]:
-    found = [_directory(each) for each in trainer.checkpoint_callbacks]
-    return [*filter(None, (stock.local_path(each) for each in found if each))]
-
-
-def _directory(callback: Any) -> Any:
-    return getattr(callback, "dirpath", None)
-
-
-def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
+def warnings_for(trainer: Any, run: RunFiles) -> list[str]:
     """What a user must know before training starts."""
     found = []
-    what = bypass(trainer.strategy, io)
+    what = bypass(trainer.strategy, run)
     if what:
         found.append(
             f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
             "They are as safe and as fast as without Portus"
         )
-    uploads = [type(each).__name__ for each in trainer.loggers if _uploads_each(each, trainer)]
+    uploads = [type(each).__name__ for each in trainer.loggers if uploads_each(each, trainer)]
     if uploads:
         found.append(
             f"{', '.join(uploads)} looks at each checkpoint as it is saved, so training waits for "
@@ -430,64 +314,16 @@ def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
     return found
 
 
-def bypass(strategy: Any, io: PortusIO) -> str:
+def bypass(strategy: Any, run: RunFiles) -> str:
     """The strategy's name, if it writes checkpoints without asking its plugin, and if the
     companion cannot help; else nothing."""
     name = type(strategy).__name__
-    if _knows_shards(strategy):
-        from portus_lightning import sharded
-
-        if not sharded.is_sharded(strategy):
-            return ""
-        reason = io.why_no_shards()
+    if knows_shards(strategy):
+        reason = run.why_no_shards() if saves_shards(strategy) else ""
         return f"{name} with sharded checkpoints ({reason})" if reason else ""
-    owner = next(b for b in type(strategy).__mro__ if "save_checkpoint" in vars(b))
-    return "" if owner.__name__ == "Strategy" else name
-
-
-def _knows_shards(strategy: Any) -> bool:
-    """True for the strategies that save by themselves and that ``sharded`` knows."""
-    owner = next(b for b in type(strategy).__mro__ if "save_checkpoint" in vars(b))
-    return owner.__module__ in SHARDING
-
-
-def _saves_shards(strategy: Any) -> bool:
-    if not _knows_shards(strategy):
-        return False
-    from portus_lightning import sharded
-
-    return sharded.is_sharded(strategy)
-
-
-def _uploads_each(logger: Any, trainer: Any) -> bool:
-    """True for a logger that is told of each checkpoint, and may look at its file then."""
-    kinds = (b for b in type(logger).__mro__ if "after_save_checkpoint" in vars(b))
-    owner = next(kinds, None)
-    if owner is None or owner.__name__ == "Logger":  # it does nothing with them
-        return False
-    if owner.__module__.partition(".loggers.")[0] not in _PACKAGES:
-        return True  # somebody else's: what it does is not known
-    # Compared with values: Lightning's DummyLogger (lr_find uses it) has a method of every name.
-    wish = getattr(logger, "_log_model", False)
-    each = getattr(logger, "_log_model_checkpoints", False) is True or wish == "all"
-    return each or (wish is True and any(map(_keeps_all, trainer.checkpoint_callbacks)))
-
-
-_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
-"""Whose loggers are known."""
-
-
-def _keeps_all(callback: Any) -> bool:
-    return getattr(callback, "save_top_k", None) == -1
+    return "" if owner_of_save(strategy).__name__ == "Strategy" else name
 
 
 def _is_first(companion: CompanionHooks, trainer: Any) -> bool:
     """False for a second companion: one came by the entry point, one was passed by hand."""
     return companion is next(c for c in trainer.callbacks if isinstance(c, CompanionHooks))
-
-
-def _warn(trainer: Any, message: str) -> None:
-    if trainer.is_global_zero:
-        import warnings
-
-        warnings.warn(f"Portus: {message}", UserWarning, stacklevel=2)

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import os
 import sys
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import portus
 from portus_lightning import stock
+from portus_lightning.run_files import RunFiles
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from typing_extensions import Unpack
-
-    from portus.dcp import PortusStorageWriter
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
 
 _log: Final = logging.getLogger("portus_lightning")
-
-_STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
-"""Where a checkpoint says its step: the Trainer's key, then what Fabric loops call it."""
-
-_KEPT: Final = (
-    "preempt_within",
-    "fixed_batch",
-    "_pool",
-    "_model",
-    "_settings",
-    "_root",
-    "_over",
-)
-"""Attributes that go into a copy of a plugin."""
 
 _GONE: Final = {
     "materialize": "checkpoints are real files; leave it out",
@@ -48,11 +30,6 @@ _GONE: Final = {
     "copy_every_minutes": "name a mirror: PortusIO(mirror='file:///path')",
 }
 """Arguments of the time when checkpoints were references, and what replaced them."""
-
-
-class _Thread(threading.local):
-    is_late: bool | None = None
-    """While a callback of the Trainer saves: whether training goes on meanwhile."""
 
 
 class PortusIO(CheckpointIO):
@@ -77,13 +54,6 @@ class PortusIO(CheckpointIO):
         settings: How to save, and what to do about failures: see ``portus.Settings``.
     """
 
-    _files: portus.TrainingFiles | None
-    _chosen: str | None
-    _directory: str | None
-    _resumed_step: int | None
-    _saved: dict[str, None]
-    _shards: PortusStorageWriter | None
-
     def __init__(
         self,
         pool: str | os.PathLike[str] | Sequence[str] | None = None,
@@ -104,10 +74,16 @@ class PortusIO(CheckpointIO):
                 f"fixed_batch: expected 'local' or 'global', found {fixed_batch!r}"
             )
         self.fixed_batch: Literal["local", "global"] = fixed_batch
-        self._pool: Final = None if pool is None else portus.Place.named(pool)
-        self._model: Final = model
-        self._settings: Final = portus.Settings(**settings)
-        self._start()
+        place = None if pool is None else portus.Place.named(pool)
+        self.run: Final = RunFiles(portus.Settings(**settings), place, model)
+        """What the companion callback uses."""
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        stock.adopt(type(self), load=True)
+        portus.register_reference_loader()
+        INSTANCES.append(True)
 
     def save_checkpoint(
         self,
@@ -124,14 +100,10 @@ class PortusIO(CheckpointIO):
         cannot be begun, or, where it is waited for, failed.
         """
         local = stock.local_path(path)
-        if local is None or storage_options is not None or not self.is_on():
+        if local is None or storage_options is not None or not stock.is_on():
             stock.torch_io().save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return
-        try:
-            self._save_file(checkpoint, local, self._step_of(checkpoint))
-        finally:
-            if self._over:
-                self._close()
+        else:
+            self.run.save(checkpoint, local)
 
     def load_checkpoint(
         self,
@@ -148,27 +120,21 @@ class PortusIO(CheckpointIO):
         local = stock.local_path(path)
         # Lightning before 2.6 does not know the word.
         more = {} if weights_only is None else {"weights_only": weights_only}
-        if local is None or os.path.isdir(local):
-            return stock.torch_io().load_checkpoint(path, map_location, **more)
-        place = map_location if map_location is not None else _on_cpu
-        try:
-            return self._loaded(local, map_location=place, **more)
-        except FileNotFoundError:  # in Lightning's own words
-            return stock.torch_io().load_checkpoint(path, map_location, **more)
+        if local is not None and not os.path.isdir(local):
+            place = map_location if map_location is not None else _on_cpu
+            try:
+                return self.run.load(local, map_location=place, **more)
+            except FileNotFoundError:  # in Lightning's own words
+                pass
+        found: dict[str, Any] = stock.torch_io().load_checkpoint(path, map_location, **more)
+        return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at ``path`` once the newest save requested before, or a later one,
         is committed. If none is, the checkpoint stays."""
         local = stock.local_path(path)
-        if local is not None and self._shards is not None and os.path.isdir(local):
-            self._shards.remove(local)
-        elif local is None or os.path.isdir(local) or not self.is_on():
+        if local is None or not self.run.remove(local):
             stock.torch_io().remove_checkpoint(path)
-        else:
-            with self._guard:
-                self._saved.pop(local, None)
-                if self.is_there(local) or os.path.islink(local):
-                    self._opened_files().remove(local)
 
     def teardown(self) -> None:
         """Finish the saves in flight. Later saves return when they are durable.
@@ -176,10 +142,9 @@ class PortusIO(CheckpointIO):
         Raises the errors of failed saves, as ``on_error`` says, unless another error is being
         raised already.
         """
-        self._over = True
         ends_with_error = sys.exc_info()[0] is not None
         try:
-            self._close()
+            self.run.end()
         except portus.PortusError as error:
             if not ends_with_error:
                 raise
@@ -187,280 +152,7 @@ class PortusIO(CheckpointIO):
 
     def wait(self) -> None:
         """Block until all saves are committed or failed; raises as ``Checkpointer.wait`` does."""
-        if self._files is not None:
-            self._files.wait()
-        if self._shards is not None:
-            self._shards.wait()
-
-    # For strategies that save in shards.
-
-    def why_no_shards(self) -> str:
-        """Why shards cannot go to the configured pool; empty if they can."""
-        place = self._pool_at
-        if place is None or place.is_host:
-            return ""
-        return f"{place} is one pool; shards go to a directory, or to a storage host"
-
-    def open_shards(self, directory: str) -> PortusStorageWriter:
-        """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
-        rank, with the same directory. Raises the errors of opening a pool."""
-        if self._shards is None:
-            from portus.dcp import PortusStorageWriter
-
-            run = self._run_of(directory)
-            settings: Any = dataclasses.asdict(self._settings)
-            self._shards = PortusStorageWriter(
-                model=run.name, links=run.links, pool=self._pool_at, **settings
-            )
-        return self._shards
-
-    def expect_shards(self, directory: str) -> None:
-        """Prepare as ``expect`` does, for a strategy that saves in shards. Call it on every rank,
-        so that each sees its optimizers' steps before the first save."""
-        self.open_shards(directory)
-
-    def save_shards(
-        self,
-        shards: dict[str, Any],
-        path: str,
-        rest: dict[str, Any],
-        *,
-        is_first: bool,
-    ) -> None:
-        """Start saving this rank's shards; the directory is at ``path`` when this returns. Call it
-        on every rank. rest: the part that is not sharded, which the first rank saves for all.
-
-        Raises ``UsageError`` for a value that cannot be stored, on all ranks.
-        """
-        writer, step = self.open_shards(os.path.dirname(path)), self._step_of(rest)
-        files = {"meta.pt": rest} if is_first else {}
-        now = self._over or is_last_chance(path)
-        try:
-            now = now or not self._thread.is_late
-            handle = writer.save(shards, path, files=files, blocking=now, step=step)
-        except portus.UsageError:
-            writer.wait()  # or a save in flight would replace files of whoever saves it instead
-            raise
-        self._note(handle)
-        if self._over:
-            self._close()
-
-    # For the companion callback.
-
-    def begin(self, root: str | None) -> None:
-        """A Trainer starts: saves may be in the background. ``root``: its directory, if local."""
-        self._root = root
-        self._over = False
-        self._resumed_step = None
-        self._saved = {}  # files that this run saved and has not removed, oldest first
-
-    def has_mirror(self) -> bool:
-        """True if what is saved here is mirrored, also by $PORTUS_MIRROR."""
-        return self._settings.has_mirror
-
-    def fetch_shards(self, root: str | None, directory: str) -> None:
-        """The same as ``fetch`` for a strategy that saves in shards. On every rank."""
-        self._root = root
-        self.open_shards(directory).fetch(directory)
-
-    @contextlib.contextmanager
-    def saving(self, *, is_late: bool) -> Iterator[None]:
-        """A callback of the Trainer saves: while training goes on, if ``is_late``."""
-        before, self._thread.is_late = self._thread.is_late, is_late
-        try:
-            yield
-        finally:
-            self._thread.is_late = before
-
-    def is_there(self, path: str) -> bool:
-        """Return whether there is, or will be, a file at ``path``."""
-        return os.path.exists(path) if self._files is None else self._files.is_there(path)
-
-    def link(self, link: str, target: str) -> None:
-        """Have ``link`` lead to ``target`` as soon as that is there. Raises ``OSError`` where no
-        link can be made."""
-        shards = self._shards if os.path.isdir(target) else None
-        if shards is not None:
-            shards.link(link, target)
-        else:
-            self._opened_files().link(link, target)
-
-    def expect(self, directory: str) -> None:
-        """Training starts, and checkpoints will go to ``directory``. Raises what opening a pool
-        raises: better now than at the first save, hours later."""
-        self._directory = directory
-        self._begin_files(directory)
-
-    def recover(self, directory: str) -> None:
-        """Put back what a killed process had removed too early from ``directory``."""
-        self._opened_files().recover(directory)
-
-    def fetch(self, root: str | None, directory: str) -> None:
-        """Fetch the run of ``directory`` from its mirror if this machine lost it, before Lightning
-        looks for a checkpoint there. root: the Trainer's directory, if local. Raises as
-        ``portus.TrainingFiles.fetch``."""
-        self._root, self._directory = root, directory
-        run = self._run_of(directory)
-        if run.links is not None:
-            self._opened_files().fetch(run.name, run.links, directory)
-
-    def put_tables(self) -> None:
-        """Training ended: files of this run have their protected tables from now on, in place of
-        what leads to the tables' pool. What fails is logged."""
-        for path in filter(os.path.isfile, list(self._saved)):
-            try:
-                self._opened_files().fill_tables(path)
-            except portus.PortusError as error:
-                _log.error("Portus: %s has no tables: %s", path, error)
-        self._close()
-
-    def chose(self, path: str) -> None:
-        """Lightning chose the checkpoint at ``path`` to go on from: if it is damaged, another one
-        of its directory will do."""
-        self._chosen = path
-
-    def is_chosen(self, path: str) -> bool:
-        """True if Lightning chose ``path``; asked once."""
-        chosen, self._chosen = self._chosen, None
-        return path == chosen
-
-    def is_on(self) -> bool:
-        """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
-        return not stock.LIGHTNING.saves_itself()
-
-    def take_stats(self) -> list[portus.SaveStats]:
-        """What the saves cost that were committed since the last call."""
-        committed = []
-        while self._handles and self._handles[0].done:
-            handle = self._handles.popleft()
-            if handle.committed:
-                committed.append(handle.stats)
-        return committed
-
-    # One instance goes through deepcopy, pickle and fork; what it has open does not.
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: self.__dict__[name] for name in _KEPT}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._start()
-        self.__dict__.update(state)
-
-    def _start(self) -> None:
-        self._files = self._shards = self._chosen = self._directory = None
-        self._has_begun = False
-        self._guard = threading.RLock()
-        self._thread = _Thread()
-        self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
-        self._count = 0
-        self.begin(None)
-        stock.adopt(type(self), load=True)
-        portus.register_reference_loader()
-        if self._pool_at is not None:
-            portus.allow(self._pool_at)  # every rank loads, and most of them never save
-        self._new_files()  # says what makes no sense, now
-        INSTANCES.append(True)
-
-    def _begin_files(self, directory: str) -> None:
-        run = self._run_of(directory)
-        if run.links is not None:
-            self._opened_files().begin(run.name, run.links, directory, self._resumed_step)
-            self._has_begun = True
-
-    def _save_file(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
-        with self._guard:  # AsyncCheckpointIO saves on a thread of its own, also while this closes
-            needs_name = self._settings.has_mirror or self._pool_at is not None
-            if not self._has_begun and needs_name:  # no callback said where
-                self._begin_files(self._directory or os.path.dirname(path))
-            handle = self._opened_files().save(checkpoint, path, step)
-            self._saved.pop(path, None)
-            self._saved[path] = None
-            self._note(handle)
-        if self._over or self._thread.is_late is None:
-            handle.wait()
-        elif not self._thread.is_late:
-            handle.join()  # a failure is told as on_error says
-
-    def _loaded(self, path: str, **settings: Any) -> dict[str, Any]:
-        """Return what is at ``path``; or at the newest one beside it, if Lightning chose it."""
-        verify = self._settings.verify
-        others = iter(_others(path) if self.is_chosen(path) else ())
-        found = path
-        while True:
-            try:
-                state: dict[str, Any] = portus.load(found, verify=verify, **settings)
-                self._resumed_step = self._step_in(state)
-                return state
-            except portus.CorruptionError as error:  # all ranks find the same
-                other = next(others, None)
-                if other is None:
-                    raise
-                _log.error("Portus: %s; FALLING BACK to %s", error, other)
-                found = other
-
-    def _note(self, handle: portus.SaveHandle | None) -> None:
-        if handle is not None:
-            self._handles.append(handle)
-
-    def _step_of(self, checkpoint: dict[str, Any]) -> int:
-        step = self._step_in(checkpoint)
-        if step is None:
-            self._count += 1
-            return self._count
-        return step
-
-    @staticmethod
-    def _step_in(checkpoint: object) -> int | None:
-        found = checkpoint if isinstance(checkpoint, dict) else {}
-        steps = (found.get(key) for key in _STEP_KEYS)
-        return next((step for step in steps if isinstance(step, int)), None)
-
-    @property
-    def _pool_at(self) -> portus.Place | None:
-        """The pool, on a device or on storage hosts, that the user named; None: there is none."""
-        if self._pool is not None:
-            return self._pool
-        named = portus.Place.by_variable()
-        return None if named is None or named.is_directory else named
-
-    def _run_of(self, directory: str) -> portus.Run:
-        """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
-        ``default_root_dir``, or in the working directory, and never among the checkpoints."""
-        roots = [] if self._root is None else [os.path.abspath(self._root)]
-        with contextlib.suppress(OSError):  # the working directory may be gone
-            here = os.getcwd()
-            if os.path.commonpath([here, directory]) == here:
-                roots.append(here)
-        return portus.Run.beside(
-            directory,
-            roots=roots,
-            otherwise=os.path.dirname(directory),
-            pool=self._pool,
-            name=self._model,
-        )
-
-    def _new_files(self) -> portus.TrainingFiles:
-        return portus.TrainingFiles(
-            self._settings, pool=self._pool_at, is_named=self._model is not None
-        )
-
-    def _opened_files(self) -> portus.TrainingFiles:
-        with self._guard:
-            if self._files is None:
-                self._files = self._new_files()
-            return self._files
-
-    def _close(self) -> None:
-        with self._guard:
-            files, self._files = self._files, None
-            self._has_begun = False
-            shards, self._shards = self._shards, None
-            with contextlib.ExitStack() as closing:
-                if files is not None:
-                    closing.callback(files.close)
-                if shards is not None:
-                    closing.callback(shards.close)
+        self.run.wait()
 
 
 # For LightningCLI, which asks about the class before it makes one.
@@ -470,24 +162,6 @@ INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 """Not empty once a ``PortusIO`` was made in this process."""
 
 
-def is_last_chance(path: str) -> bool:
-    """True for what Lightning saves when SLURM is about to end the job: it must be durable now."""
-    return os.path.basename(path).startswith("hpc_ckpt_")
-
-
 def _on_cpu(storage: Any, location: str) -> Any:
     """Return ``storage`` on the CPU, where Lightning loads by default."""
     return storage
-
-
-def _others(path: str) -> Iterable[str]:
-    """Return the other checkpoints of the directory, newest first."""
-    directory, suffix = os.path.dirname(path), os.path.splitext(path)[1]
-    real, found = os.path.realpath(path), {}
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for each in entries:
-            is_other = each.name.endswith(suffix) and os.path.realpath(each.path) != real
-            with contextlib.suppress(OSError):
-                if is_other and each.is_file(follow_symlinks=False):
-                    found[each.path] = each.stat().st_mtime_ns
-    return sorted(found, key=found.__getitem__, reverse=True)

@@ -17,13 +17,15 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch.distributed.checkpoint import state_dict as of_torch
 
 import portus
 from portus.dcp import has_digests, load, load_newest
 from portus_lightning import stock
+from portus_lightning.patch import saves_shards
+from portus_lightning.run_files import RunFiles
 
 _log: Final = logging.getLogger("portus_lightning")
 
@@ -31,43 +33,15 @@ META: Final = "meta.pt"
 """Where Lightning keeps what is not sharded; it looks for this file."""
 
 
-class Saves(Protocol):
-    """Starts to save shards, to a directory, with what is not sharded."""
-
-    def __call__(
-        self,
-        shards: dict[str, Any],
-        path: str,
-        rest: dict[str, Any],
-        *,
-        is_first: bool,
-    ) -> None:
-        """Start to save, on every rank. Raises ``UsageError`` on all ranks for what cannot be
-        stored."""
-
-
-def is_sharded(strategy: Any) -> bool:
-    """True if the strategy, one of the two, is to save shards, and not one whole state."""
-    if hasattr(strategy, "_save_distributed_checkpoint"):
-        return bool(strategy._save_distributed_checkpoint)
-    return getattr(strategy, "_state_dict_type", "full") == "sharded"
-
-
-def attach(
-    strategy: Any,
-    is_on: Callable[[], bool],
-    save: Saves | None,
-    is_chosen: Callable[[str], bool],
-) -> None:
-    """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``. is_chosen:
-    whether Lightning chose a path to go on from.
+def attach(strategy: Any, run: RunFiles) -> None:
+    """Let ``strategy`` load sharded checkpoints of Portus, and make such, if ``run`` can.
 
     A second call replaces what the first one did: a Trainer may be used again.
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
-    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save, is_chosen)
+    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", run)
     strategy.load_checkpoint = own.load_checkpoint
-    if save is not None and is_sharded(strategy):
+    if saves_shards(strategy) and not run.why_no_shards():
         strategy.save_checkpoint = own.save_checkpoint
         if is_fsdp2:  # the live shards, in place of copies of them on the CPU
             strategy.lightning_module_state_dict = own.lightning_module_state_dict
@@ -77,19 +51,10 @@ def attach(
 class _Sharded:
     """The methods that a strategy gets."""
 
-    def __init__(
-        self,
-        strategy: Any,
-        key: str,
-        is_on: Callable[[], bool],
-        save: Saves | None,
-        is_chosen: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, strategy: Any, key: str, run: RunFiles) -> None:
         self._strategy: Final = strategy
         self._key: Final = key
-        self._is_on: Final = is_on
-        self._save: Final = save
-        self._is_chosen: Final = is_chosen
+        self._run: Final = run
 
     def _stock(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(type(self._strategy), name)
@@ -101,7 +66,7 @@ class _Sharded:
         """Save a checkpoint, in place of the strategy's own method, which saves what Portus
         cannot."""
         path = stock.local_path(self._strategy.broadcast(filepath))
-        if path is None or storage_options is not None or not self._is_on() or not self._save:
+        if path is None or storage_options is not None or not stock.is_on():
             self._stock("save_checkpoint")(checkpoint, filepath, storage_options)
             return
         states = checkpoint.get("optimizer_states", [])
@@ -116,7 +81,7 @@ class _Sharded:
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(path)  # as Lightning does: a directory takes the place of a file
         try:
-            self._save(shards, path, rest, is_first=self._strategy.global_rank == 0)
+            self._run.save_shards(shards, path, rest, is_first=self._strategy.global_rank == 0)
         except portus.UsageError as error:
             stock.LIGHTNING.say_it_saves(error)
             self._stock("save_checkpoint")(checkpoint, filepath)
@@ -124,7 +89,7 @@ class _Sharded:
     def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:
         """Load a checkpoint, in place of the strategy's own method."""
         path = stock.local_path(self._strategy.broadcast(checkpoint_path))
-        is_chosen = path is not None and self._strategy.broadcast(self._is_chosen(path))
+        is_chosen = path is not None and self._strategy.broadcast(self._run.is_chosen(path))
         if path is not None and (is_chosen or has_digests(path)):
             return self._load_directory(path, is_chosen=is_chosen)
         result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
@@ -169,7 +134,7 @@ class _Sharded:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state, with its live shards, in place of the strategy's own method."""
-        if not self._is_on():
+        if not stock.is_on():
             result = self._stock("lightning_module_state_dict")()
             assert isinstance(result, dict)
             return result
@@ -178,7 +143,7 @@ class _Sharded:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state, with its live shards, in place of the strategy's own
         method."""
-        if not self._is_on():
+        if not stock.is_on():
             result = self._stock("optimizer_state")(optimizer)
             assert isinstance(result, dict)
             return result

@@ -20,7 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus_lightning import PortusIO, stock
-from portus_lightning.companion import _may_be_late, bypass, warnings_for
+from portus_lightning.companion import bypass, warnings_for
+from portus_lightning.patch import may_be_late
 
 STATE = {"global_step": 3, "weight": torch.arange(6.0), "note": "x"}
 
@@ -34,7 +35,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def io(root: Path) -> Any:
     made = PortusIO()
-    made.begin(str(root))
+    made.run.begin(str(root))
     yield made
     made.teardown()
 
@@ -184,10 +185,10 @@ def test_only_paths_of_this_machine_are_local(path: str, expected: str | None) -
 def test_a_removal_waits_for_the_save_that_replaces_it(io: PortusIO, root: Path) -> None:
     first, second = root / "ckpt" / "a.ckpt", root / "ckpt" / "b.ckpt"
     io.save_checkpoint(STATE, first)
-    with io.saving(is_late=True):
+    with io.run.saving(is_late=True):
         io.save_checkpoint(STATE, second)
         io.remove_checkpoint(first)
-    assert not io.is_there(os.fspath(first)), "for its user it is gone"
+    assert not io.run.is_there(os.fspath(first)), "for its user it is gone"
     io.teardown()
     assert os.listdir(root / "ckpt") == ["b.ckpt"]
     io.remove_checkpoint(second)
@@ -209,8 +210,8 @@ def test_steps_come_from_the_checkpoint_or_are_counted(root: Path) -> None:
 def test_the_journal_is_under_the_root_and_never_in_the_checkpoint_directory(root: Path) -> None:
     def root_of(directory: Path, default: Path | None) -> str:
         io = PortusIO()
-        io.begin(None if default is None else str(default))
-        links = io._run_of(str(directory)).links
+        io.run.begin(None if default is None else str(default))
+        links = io.run.run_of(str(directory)).links
         return os.path.dirname(links)
 
     assert root_of(root / "runs" / "ckpt", root / "runs") == str(root / "runs")
@@ -229,7 +230,7 @@ def test_a_working_directory_that_is_gone_keeps_nothing_from_being_saved(
     monkeypatch.chdir(root / "gone")
     (root / "gone").rmdir()
     io = PortusIO()
-    io.begin(str(root))
+    io.run.begin(str(root))
     io.save_checkpoint(STATE, root / "run/a.ckpt")
     io.teardown()
     assert equal(io.load_checkpoint(root / "run/a.ckpt"))
@@ -262,7 +263,7 @@ def test_switched_off_it_saves_as_lightning_does_and_still_loads(
     assert equal(io.load_checkpoint(root / "ckpt" / "a.ckpt"))
     assert equal(io.load_checkpoint(root / "ckpt" / "b.ckpt"))
     monkeypatch.setenv("PORTUS_DISABLE", "0")
-    assert io.is_on()
+    assert stock.is_on()
 
 
 def test_on_other_systems_it_says_so_once_and_saves_as_lightning_does(
@@ -279,7 +280,7 @@ def test_what_cannot_be_pickled_is_refused_by_its_place_and_harms_nothing(
     io: PortusIO, root: Path
 ) -> None:
     path = root / "ckpt" / "a.ckpt"
-    with io.saving(is_late=True):
+    with io.run.saving(is_late=True):
         io.save_checkpoint(STATE, path)
         with pytest.raises(portus.UsageError, match=r"state\['hyper_parameters'\]\['odd'\]"):
             io.save_checkpoint(STATE | {"hyper_parameters": {"odd": lambda: None}}, path)
@@ -344,8 +345,8 @@ Deep = type("DeepSpeedStrategy", (Strategy,), {"save_checkpoint": lambda self: N
     ],
 )
 def test_a_strategy_that_bypasses_the_plugin_is_named(strategy: Any, passes: bool) -> None:
-    assert (bypass(strategy, PortusIO()) == "") == passes
-    said = warnings_for(Fake(strategy), PortusIO())
+    assert (bypass(strategy, PortusIO().run) == "") == passes
+    said = warnings_for(Fake(strategy), PortusIO().run)
     assert passes == (said == [])
     assert passes or "do NOT go through Portus" in said[0]
 
@@ -358,8 +359,8 @@ def lightnings(name: str, **attributes: object) -> Any:
 
 def test_the_strategies_of_lightning_are_told_apart() -> None:
     for name in ("SingleDeviceStrategy", "DDPStrategy"):
-        assert bypass(lightnings(name), PortusIO()) == ""
-    assert bypass(lightnings("DeepSpeedStrategy"), PortusIO()) == "DeepSpeedStrategy"
+        assert bypass(lightnings(name), PortusIO().run) == ""
+    assert bypass(lightnings("DeepSpeedStrategy"), PortusIO().run) == "DeepSpeedStrategy"
 
 
 @pytest.mark.parametrize(
@@ -374,15 +375,15 @@ def test_the_strategies_of_lightning_are_told_apart() -> None:
 def test_strategies_that_save_in_shards_go_through_directories_or_a_host(
     strategy: Any, is_sharded: bool, tmp_path: Path
 ) -> None:
-    assert bypass(strategy, PortusIO()) == ""
-    assert bypass(strategy, PortusIO(pool="portus://host:7117")) == ""
+    assert bypass(strategy, PortusIO().run) == ""
+    assert bypass(strategy, PortusIO(pool="portus://host:7117").run) == ""
     (tmp_path / "one.portus").touch()
-    refused = bypass(strategy, PortusIO(pool=tmp_path / "one.portus"))
+    refused = bypass(strategy, PortusIO(pool=tmp_path / "one.portus").run)
     assert ("shards go to a directory, or to a storage host" in refused) == is_sharded
     with pytest.raises(portus.UsageError, match="objects on a storage host are small"):
         PortusIO(mirror="portus://host:7117")
     for io in (PortusIO(), PortusIO(pool="portus://host:7117")):
-        assert warnings_for(Fake(strategy), io) == []
+        assert warnings_for(Fake(strategy), io.run) == []
 
 
 def logger(name: str, **attributes: object) -> Any:
@@ -396,8 +397,8 @@ def waits(*loggers: object, top_k: int = 1) -> bool:
     fake: Any = Fake(named("DDPStrategy", Strategy), *loggers)
     fake.checkpoint_callbacks = [ModelCheckpoint(monitor="loss", save_top_k=top_k)]
     fake.lightning_module = torch.nn.Linear(1, 1)
-    is_late = _may_be_late(fake, fake.checkpoint_callbacks[0])
-    said = warnings_for(fake, PortusIO())
+    is_late = may_be_late(fake, fake.checkpoint_callbacks[0])
+    said = warnings_for(fake, PortusIO().run)
     assert is_late == (said == [])
     return not is_late
 
@@ -441,8 +442,8 @@ def test_training_waits_for_a_callback_that_does_more_than_lightnings(
     fake.lightning_module = torch.nn.Linear(1, 1)
     mine = type("Mine", (ModelCheckpoint,), methods)()
     fake.checkpoint_callbacks = [ModelCheckpoint(), mine]
-    assert _may_be_late(fake, mine) == is_late
-    assert _may_be_late(fake, fake.checkpoint_callbacks[0]) == is_late, "it may look there too"
+    assert may_be_late(fake, mine) == is_late
+    assert may_be_late(fake, fake.checkpoint_callbacks[0]) == is_late, "it may look there too"
 
 
 def test_metrics_have_units_in_their_names() -> None:

@@ -101,6 +101,13 @@ class Place:
         return cls.named(text, f"${DIRECTORY_VARIABLE}") if text else None
 
     @classmethod
+    def of_pool(cls, said: Place | None) -> Place | None:
+        """The pool that a user named: ``said``, else ``$PORTUS_POOL`` unless that names a
+        directory. None if there is none."""
+        named = cls.by_variable() if said is None else None
+        return said if named is None or named.is_directory else named
+
+    @classmethod
     def _of_hosts(cls, addresses: Sequence[str], what: str) -> Place:
         others = [each for each in addresses if not is_address(each)]
         if others or not addresses:

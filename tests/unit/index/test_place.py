@@ -72,7 +72,7 @@ def test_a_plugin_saves_where_it_was_made_not_where_training_starts(
     plugin = pickle.loads(pickle.dumps(PortusIO("pool.portus")))
     (here / "other").mkdir()
     monkeypatch.chdir(here / "other")
-    plugin.begin(None)
+    plugin.run.begin(None)
     plugin.save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, here / "run" / "1.ckpt")
     plugin.teardown()
     assert (here / "pool.portus").is_file()

@@ -1,0 +1,227 @@
+"""The places in Lightning that Portus changes, for Trainers whose plugin is a ``PortusIO``.
+
+name of the class                          what changes
+``_CheckpointConnector._select_ckpt_path`` checkpoints are put in order before Lightning looks for
+                                           the last one; the plugin is told which one it chose
+``ModelCheckpoint._save_checkpoint``       saves in the background, if nobody looks at its files
+``ModelCheckpoint.file_exists``            counts files whose save is in flight
+``ModelCheckpoint._link_checkpoint``       ``last`` leads to a file once that is there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from portus_lightning import stock
+from portus_lightning.io import PortusIO
+from portus_lightning.run_files import RunFiles
+
+_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
+"""Copies of Lightning, whose callbacks and loggers are known."""
+
+_SHARDING: Final = frozenset(
+    f"{copy}.strategies.{name}" for copy in _PACKAGES for name in ("fsdp", "model_parallel")
+)
+"""Modules whose strategies save in shards; one that a user derived and changed is not of them."""
+
+_SAVING: Final = ("on_", "_save", "_update", "_remove", "_link", "teardown")
+"""How the names of methods begin that are called around a save."""
+
+_CHANGED: Final = "portus_is_here"
+
+
+def install(copy: str) -> None:
+    """Change this copy of Lightning; what works in another way there is left alone."""
+    connectors = importlib.import_module(f"{copy}.trainer.connectors.checkpoint_connector")
+    callbacks = importlib.import_module(f"{copy}.callbacks.model_checkpoint")
+    _replace(getattr(connectors, "_CheckpointConnector", None), {"_select_ckpt_path": _select})
+    _replace(
+        callbacks.ModelCheckpoint,
+        {"_save_checkpoint": _save, "file_exists": _file_exists, "_link_checkpoint": _link},
+    )
+
+
+def _replace(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Put ``functions`` in place of methods: each is called with the stock one first."""
+    methods = {name: getattr(owner, name, None) for name in functions}
+    if None in methods.values() or any(hasattr(each, _CHANGED) for each in methods.values()):
+        return
+    for name, function in functions.items():
+        changed = _around(methods[name], function)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(changed) if is_static else changed)
+
+
+def _around(stock: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def replacement(*given: Any, **named: Any) -> Any:
+        return function(stock, *given, **named)
+
+    setattr(replacement, _CHANGED, True)
+    return replacement
+
+
+def plugin_of(trainer: Any) -> PortusIO | None:
+    """The Trainer's ``PortusIO``, also inside of wrappers; None if it has another plugin."""
+    io = trainer.strategy.checkpoint_io
+    for _ in range(8):
+        if isinstance(io, PortusIO):
+            return io
+        io = getattr(io, "checkpoint_io", None)
+    return None
+
+
+def run_of(trainer: Any) -> RunFiles | None:
+    """The files of the Trainer's ``PortusIO``; None also where it leaves saves to Lightning."""
+    io = plugin_of(trainer)
+    return io.run if io is not None and stock.is_on() else None
+
+
+def knows_shards(strategy: Any) -> bool:
+    """True for the strategies that save by themselves and that ``sharded`` knows."""
+    return owner_of_save(strategy).__module__ in _SHARDING
+
+
+def saves_shards(strategy: Any) -> bool:
+    """True if the strategy, one of these, is to save shards, and not one whole state."""
+    if not knows_shards(strategy):
+        return False
+    if hasattr(strategy, "_save_distributed_checkpoint"):
+        return bool(strategy._save_distributed_checkpoint)
+    return getattr(strategy, "_state_dict_type", "full") == "sharded"
+
+
+def owner_of_save(strategy: Any) -> type:
+    """The class that has the strategy's ``save_checkpoint``."""
+    return next(each for each in type(strategy).__mro__ if "save_checkpoint" in vars(each))
+
+
+def directories_of(trainer: Any) -> list[str]:
+    """The directories that callbacks save to, of those on this machine."""
+    found = (getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks)
+    return [*filter(None, (stock.local_path(each) for each in found if each))]
+
+
+def uploads_each(logger: Any, trainer: Any) -> bool:
+    """True for a logger that is told of each checkpoint, and may look at its file then."""
+    kinds = (b for b in type(logger).__mro__ if "after_save_checkpoint" in vars(b))
+    owner = next(kinds, None)
+    if owner is None or owner.__name__ == "Logger":  # it does nothing with them
+        return False
+    if owner.__module__.partition(".loggers.")[0] not in _PACKAGES:
+        return True  # somebody else's: what it does is not known
+    # Compared with values: Lightning's DummyLogger (lr_find uses it) has a method of every name.
+    wish = getattr(logger, "_log_model", False)
+    each = getattr(logger, "_log_model_checkpoints", False) is True or wish == "all"
+    keeps = (getattr(callback, "save_top_k", None) for callback in trainer.checkpoint_callbacks)
+    return each or (wish is True and -1 in keeps)
+
+
+def _save(stock_save: Callable[..., None], callback: Any, trainer: Any, filepath: str) -> None:
+    """Save in the background, if nobody looks at the file before Portus can wait for it."""
+    run = run_of(trainer)
+    is_late = run is not None and may_be_late(trainer, callback)
+    with run.saving(is_late=is_late) if run is not None else contextlib.nullcontext():
+        stock_save(callback, trainer, filepath)
+
+
+def may_be_late(trainer: Any, callback: Any) -> bool:
+    """True if only stock code is told of the save: no subclass that does more, no logger that looks
+    at the file, and no module that has a hook of its own right after it."""
+    module = trainer.lightning_module
+    if getattr(module, "_current_fx_name", None) == "on_validation_end":
+        owner = next(each for each in type(module).__mro__ if "on_validation_end" in vars(each))
+        if not owner.__module__.startswith(_PACKAGES):
+            return False
+    is_stock = all(map(_is_stock, (callback, *trainer.checkpoint_callbacks)))
+    return is_stock and not any(uploads_each(each, trainer) for each in trainer.loggers)
+
+
+def _is_stock(callback: Any) -> bool:
+    """True for one of Lightning's callbacks that save, and for one derived that only adds to its
+    arguments and names."""
+    kinds = itertools.takewhile(
+        lambda each: not each.__module__.startswith(_PACKAGES), type(callback).__mro__
+    )
+    own = (each for each in kinds if not each.__module__.startswith("portus_lightning."))
+    return not any(name.startswith(_SAVING) for each in own for name in vars(each))
+
+
+def _file_exists(exists: Callable[..., bool], callback: Any, filepath: Any, trainer: Any) -> bool:
+    run, local = run_of(trainer), stock.local_path(filepath)
+    if run is None or local is None:
+        return exists(callback, filepath, trainer)
+    return bool(trainer.strategy.broadcast(run.is_there(local)))
+
+
+def _link(make: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
+    """Let the ``last`` link lead to a file, in one step, once that is there; Lightning removes the
+    link before it makes it anew."""
+    target, link = os.path.abspath(filepath), os.path.abspath(linkpath)
+    is_made, run = target == link, run_of(trainer)
+    if not is_made and trainer.is_global_zero and run is not None:
+        with contextlib.suppress(OSError):  # a directory is there, or no links are made here
+            run.link(link, target)
+            is_made = True
+    if is_made:
+        trainer.strategy.barrier()
+    else:
+        make(trainer, filepath, linkpath)
+
+
+def _select(
+    select: Callable[..., Any],
+    connector: Any,
+    state_fn: Any,
+    ckpt_path: Any,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    """Choose the checkpoint to continue from. If it is the last one, or a path at which there is
+    nothing, put back what a killed process had removed too early, and fetch a lost run from its
+    mirror, before Lightning looks. Tell the plugin which one it found, unless the user named it."""
+    trainer = connector.trainer
+    run = run_of(trainer)
+    if run is not None and (ckpt_path == "last" or _is_missing(ckpt_path)):
+        for directory in directories_of(trainer) if trainer.is_global_zero else ():
+            run.recover(directory)
+        if run.settings.has_mirror:
+            _fetch(trainer, run)
+    found = select(connector, state_fn, ckpt_path, *more, **named)
+    local = stock.local_path(found) if found is not None else None
+    if run is not None and local is not None and ckpt_path in (None, "last", "hpc"):
+        run.chosen = local
+    return found
+
+
+def _fetch(trainer: Any, run: RunFiles) -> None:
+    """Fetch a lost run from its mirror; call it on every rank. No rank looks for a checkpoint
+    before rank 0 is through, or it would begin anew."""
+    in_shards = saves_shards(trainer.strategy) and not run.why_no_shards()
+    if trainer.world_size > 1 or in_shards:
+        trainer.strategy.setup_environment()  # Lightning calls it again, for what is there then
+    try:
+        found = (getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks)
+        directory = next(filter(None, found), None)
+        local = None if directory is None else stock.local_path(directory)
+        if local is not None and (in_shards or trainer.is_global_zero):
+            root = stock.local_path(trainer.default_root_dir)
+            run.fetch(root, local, in_shards=in_shards)
+    finally:
+        trainer.strategy.barrier()
+
+
+def _is_missing(path: Any) -> bool:
+    """True for a path at which there is nothing."""
+    is_path = isinstance(path, os.PathLike) or (
+        isinstance(path, str) and os.path.basename(path) != path
+    )
+    local = stock.local_path(path) if is_path else None
+    return local is not None and not os.path.exists(local)
