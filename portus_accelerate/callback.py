@@ -8,6 +8,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import portus
 from portus_accelerate import pacing
+from portus_accelerate.settings import ACCELERATE
 
 
 class PortusCallback(TrainerCallback, ExportableState):
@@ -38,11 +39,8 @@ class PortusCallback(TrainerCallback, ExportableState):
         mtbf: float | str | None = None,
     ) -> None:
         portus.checked_cadence(every, max_overhead, mtbf)
-        self._said: Final[dict[str, Any]] = {
-            "every": every,
-            "max_overhead": max_overhead,
-            "mtbf": mtbf,
-        }
+        said = {"every": every, "max_overhead": max_overhead, "mtbf": mtbf}
+        self._said: Final[dict[str, Any]] = said
         self._cadence: portus.Cadence | None = None
 
     @property
@@ -63,7 +61,7 @@ class PortusCallback(TrainerCallback, ExportableState):
                 "PortusCallback(every='auto') uses what saves of Portus cost, and this "
                 "Trainer saves without Portus: set PORTUS_ACCELERATE=1, or every='5min'"
             )
-        self._cadence = pacing.made(**self._said, is_seen=bool(seen))
+        self._cadence = portus.Cadence.made_for(ACCELERATE, **self._said, is_seen=bool(seen))
         # Of a checkpoint from before there was such a callback Trainer could not save its state.
         mine = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = mine.get("attributes", {}).get("saved")
@@ -79,25 +77,21 @@ class PortusCallback(TrainerCallback, ExportableState):
         """Ask for a save if this step is due, and for none of ``save_steps``."""
         assert self._cadence is not None
         is_due = self._cadence.should_save()
-        is_last = state.global_step >= state.max_steps
         if is_due:
             control.should_save = True
+            return control
+        is_of_save_steps = (
+            args.save_strategy == "steps"
+            and not args.load_best_model_at_end
+            and state.save_steps > 0
+            and state.global_step % state.save_steps == 0
+        )
         # Not by changing ``state.save_steps``: that is saved, and a run without Portus would save
         # by its last value.
-        elif _is_of_save_steps(args, state) and not is_last:
+        if is_of_save_steps and state.global_step < state.max_steps:
             control.should_save = False
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Stop counting."""
         self._cadence = None
-
-
-def _is_of_save_steps(args: Any, state: Any) -> bool:
-    strategy = getattr(args.save_strategy, "value", args.save_strategy)
-    return (
-        strategy == "steps"
-        and not args.load_best_model_at_end
-        and state.save_steps > 0
-        and state.global_step % state.save_steps == 0
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import os
 from _codecs import encode
 from collections.abc import Callable, Iterator
@@ -24,10 +23,6 @@ from accelerate.utils import other
 import portus
 
 Writer = Callable[..., Any]
-
-_SAFE: Final = "model"
-_TORCH: Final = "pytorch_model"
-"""What Accelerate calls a model's file, as safetensors and as a torch file."""
 
 
 class Capture:
@@ -57,11 +52,10 @@ class Capture:
 
 def torch_name(name: str) -> str:
     """The name of a torch file with the same content: a pointer is read by ``torch.load``."""
-    stem, extension = os.path.splitext(name)
-    if extension != ".safetensors":
+    if not name.endswith(".safetensors"):
         return name
-    stem = _TORCH + stem[len(_SAFE) :] if stem.startswith(_SAFE) else stem
-    return f"{stem}.bin"
+    stem = name.removesuffix(".safetensors")
+    return f"pytorch_{stem}.bin" if stem.startswith("model") else f"{stem}.bin"
 
 
 _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar(
@@ -110,72 +104,60 @@ def _missing() -> list[Any]:
     return [core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32")), encode]
 
 
-def safe_save_of(stock: Writer) -> Writer:
-    """Return a replacement for ``safetensors.torch.save_file``, wherever it was imported to."""
-
-    @functools.wraps(stock)
-    def safe_save_file(tensors: Any, filename: Any, metadata: Any = None) -> Any:
-        capture = _current.get()
-        if capture is None or not capture.takes(filename):
-            return stock(tensors, filename, metadata=metadata)
-        part = portus.Safetensors(tensors, metadata or {})
-        capture.add(filename, part)
-        return None
-
-    return safe_save_file
+def safe_save_file(stock: Writer, tensors: Any, filename: Any, metadata: Any = None) -> Any:
+    """Save as ``safetensors.torch.save_file``, or for the capture that is on."""
+    capture = _current.get()
+    if capture is None or not capture.takes(filename):
+        return stock(tensors, filename, metadata=metadata)
+    capture.add(filename, portus.Safetensors(tensors, metadata or {}))
+    return None
 
 
-def safe_load_of(stock: Writer) -> Writer:
-    """Return a replacement for ``safetensors.torch.load_file``."""
-
-    def load_file(filename: Any, device: Any = "cpu", **named: Any) -> Any:
-        if not _verifying.get():
-            return stock(filename, device, **named)
-        return portus.load(filename, map_location=device)
-
-    return load_file
+def safe_load_file(stock: Writer, filename: Any, device: Any = "cpu", **named: Any) -> Any:
+    """Load as ``safetensors.torch.load_file``, or, while what is loaded is verified, by
+    ``portus.load``."""
+    if not _verifying.get():
+        return stock(filename, device, **named)
+    return portus.load(filename, map_location=device)
 
 
-class Shutil(ModuleType):
-    """A stand-in for ``shutil`` within ``transformers.trainer_utils``, with its own ``rmtree``."""
+class _StandIn(ModuleType):
+    """A stand-in for a module, which it was made of."""
 
     def __init__(self, stock: ModuleType) -> None:
-        super().__init__("shutil")
-        self._shutil: Final = stock
+        super().__init__(stock.__name__)
+        self._stock: Final = stock
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._shutil, name)
+        return getattr(self._stock, name)
+
+
+class Shutil(_StandIn):
+    """A stand-in for ``shutil`` within ``transformers.trainer_utils``, with its own ``rmtree``."""
 
     def rmtree(self, path: Any, *more: Any, **named: Any) -> Any:
         """``shutil.rmtree``, or what is to go after the commit for the capture that is on."""
         capture = _current.get()
         if capture is None:
-            return self._shutil.rmtree(path, *more, **named)
+            return self._stock.rmtree(path, *more, **named)
         capture.removed.append(os.path.abspath(path))
         return None
 
 
-class Torch(ModuleType):
+class Torch(_StandIn):
     """A stand-in for ``torch`` in ``accelerate.checkpointing``, with its own ``load`` and
     ``save``."""
-
-    def __init__(self, stock: ModuleType) -> None:
-        super().__init__("torch")
-        self._torch: Final = stock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
 
     def load(self, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.load``, or, while what is loaded is verified, ``portus.load``."""
         if _verifying.get() and isinstance(f, str | os.PathLike) and not more:
             return portus.load(f, **named)
-        return self._torch.load(f, *more, **named)
+        return self._stock.load(f, *more, **named)
 
     def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.save``, or what to save for the capture that is on. Every process writes."""
         capture = _current.get()
         if capture is None or not capture.takes(f):
-            return self._torch.save(obj, f, *more, **named)
+            return self._stock.save(obj, f, *more, **named)
         capture.add(f, obj)
         return None

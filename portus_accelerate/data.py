@@ -97,7 +97,7 @@ class PlainLoader:
     def __init__(
         self, loader: Any, ranks: int, fixed: Literal["local", "global"], training: Training
     ) -> None:
-        self._loader: Final = loader
+        self.loader: Final = loader
         self._training: Final = training
         dispatch: Literal["batches", "pieces"] | None = None
         if isinstance(loader, DataLoaderDispatcher):
@@ -110,13 +110,8 @@ class PlainLoader:
         self._now: dict[str, Any] | None = None
         vars(loader)[_OWN] = vars(loader.base_dataloader)[_OWN] = self
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nobody, ()
-
-    @property
-    def loader(self) -> Any:
-        """The one that was prepared."""
-        return self._loader
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # nothing follows a copy of a loader
 
     @property
     def iteration(self) -> int:
@@ -124,7 +119,7 @@ class PlainLoader:
         batch."""
         running = self._running
         if running is None:
-            return int(self._loader.iteration)
+            return int(self.loader.iteration)
         return int(running.loader.iteration) + (running.is_over and not running.has_ended)
 
     def state_dict(self, delivered: int | None = None) -> dict[str, Any]:
@@ -156,16 +151,16 @@ class PlainLoader:
     @property
     def is_dispatched(self) -> bool:
         """Whether the main process alone loads, and knows where it is."""
-        return isinstance(self._loader, DataLoaderDispatcher)
+        return isinstance(self.loader, DataLoaderDispatcher)
 
     @property
     def whole(self) -> int:
         """How many batches a whole epoch has."""
         batches = len(self._cursor.stock)
-        if not self.is_dispatched or self._loader.split_batches:
+        if not self.is_dispatched or self.loader.split_batches:
             return batches
-        ranks = self._loader.state.num_processes
-        return int(batches // ranks if self._loader._drop_last else -(-batches // ranks))
+        ranks = self.loader.state.num_processes
+        return int(batches // ranks if self.loader._drop_last else -(-batches // ranks))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Go on where ``state`` says, with the next iteration; generators stand as at the save.
@@ -176,7 +171,8 @@ class PlainLoader:
         self._saved = dict(state)
         position = state["cursor"]["position"]
         if told or position["is_over"]:
-            self._begin_anew()
+            self._cursor.forget()
+            self._cursor.put_back(state["cursor"])
         elif position["batches"]:
             self._now = randomness.taken()
         if state["left"]:
@@ -192,11 +188,11 @@ class PlainLoader:
 
     def iterate(self, loader: Any, stock: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """What ``stock`` gives. loader: the one, or one that ``skip_first_batches`` made of it."""
-        if self._saved is not None and self._saved["left"] and loader is self._loader:
+        if self._saved is not None and self._saved["left"] and loader is self.loader:
             self._now = None
             self._cursor.forget()
         now, self._now = self._now, None
-        saved, iteration = self._saved, self._loader.iteration
+        saved, iteration = self._saved, self.loader.iteration
         batches = stock(loader)
         first = next(batches, _END)
         if now is not None:
@@ -204,13 +200,13 @@ class PlainLoader:
         self._saved = None
         epoch = _Epoch(loader, self._cursor.newest, self._training, self._running)
         epoch.is_of_training = is_within(saved) and bool(saved and saved.get("trained"))
-        if loader is not self._loader and not self.is_dispatched:
+        if loader is not self.loader and not self.is_dispatched:
             epoch.compare(_skipping(loader).skip_batches)
         try:
             while first is not _END:
                 self._hand_out(epoch)
                 yield first
-                if loader is self._loader:
+                if loader is self.loader:
                     epoch.look()
                 first = epoch.fetch(batches)
             epoch.is_over = epoch.has_ended = True
@@ -223,27 +219,22 @@ class PlainLoader:
                 self._running = outer
             is_unused = was_running and epoch.is_of_training and not has_trained
             if is_unused and saved is not None:
-                self._take_back(saved, now, iteration, is_whole=epoch.is_over)
+                # The loop that went on where the state was trained nothing: so does the next one.
+                _log.log(
+                    logging.WARNING if epoch.is_over else logging.INFO,
+                    "Portus: the first loop over this loader after load_state trained nothing: the "
+                    "next one resumes where the state was saved, too",
+                )
+                self._running, self._saved, self._now = None, saved, now
+                self._cursor.load_state_dict(saved["cursor"])
+                self.loader.iteration = iteration
         if is_unused:
             return
         if was_running:
             self._cursor.forget()
-        if loader is not self._loader:
+        if loader is not self.loader:
             # The script went on with a loader of skip_first_batches; its own has to follow.
-            self._loader.iteration = getattr(loader, "iteration", 0)
-
-    def _take_back(
-        self, saved: dict[str, Any], now: dict[str, Any] | None, iteration: int, *, is_whole: bool
-    ) -> None:
-        """Go on where the state was all the same: the loop that did trained nothing."""
-        _log.log(
-            logging.WARNING if is_whole else logging.INFO,
-            "Portus: the first loop over this loader after load_state trained nothing: the "
-            "next one resumes where the state was saved, too",
-        )
-        self._running, self._saved, self._now = None, saved, now
-        self._cursor.load_state_dict(saved["cursor"])
-        self._loader.iteration = iteration
+            self.loader.iteration = getattr(loader, "iteration", 0)
 
     def _hand_out(self, epoch: _Epoch) -> None:
         """One more batch of it is handed out: it is the one that goes on, whatever other loops over
@@ -260,12 +251,6 @@ class PlainLoader:
                     "continues with its own batches. To continue with those of the state, "
                     "start the loop again"
                 )
-
-    def _begin_anew(self) -> None:
-        assert self._saved is not None
-        self._now = None
-        self._cursor.forget()
-        self._cursor.put_back(self._saved["cursor"])
 
 
 class _Epoch:
@@ -312,7 +297,13 @@ class _Epoch:
         if self.before and beyond == 0:
             self._is_idle = not self.has_trained
         elif self._is_idle and beyond == 1 and self.has_trained:
-            _say_passed_over(self.before)
+            _log.error(
+                "Portus: after the resume this loop continued with the next batch, then skipped %d "
+                "batches, as many as were delivered before, and trained with the one after them. "
+                "If the script skips by hand (`if step < resume_step: continue`), these samples "
+                "are missing now: remove that, or use skip_first_batches, and resume again",
+                self.before,
+            )
 
     def compare(self, skipped: int) -> None:
         """Say so if the script passes over other numbers of batches than were handed out, of an
@@ -372,16 +363,6 @@ def note_skipping(made: Any) -> None:
         vars(made)[_OWN] = plain
 
 
-def _say_passed_over(count: int) -> None:
-    _log.error(
-        "Portus: after the resume this loop continued with the next batch, then skipped %d "
-        "batches, as many as were delivered before, and trained with the one after them. If "
-        "the script skips by hand (`if step < resume_step: continue`), these samples are "
-        "missing now: remove that, or use skip_first_batches, and resume again",
-        count,
-    )
-
-
 def tell(reason: str) -> None:
     """Say that the rest of an epoch is not gone on with, and why."""
     _log.warning(
@@ -400,10 +381,6 @@ def tell_count(before: int, now: int) -> None:
         before,
         now,
     )
-
-
-def _nobody() -> None:
-    """Return None: nothing follows a copy of a loader."""
 
 
 def _skipping(made: Any) -> Any:

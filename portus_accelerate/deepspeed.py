@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import portus
 from portus_accelerate.engine_files import EngineFiles, why_not
-from portus_accelerate.settings import Settings, from_environment, from_mapping
+from portus_accelerate.replaced import around, is_known, spelled
+from portus_accelerate.settings import from_environment, from_mapping
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -65,23 +66,22 @@ def files_of(engine: Any) -> EngineFiles | None:
 def _patch(*, is_for_all: bool) -> bool:
     """False for a version that is left alone."""
     version = _version()
-    if not OLDEST <= _numbers(version)[:2] <= NEWEST:
+    if not is_known(version, OLDEST, NEWEST):
         _log.warning("%s; it saves as it always did", _range_of(version))
         return False
     engine = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     setattr(engine, _PATCHED, is_for_all or getattr(engine, _PATCHED, False))
     if getattr(engine.save_checkpoint, _PATCHED, False):
         return True
-    for name, wrapped in (
-        ("save_checkpoint", _saving),
-        ("load_checkpoint", _loading),
-        ("_take_model_step", _stepping),
-        ("destroy", _ending),
+    for name, function in (
+        ("save_checkpoint", _save),
+        ("load_checkpoint", _load),
+        ("_take_model_step", _step),
+        ("destroy", _destroy),
     ):
-        stock = getattr(engine, name)
-        changed = functools.wraps(stock)(wrapped(stock))
-        setattr(changed, _PATCHED, True)
-        setattr(engine, name, changed)
+        change = around(engine, name, function)
+        setattr(change[2], _PATCHED, True)
+        setattr(*change)
     return True
 
 
@@ -91,94 +91,82 @@ def _version() -> str:
 
 
 def _range_of(version: str) -> str:
-    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-    return f"Portus was made for DeepSpeed {oldest} to {newest}, and this is {version}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")
-    return tuple(int(part) for part in parts if part.isdigit())
+    return f"Portus was made for DeepSpeed {spelled(OLDEST, NEWEST)}, and this is {version}"
 
 
 def _files_of(engine: Any) -> EngineFiles | None:
-    """None for an engine that stock saves for; the reason was said."""
+    """Return what saves an engine; None if stock does, and the reason was said."""
     if _FILES not in engine.__dict__:
-        setattr(engine, _FILES, _made(engine) if getattr(engine, _PATCHED) else None)
-    found: EngineFiles | None = engine.__dict__[_FILES]
-    return found
+        files = None
+        if getattr(engine, _PATCHED) and not portus.is_disabled():
+            settings = from_environment()
+            reason = why_not(engine, settings)
+            if reason is None:
+                files = EngineFiles(engine, settings, may_give_up=True)
+            else:
+                _say_stock_saves(engine, reason)
+        setattr(engine, _FILES, files)
+    return files_of(engine)
 
 
-def _made(engine: Any) -> EngineFiles | None:
-    if portus.is_disabled():
-        return None
-    settings: Settings = from_environment()
-    reason = why_not(engine, settings)
-    if reason is None:
-        return EngineFiles(engine, settings, may_give_up=True)
-    _leave_to_stock(engine, reason)
-    return None
-
-
-def _leave_to_stock(engine: Any, reason: str) -> None:
+def _say_stock_saves(engine: Any, reason: str) -> None:
     if engine.global_rank == 0:
         _log.warning("portus: DeepSpeed saves this engine as it always did: %s", reason)
 
 
-def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def save_checkpoint(
-        self: Any, save_dir: str, tag: object = None, *given: Any, **named: Any
-    ) -> Any:
-        files = _files_of(self) if save_dir else None
-        if files is None:
-            return stock(self, save_dir, tag, *given, **named)
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        try:
-            return files.save(
-                functools.partial(stock, self),
-                os.fspath(save_dir),
-                tag,
-                *given,
-                is_of_framework=caller.split(".")[0] in _FRAMEWORKS,
-                **named,
-            )
-        except portus.UsageError as error:  # the same on all ranks
-            if not files.may_give_up:
-                raise
-            _leave_to_stock(self, str(error))
-            setattr(self, _FILES, None)
-            files.close()
-            return stock(self, save_dir, tag, *given, **named)
-
-    return save_checkpoint
-
-
-def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def load_checkpoint(
-        self: Any, load_dir: str, tag: str | None = None, *given: Any, **named: Any
-    ) -> Any:
-        files = _files_of(self)
-        if files is None or self.load_universal_checkpoint():
-            return stock(self, load_dir, tag, *given, **named)
-        return files.load(functools.partial(stock, self), os.fspath(load_dir), tag, *given, **named)
-
-    return load_checkpoint
+def _save(
+    stock: Callable[..., Any],
+    self: Any,
+    save_dir: str,
+    tag: object = None,
+    *given: Any,
+    **named: Any,
+) -> Any:
+    files = _files_of(self) if save_dir else None
+    if files is None:
+        return stock(self, save_dir, tag, *given, **named)
+    caller = str(sys._getframe(2).f_globals.get("__name__"))  # behind what ``around`` put there
+    try:
+        return files.save(
+            functools.partial(stock, self),
+            os.fspath(save_dir),
+            tag,
+            *given,
+            is_of_framework=caller.split(".")[0] in _FRAMEWORKS,
+            **named,
+        )
+    except portus.UsageError as error:  # the same on all ranks
+        if not files.may_give_up:
+            raise
+        _say_stock_saves(self, str(error))
+        setattr(self, _FILES, None)
+        files.close()
+        return stock(self, save_dir, tag, *given, **named)
 
 
-def _stepping(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def take_model_step(self: Any, *given: Any, **named: Any) -> Any:
-        files: EngineFiles | None = self.__dict__.get(_FILES)
-        if files is not None:
-            files.fence()
-        return stock(self, *given, **named)
+def _load(
+    stock: Callable[..., Any],
+    self: Any,
+    load_dir: str,
+    tag: str | None = None,
+    *given: Any,
+    **named: Any,
+) -> Any:
+    files = _files_of(self)
+    if files is None or self.load_universal_checkpoint():
+        return stock(self, load_dir, tag, *given, **named)
+    return files.load(functools.partial(stock, self), os.fspath(load_dir), tag, *given, **named)
 
-    return take_model_step
+
+def _step(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    files = files_of(self)
+    if files is not None:
+        files.fence()
+    return stock(self, *given, **named)
 
 
-def _ending(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def destroy(self: Any, *given: Any, **named: Any) -> Any:
-        files: EngineFiles | None = self.__dict__.get(_FILES)
-        if files is not None:
-            files.close()
-        return stock(self, *given, **named)
-
-    return destroy
+def _destroy(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    files = files_of(self)
+    if files is not None:
+        files.close()
+    return stock(self, *given, **named)

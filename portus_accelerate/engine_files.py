@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -26,6 +25,7 @@ _OF_FIRST_RANK: Final = (
     "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_model_states.pt",  # ZeRO-3
 )
+"""Of a checkpoint, the file that its first rank writes, which comes last."""
 
 _STOCK_ENGINE: Final = "TorchCheckpointEngine"
 
@@ -113,7 +113,11 @@ class EngineFiles:
         def collect() -> FilesOfRank:
             nonlocal returned
             parts: dict[str, object] = {}
-            with self._standing_in(_Collecting(engine.checkpoint_engine, parts)):
+
+            def collected(state_dict: object, path: str) -> None:  # DeepSpeed's names
+                parts[os.path.relpath(os.path.realpath(path), directory)] = state_dict
+
+            with self._standing_in(save=collected, commit=lambda *given: True):
                 returned = stock(
                     save_dir,
                     tag=named_tag,
@@ -121,8 +125,7 @@ class EngineFiles:
                     save_latest=False,
                     **named,
                 )
-            files = {os.path.relpath(path, directory): each for path, each in parts.items()}
-            return FilesOfRank(files, _written_by_step(engine))
+            return FilesOfRank(parts, _written_by_step(engine))
 
         leader = _leader.get()
         if leader is None and self._settings.mirror not in (None, "none"):
@@ -182,12 +185,17 @@ class EngineFiles:
         self._files.wait_for(directory)
         names: list[str] = []
         returned, problem = None, None
+
+        def verified(path: str, map_location: Any = None) -> Any:
+            names.append(os.path.relpath(os.path.realpath(path), directory))
+            return portus.load(path, map_location=map_location, weights_only=False)
+
         try:
-            with self._standing_in(_Verifying(self._engine.checkpoint_engine, names)):
+            with self._standing_in(load=verified):
                 returned = stock(load_dir, tag, *given, **named)
         except portus.PortusError as error:
             problem = error
-        self._files.loaded(directory, [os.path.relpath(each, directory) for each in names], problem)
+        self._files.loaded(directory, names, problem)
         return returned
 
     def fence(self) -> None:
@@ -203,9 +211,10 @@ class EngineFiles:
         self._files.close()
 
     @contextlib.contextmanager
-    def _standing_in(self, other: Any) -> Iterator[None]:
+    def _standing_in(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Inside, ``methods`` stand in for those of the engine's checkpoint engine."""
         real = self._engine.checkpoint_engine
-        self._engine.checkpoint_engine = other
+        self._engine.checkpoint_engine = _StandIn(real, methods)
         try:
             yield
         finally:
@@ -213,39 +222,14 @@ class EngineFiles:
 
 
 class _StandIn:
-    """Does what the real checkpoint engine does."""
+    """Does what the real checkpoint engine does, but for ``methods``."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
         self._real: Final = real
+        vars(self).update(methods)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
-
-
-class _Collecting(_StandIn):
-    """Keeps what is to be written, by path."""
-
-    def __init__(self, real: Any, parts: dict[str, object]) -> None:
-        super().__init__(real)
-        self._parts: Final = parts
-
-    def save(self, state_dict: object, path: str) -> None:
-        self._parts[os.path.realpath(path)] = state_dict
-
-    def commit(self, *given: Any) -> bool:
-        return True
-
-
-class _Verifying(_StandIn):
-    """Compares every byte with its digest, and notes the paths."""
-
-    def __init__(self, real: Any, paths: list[str]) -> None:
-        super().__init__(real)
-        self._paths: Final = paths
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        self._paths.append(os.path.realpath(path))
-        return portus.load(path, map_location=map_location, weights_only=False)
 
 
 def _written_by_step(engine: Any) -> list[torch.Tensor]:
@@ -255,11 +239,16 @@ def _written_by_step(engine: Any) -> list[torch.Tensor]:
     optimizer, seen = engine.optimizer, set[int]()
     while optimizer is not None and id(optimizer) not in seen:
         seen.add(id(optimizer))
-        for group in getattr(optimizer, "param_groups", ()):
-            found += group["params"]
-        for parameter, state in dict(getattr(optimizer, "state", {})).items():
-            found += _tensors_in(parameter) + _tensors_in(state)
+        found += tensors_of(optimizer)
         optimizer = getattr(optimizer, "optimizer", None)
+    return found
+
+
+def tensors_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters and the states of an optimizer."""
+    found = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
+    for parameter, state in dict(getattr(optimizer, "state", {})).items():
+        found += _tensors_in(parameter) + _tensors_in(state)
     return found
 
 
@@ -281,15 +270,10 @@ def _tags_in(root: str) -> list[str]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise portus.CorruptionError(f"{os.path.join(root, LATEST)}: {error}") from error
-    others = [each.name for each in os.scandir(root) if each.is_dir() and _is_tag(each.path)]
-    others.sort(key=partial(_age, root), reverse=True)
-    return ([named] if named else []) + [each for each in others if each != named]
-
-
-def _is_tag(directory: str) -> bool:
-    """Whether it has the file that the first rank writes, which comes last."""
-    return any(os.path.exists(os.path.join(directory, name)) for name in _OF_FIRST_RANK)
-
-
-def _age(root: str, tag: str) -> int:
-    return os.stat(os.path.join(root, tag)).st_mtime_ns
+    others = [
+        each
+        for each in os.scandir(root)
+        if each.is_dir() and any(os.path.exists(f"{each.path}/{name}") for name in _OF_FIRST_RANK)
+    ]
+    others.sort(key=lambda each: each.stat().st_mtime_ns, reverse=True)
+    return ([named] if named else []) + [each.name for each in others if each.name != named]

@@ -16,17 +16,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import portus
 from portus_accelerate import place, sharded
-from portus_accelerate.capture import Capture, capturing, torch_name, verifying
+from portus_accelerate.capture import Capture, capturing, torch_name
 from portus_accelerate.engine_files import led
 from portus_accelerate.newest import NUMBERED, RANDOM, TELLING, why_incomplete
 from portus_accelerate.origin import note
 from portus_accelerate.settings import Settings
+
+if TYPE_CHECKING:
+    from portus.dcp import PortusStorageWriter
 
 
 class CheckpointFiles:
@@ -36,18 +39,13 @@ class CheckpointFiles:
         self, settings: Settings, run_of: Callable[[str], portus.Run], *, is_writer: bool
     ) -> None:
         """is_writer: false in a process that saves its random states alone."""
-        # One process sees to all files, and has the pool.
-        alone = replace(
-            settings, pool=None, max_bytes=None, durable=1, journal=False, mirror="none"
-        )
-        self._settings: Final = settings if is_writer else alone
-        self._shards_at: Final = settings.pool_at
-        self._pool: Final = self._shards_at if is_writer else None
+        self._settings: Final = settings if is_writer else _alone(settings)
+        self._pool: Final = settings.pool_at
         self._plain: portus.TrainingFiles | None = None
         self._run_of: Final = run_of
         self._is_writer: Final = is_writer
         self._made: portus.TrainingFiles | None = None
-        self._shards: sharded.Shards | None = None
+        self._shards: PortusStorageWriter | None = None
         self._has_begun = False
 
     def prepare(self, roots: list[str]) -> None:
@@ -79,7 +77,6 @@ class CheckpointFiles:
         nothing of it. On the process that leads. Raises as ``portus.TrainingFiles.fetch``."""
         if self._is_writer:
             run = self._run_of(directory)
-            assert run.links is not None
             self._files.fetch(run.name, run.links, os.path.dirname(directory))
 
     def save(
@@ -108,7 +105,7 @@ class CheckpointFiles:
             capture.parts.clear()
             capture.removed.clear()
             said = note(self._run_of(directory).name, step)
-            if self._pool is not None:
+            if self._pool is not None and self._is_writer:
                 parts, files = _for_pool(parts, is_pooled)
                 if files:
                     shards.append(self._plain_files.save_directory(directory, files, step, said))
@@ -122,46 +119,34 @@ class CheckpointFiles:
                 handle.wait()
 
         now = now or self._settings.blocking or _is_temporary(directory)
-        links = self._run_of(directory).links
-        assert links is not None
         if is_sharded:
-            parts_of_ranks = self._opened_shards(directory).saving(step, now=now)
+            parts_of_ranks = sharded.saving(self._opened_shards(directory), step, now=now)
         else:
-            parts_of_ranks = led(os.path.dirname(links), now=now)
+            parts_of_ranks = led(os.path.dirname(self._run_of(directory).links), now=now)
         with capturing(directory) as capture, parts_of_ranks as shards:
             capture.flush = lambda: save(now=True)
             location = stock()
         save(now=now)
         return location, handle
 
-    def load(
-        self, stock: Callable[[str | None], Any], directory: str, *, is_sharded: bool = False
-    ) -> Any:
-        """Have ``stock`` load a directory, every byte that has a digest verified. is_sharded: torch
-        loads shards below it. Raises ``UsageError`` for one that was never complete."""
+    def wait_for(self, directory: str) -> None:
+        """Block until the saves to ``directory`` of any process are over."""
         self._files.wait_for(directory)
-        why = why_incomplete(directory)
-        if why:
-            raise portus.UsageError(why)
-        with verifying(), sharded.verifying() if is_sharded else contextlib.nullcontext():
-            return stock(directory)
 
     def wait(self) -> None:
         """Block until all saves are over; raises as ``on_error`` says."""
-        if self._shards is not None:
-            self._shards.wait()
-        self._files.wait()
+        for each in (self._shards, self._made):
+            if each is not None:
+                each.wait()
 
     def close(self) -> None:
         """Finish the saves in flight. Later ones open it again."""
         self._has_begun = False
-        shards, self._shards = self._shards, None
-        plain, self._plain = self._plain, None
         with contextlib.ExitStack() as closing:
-            closing.callback(self._files.close)
-            for each in (plain, shards):
+            for each in (self._made, self._plain, self._shards):
                 if each is not None:
                     closing.callback(each.close)
+            self._plain = self._shards = None
 
     @property
     def _files(self) -> portus.TrainingFiles:
@@ -171,7 +156,7 @@ class CheckpointFiles:
                 self._settings,
                 of_directories=True,
                 telling=TELLING,
-                pool=self._pool,
+                pool=self._pool if self._is_writer else None,
                 is_named=self._settings.model is not None,
             )
         return self._made
@@ -180,22 +165,33 @@ class CheckpointFiles:
     def _plain_files(self) -> portus.TrainingFiles:
         """Return what saves files that stay files, though there is a pool."""
         if self._plain is None:
-            alone = replace(self._settings, max_bytes=None, durable=1, journal=False, mirror="none")
-            self._plain = portus.TrainingFiles(alone, of_directories=True, telling=TELLING)
+            self._plain = portus.TrainingFiles(
+                _alone(self._settings), of_directories=True, telling=TELLING
+            )
         return self._plain
 
-    def _opened_shards(self, directory: str) -> sharded.Shards:
+    def _opened_shards(self, directory: str) -> PortusStorageWriter:
         if self._shards is None:
-            run = self._run_of(directory)
-            self._shards = sharded.Shards(self._settings, run.name, run.links, self._shards_at)
+            from portus.dcp import PortusStorageWriter
+
+            run, names = self._run_of(directory), [each.name for each in fields(portus.Settings)]
+            own: Any = {name: getattr(self._settings, name) for name in names}
+            own |= {"journal": False, "mirror": "none"}  # the files of the checkpoint have these
+            self._shards = PortusStorageWriter(
+                model=run.name, links=run.links, pool=self._pool, **own
+            )
         return self._shards
 
     def _begin(self, directory: str) -> None:
         if not self._has_begun:
             run = self._run_of(directory)
-            assert run.links is not None
             self._files.begin(run.name, run.links, os.path.dirname(directory))
             self._has_begun = True
+
+
+def _alone(settings: Settings) -> Settings:
+    """Return the settings of files whose checkpoint has others that see to all, and the pool."""
+    return replace(settings, pool=None, max_bytes=None, durable=1, journal=False, mirror="none")
 
 
 def _others_in(directory: str) -> list[str]:

@@ -6,7 +6,6 @@ complete, whatever else is in it. Stock takes the highest number.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from portus_accelerate import place
+from portus_accelerate.replaced import around
 
 RANDOM: Final = "random_states_{}.pkl"
 """Accelerate's file of a process's random states, by its number. Every save has it."""
@@ -43,8 +43,7 @@ _WRITTEN: Final = (".safetensors", ".bin", ".pt", ".pth")
 
 def install() -> None:
     """Change the loaded ``transformers.trainer_utils``, before scripts take a name from it."""
-    module: Any = sys.modules["transformers.trainer_utils"]
-    module.get_last_checkpoint = last(module.get_last_checkpoint)
+    setattr(*around(sys.modules["transformers.trainer_utils"], "get_last_checkpoint", last))
 
 
 def _is_saved(directory: str) -> bool:
@@ -85,14 +84,9 @@ def complete_in(folder: str) -> list[str]:
     return [path for path in found[::-1] if not why_incomplete(path, is_complete)]
 
 
-def last(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a replacement for ``get_last_checkpoint`` that passes over cut-off saves."""
-
-    @functools.wraps(stock)
-    def get_last_checkpoint(folder: Any) -> Any:
-        found = stock(folder)
-        if found is None or not why_incomplete(found, is_complete):
-            return found
-        return next(iter(complete_in(os.fspath(folder))), None)
-
-    return get_last_checkpoint
+def last(stock: Callable[[Any], Any], folder: Any) -> Any:
+    """Return what ``get_last_checkpoint`` does, passing over cut-off saves."""
+    found = stock(folder)
+    if found is None or not why_incomplete(found, is_complete):
+        return found
+    return next(iter(complete_in(os.fspath(folder))), None)

@@ -10,18 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import portus
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pkl", ".pt")
 """Of the files that Accelerate writes."""
-
-_OF_ONE_WRITER: Final = re.compile(r"(~\d+)?(/rank-\d+-of-\d+)?$")
-"""What a run's name ends with where several processes save it: each has a pool file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +40,9 @@ def origin_of(directory: str) -> Origin | None:
     """
     found: dict[Origin, list[str]] = {}
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
-        path = os.path.join(directory, name)
-        reference = portus.read_reference(path)
-        if reference is not None:
-            said: tuple[str, int] | None = (reference.model, reference.step)
-        else:
-            said = _noted_in(path)
+        said = _noted_in(os.path.join(directory, name))
         if said is not None:
-            run = _OF_ONE_WRITER.sub("", said[0])
-            found.setdefault(Origin(directory, run, said[1]), []).append(name)
+            found.setdefault(Origin(directory, *said), []).append(name)
     if len(found) > 1:
         parts = [
             f"{', '.join(names)} of model {origin.model!r}, step {origin.step}"
@@ -81,46 +71,20 @@ def _noted_in(path: str) -> tuple[str, int] | None:
     return None
 
 
-def saying_of_what(stock: Callable[[str | None], Any], rank: int) -> Callable[[str | None], Any]:
-    """``stock``, which loads a directory, but what it raises says of which checkpoint and rank, and
+@contextlib.contextmanager
+def naming(directory: str, rank: int) -> Iterator[None]:
+    """What is raised inside, where ``directory`` is loaded, says of which checkpoint and rank, and
     is of the same type, for who catches it. Raises as ``origin_of``, too."""
-
-    def load(directory: str | None) -> Any:
-        origin = None if directory is None else origin_of(directory)
-        try:
-            return stock(directory)
-        except (RuntimeError, ValueError, FileNotFoundError) as error:
-            said = None if origin is None else _said(error, origin, rank)
-            if said is None:
-                raise
-            raise said from error
-
-    return load
-
-
-def _said(error: Exception, origin: Origin, rank: int) -> Exception | None:
+    origin = origin_of(directory)
     where = f"rank {rank}: {origin}"
-    if type(error) in (RuntimeError, ValueError):
-        return type(error)(f"{where} does not fit what the script prepared: {error}")
-    if type(error) is FileNotFoundError:
-        return FileNotFoundError(error.errno, f"{where} lacks a file", error.filename)
-    return None  # it says so itself, as ours do
-
-
-def of_others(origin: Origin, rank: int, saved: int | None, now: int) -> str | None:
-    """What to say if this rank found no states of its own, or another number of processes saved.
-
-    saved: how many; None if this rank found no states.
-    """
-    if saved is None:
-        return (
-            f"rank {rank}: {origin} holds no random states of this rank: its data and random "
-            "numbers do not resume where they were"
-        )
-    if saved != now and rank == 0:
-        return (
-            f"rank {rank}: {origin} was saved by {saved} processes and is loaded by {now}: the "
-            "weights are whole, and a plain loader delivers each remaining sample once; other "
-            "loaders and random numbers do not resume where they were"
-        )
-    return None
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if origin is None or type(error) not in (RuntimeError, ValueError):
+            raise  # the others say so themselves, as ours do
+        text = f"{where} does not fit what the script prepared: {error}"
+        raise type(error)(text) from error
+    except FileNotFoundError as error:
+        if origin is None or type(error) is not FileNotFoundError:
+            raise
+        raise FileNotFoundError(error.errno, f"{where} lacks a file", error.filename) from error

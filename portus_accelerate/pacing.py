@@ -10,23 +10,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-import portus
-from portus_accelerate.settings import ACCELERATE
-
-
-def made(
-    every: str | int, max_overhead: float, mtbf: float | str | None, *, is_seen: bool
-) -> portus.Cadence:
-    """A cadence. is_seen: false where saves do not go through Portus."""
-    if every == "auto" and not is_seen:
-        every = portus.Cadence.UNSEEN
-        ACCELERATE.say_once(
-            "Portus: checkpoints do not go through Portus here, so Portus cannot measure what "
-            f"saves cost: every='auto' saves every {every}"
-        )
-    return portus.Cadence(every, max_overhead=max_overhead, mtbf=mtbf)
-
-
 _trainings: Final[list[bool]] = []
 """For each ``Trainer.train`` under way: whether Portus sees what it saves."""
 

@@ -21,7 +21,6 @@ name                             what changes for an Accelerator with a Saver
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -33,8 +32,9 @@ import torch.distributed as dist
 
 import portus
 from portus_accelerate import capture, deepspeed, is_on, resume
-from portus_accelerate.saver import Pickled, Saver
-from portus_accelerate.settings import from_environment, from_mapping
+from portus_accelerate.replaced import Change, around, is_known, spelled
+from portus_accelerate.saver import Saver
+from portus_accelerate.settings import Settings, from_environment, from_mapping
 from portus_accelerate.standing import ON, status, tell
 
 _log: Final = logging.getLogger("portus_accelerate")
@@ -55,10 +55,10 @@ def install() -> None:
     Raises nothing that leaves Accelerate half changed.
     """
     version = getattr(sys.modules["accelerate"], "__version__", "?")
-    if not OLDEST <= _numbers(version)[:2] <= NEWEST:
+    if not is_known(version, OLDEST, NEWEST):
         reason = (
             f"Accelerate {version} is not supported by this version of Portus "
-            f"({_text(OLDEST)} to {_text(NEWEST)}): it saves checkpoints by itself"
+            f"({spelled(OLDEST, NEWEST)}): it saves checkpoints by itself"
         )
         tell(reason)
         _log.warning("Portus: %s", reason)
@@ -95,7 +95,7 @@ def enable(accelerator: Any, **settings: Any) -> None:
     install()
     if not is_installed():
         raise portus.UsageError(status())
-    if _saver_of(accelerator) is None:
+    if saver_of(accelerator) is None:
         chosen = from_mapping(settings, "portus_accelerate.enable")
         saver = Saver(accelerator, chosen)
         setattr(accelerator, _SAVER, saver)
@@ -105,7 +105,7 @@ def enable(accelerator: Any, **settings: Any) -> None:
 def wait(accelerator: Any) -> None:
     """Wait until everything that this process saved with ``save_state`` is durable. Failures are
     reported as ``on_error`` says. Returns at once if Accelerate itself saves."""
-    saver = _saver_of(accelerator)
+    saver = saver_of(accelerator)
     if saver is not None:
         saver.wait()
 
@@ -153,46 +153,42 @@ def cadence(accelerator: Any) -> portus.Cadence:
     return _asked(accelerator, "cadence").cadence()
 
 
-def _changes() -> list[tuple[Any, str, Any]]:
+def _changes() -> list[Change]:
     module: Any = sys.modules["accelerate.accelerator"]
-    writing: Any = sys.modules["accelerate.checkpointing"]
     loading: Any = sys.modules["accelerate.data_loader"]
     other: Any = sys.modules["accelerate.utils.other"]
-    accelerator = module.Accelerator
-    changes = [
-        (accelerator, "__init__", _made(accelerator.__init__)),
-        (
-            accelerator,
-            "prepare_data_loader",
-            _prepare_data_loader(accelerator.prepare_data_loader),
-        ),
-        (accelerator, "save_state", _save_state(accelerator.save_state)),
-        (accelerator, "load_state", _load_state(accelerator.load_state)),
-        (accelerator, "end_training", _end_training(accelerator.end_training)),
-        (accelerator, "log", _logging(accelerator.log)),
-        (accelerator, "backward", _backward(accelerator.backward)),
-        (module, "load_accelerator_state", _load_accelerator_state(module.load_accelerator_state)),
-        (writing, "torch", capture.Torch(writing.torch)),
-        (other, "torch", capture.Torch(other.torch)),
-        (other, "safe_save_file", capture.safe_save_of(other.safe_save_file)),
-        (safetensors.torch, "load_file", capture.safe_load_of(safetensors.torch.load_file)),
+    found = [
+        around(owner, name, function)
+        for owner, name, function in (
+            (module.Accelerator, "__init__", _init),
+            (module.Accelerator, "prepare_data_loader", _prepare_data_loader),
+            (module.Accelerator, "save_state", _save_state),
+            (module.Accelerator, "load_state", _load_state),
+            (module.Accelerator, "end_training", _end_training),
+            (module.Accelerator, "log", _log_values),
+            (module.Accelerator, "backward", _backward),
+            (module, "load_accelerator_state", _load_accelerator_state),
+            (other, "safe_save_file", capture.safe_save_file),
+            (safetensors.torch, "load_file", capture.safe_load_file),
+            (loading.DataLoaderAdapter, "__init__", resume.make_loader),
+            (loading.DataLoaderShard, "__iter__", resume.iterate),
+            (loading.DataLoaderDispatcher, "__iter__", resume.iterate),
+        )
     ]
-    sharding: Any = sys.modules.get("accelerate.utils.fsdp_utils")
-    if sharding is not None:
-        changes.append((sharding, "torch", capture.Torch(sharding.torch)))
-    adapter = loading.DataLoaderAdapter
-    changes.append(
-        (adapter, "__init__", functools.wraps(adapter.__init__)(resume.made(adapter.__init__)))
-    )
-    for name in ("DataLoaderShard", "DataLoaderDispatcher"):
-        loader = getattr(loading, name)
-        wrapped = functools.wraps(loader.__iter__)(resume.iteration(loader.__iter__))
-        changes.append((loader, "__iter__", wrapped))
-    return changes
+    for name in (
+        "accelerate.checkpointing",
+        "accelerate.utils.other",
+        "accelerate.utils.fsdp_utils",
+    ):
+        if name in sys.modules:
+            writing: Any = sys.modules[name]
+            found.append((writing, "torch", capture.Torch(writing.torch)))
+    return found
 
 
 def _asked(accelerator: Any, function: str) -> Saver:
-    """Raises ``UsageError`` for one that nobody turned Portus on for. function: who asks."""
+    """Return who saves for ``accelerator``. Raises ``UsageError`` if nobody turned Portus on.
+    function: who asks."""
     saver = _there(accelerator)
     if saver is None:
         raise portus.UsageError(
@@ -205,86 +201,72 @@ def _asked(accelerator: Any, function: str) -> Saver:
 def _there(accelerator: Any) -> Saver | None:
     """None if nobody turned Portus on. It may leave all to Accelerate."""
     found = accelerator.__dict__.get(_SAVER)
-    if isinstance(found, Pickled):
-        found = Saver(accelerator, found.settings)
+    if isinstance(found, Settings):  # the accelerator was copied, or pickled
+        found = Saver(accelerator, found)
         setattr(accelerator, _SAVER, found)
     return found if isinstance(found, Saver) else None
 
 
-def _saver_of(accelerator: Any) -> Saver | None:
+def saver_of(accelerator: Any) -> Saver | None:
+    """Return who saves for ``accelerator``; None if it saves by itself."""
     found = _there(accelerator)
     return found if found is not None and found.is_on() else None
 
 
-def _made(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def __init__(self: Any, *positional: Any, **named: Any) -> None:  # noqa: N807
-        stock(self, *positional, **named)
-        if is_on() and _SAVER not in self.__dict__:
-            setattr(self, _SAVER, Saver(self, from_environment()))
-
-    return __init__
+def _init(stock: Callable[..., None], self: Any, *given: Any, **named: Any) -> None:
+    stock(self, *given, **named)
+    if is_on() and _SAVER not in self.__dict__:
+        setattr(self, _SAVER, Saver(self, from_environment()))
 
 
-def _prepare_data_loader(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def prepare_data_loader(self: Any, *positional: Any, **named: Any) -> Any:
-        prepared = stock(self, *positional, **named)
-        saver = _saver_of(self)
-        if saver is not None:
-            saver.follow_data()
-        return prepared
-
-    return prepare_data_loader
+def _prepare_data_loader(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    prepared = stock(self, *given, **named)
+    saver = saver_of(self)
+    if saver is not None:
+        saver.follow_data()
+    return prepared
 
 
-def _save_state(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def save_state(
-        self: Any, output_dir: Any = None, safe_serialization: bool = True, **named: Any
-    ) -> Any:
-        saver = _saver_of(self)
-        if saver is None:
-            return stock(self, output_dir, safe_serialization, **named)
-        chosen = None if output_dir is None else os.fspath(output_dir)
-        return saver.save_state(
-            lambda place: stock(self, place, safe_serialization, **named), chosen
-        )
-
-    return save_state
+def _save_state(
+    stock: Callable[..., Any],
+    self: Any,
+    output_dir: Any = None,
+    safe_serialization: bool = True,
+    **named: Any,
+) -> Any:
+    saver = saver_of(self)
+    if saver is None:
+        return stock(self, output_dir, safe_serialization, **named)
+    chosen = None if output_dir is None else os.fspath(output_dir)
+    return saver.save_state(lambda place: stock(self, place, safe_serialization, **named), chosen)
 
 
-def _load_state(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def load_state(self: Any, input_dir: Any = None, *more: Any, **named: Any) -> Any:
-        saver = _saver_of(self)
-        if saver is None:
-            return stock(self, input_dir, *more, **named)
-        chosen = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
-        _loading.append(saver)
-        try:
-            return saver.load_state(lambda place: stock(self, place, *more, **named), chosen)
-        finally:
-            _loading.pop()
-
-    return load_state
+def _load_state(
+    stock: Callable[..., Any], self: Any, input_dir: Any = None, *more: Any, **named: Any
+) -> Any:
+    saver = saver_of(self)
+    if saver is None:
+        return stock(self, input_dir, *more, **named)
+    chosen = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
+    _loading.append(saver)
+    try:
+        return saver.loader.load_state(lambda place: stock(self, place, *more, **named), chosen)
+    finally:
+        _loading.pop()
 
 
 _loading: Final[list[Saver]] = []
 """Who is loading: ``load_accelerator_state`` is not told."""
 
 
-def _load_accelerator_state(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def load_accelerator_state(input_dir: Any, *more: Any, **named: Any) -> Any:
-        saver = _loading[-1] if _loading else None
-        if saver is None:
-            return stock(input_dir, *more, **named)
-        result = stock(input_dir, *more, **named)
+def _load_accelerator_state(
+    stock: Callable[..., Any], input_dir: Any, *more: Any, **named: Any
+) -> Any:
+    saver = _loading[-1] if _loading else None
+    result = stock(input_dir, *more, **named)
+    if saver is not None:
         saver.after_load(os.fspath(input_dir))
-        return result
-
-    return load_accelerator_state
+    return result
 
 
 _ended: Final[list[Any]] = []
@@ -293,50 +275,40 @@ lets go of a model's group with Python's lock held, which gloo's threads may nee
 go of the tensors of an exchange, those of the last save for one, some time after it is over."""
 
 
-def _end_training(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def end_training(self: Any) -> Any:
-        saver = _saver_of(self)
-        try:
-            if saver is not None:
-                if dist.is_available() and dist.is_initialized():
-                    _ended[:] = [dist.group.WORLD]
-                saver.finish()
-                if saver.logged is not None:
-                    _tell_trackers(self, saver, *saver.logged)
-        finally:
-            result = stock(self)
-        return result
-
-    return end_training
-
-
-def _logging(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def log(self: Any, values: Any, step: Any = None, *more: Any, **named: Any) -> Any:
-        saver = _saver_of(self)
-        if saver is None:
-            return stock(self, values, step, *more, **named)
-        saver.logged = (step,)
-        if step is None:  # trackers count calls then: another one would be another step
-            for stats in saver.take_stats()[-1:]:
-                values = {**stats.metrics(), **values}
-        result = stock(self, values, step, *more, **named)
-        _tell_trackers(self, saver, step)
-        return result
-
-    return log
-
-
-def _backward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def backward(self: Any, *positional: Any, **named: Any) -> Any:
-        saver = _there(self)
+def _end_training(stock: Callable[..., Any], self: Any) -> Any:
+    saver = saver_of(self)
+    try:
         if saver is not None:
-            saver.training.passes += 1
-        return stock(self, *positional, **named)
+            if dist.is_available() and dist.is_initialized():
+                _ended[:] = [dist.group.WORLD]
+            saver.finish()
+            if saver.logged is not None:
+                _tell_trackers(self, saver, *saver.logged)
+    finally:
+        result = stock(self)
+    return result
 
-    return backward
+
+def _log_values(
+    stock: Callable[..., Any], self: Any, values: Any, step: Any = None, *more: Any, **named: Any
+) -> Any:
+    saver = saver_of(self)
+    if saver is None:
+        return stock(self, values, step, *more, **named)
+    saver.logged = (step,)
+    if step is None:  # trackers count calls then: another one would be another step
+        for stats in saver.take_stats()[-1:]:
+            values = {**stats.metrics(), **values}
+    result = stock(self, values, step, *more, **named)
+    _tell_trackers(self, saver, step)
+    return result
+
+
+def _backward(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    saver = _there(self)
+    if saver is not None:
+        saver.training.passes += 1
+    return stock(self, *given, **named)
 
 
 def _tell_trackers(accelerator: Any, saver: Saver, step: Any) -> None:
@@ -345,12 +317,3 @@ def _tell_trackers(accelerator: Any, saver: Saver, step: Any) -> None:
     for stats in saver.take_stats():
         for tracker in accelerator.trackers if accelerator.is_main_process else ():
             tracker.log(stats.metrics(), step=step)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    head = version.split("+")[0].split(".")
-    return tuple(int(part) for part in head if part.isdigit())
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -56,22 +56,18 @@ def step_of(checkpoint: str) -> int | None:
 def numbered(directory: str) -> list[str]:
     """The directories in ``directory`` that have a number in their name, as those of automatic
     naming do; lowest first. Raises ``MediumError``."""
-    found = []
-    for name in names_in(directory):
-        number = re.search(r"(\d+)\D*$", name)
-        if number and os.path.isdir(os.path.join(directory, name)):
-            found.append((int(number[1]), os.path.join(directory, name)))
-    return [path for _, path in sorted(found)]
-
-
-def names_in(directory: str) -> list[str]:
-    """The names in ``directory``. Raises ``MediumError``."""
     try:
-        return os.listdir(directory)
+        names = os.listdir(directory)
     except OSError as error:
         raise portus.MediumError(
             error.errno, f"{directory}: cannot list: {error.strerror}"
         ) from error
+    found = []
+    for name in names:
+        number = re.search(r"(\d+)\D*$", name)
+        if number and os.path.isdir(os.path.join(directory, name)):
+            found.append((int(number[1]), os.path.join(directory, name)))
+    return [path for _, path in sorted(found)]
 
 
 def surplus(newest: str, limit: int | None) -> list[str]:

@@ -156,52 +156,46 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
             _waiting.append(_Resumed(loader, loaders))
 
 
-def iteration(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """Return a replacement for ``__iter__`` of Accelerate's loaders."""
-
-    def iterate(loader: Any) -> Iterator[Any]:
-        resumed, plain = _resumed(loader), data.of(loader)
-        own = plain.loader if plain is not None else loader if resumed is None else resumed.loader
-        if own is not loader:  # of skip_first_batches, which older versions let begin at epoch 0
-            loader.iteration = own.iteration
-        _tell_epoch(loader)
-        if resumed is not None:
-            _rewind(loader, resumed)
-        if plain is None:
-            loader._portus_start = {**_start(loader), "made": _first_made(loader)}
-            batches = stock(loader)
-        else:
-            batches = plain.iterate(loader, stock)
-        first = next(batches, _END)
-        if resumed is not None and resumed.now is not None:
-            randomness.put(resumed.now)
-        if first is not _END:
-            yield first
-            yield from batches
-        if resumed is not None and resumed.loader is not loader:
-            # The script went on with a loader of skip_first_batches; its own has to follow.
-            resumed.loader.iteration = getattr(loader, "iteration", 0)
-
-    return iterate
+def iterate(stock: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+    """Yield what ``__iter__`` of one of Accelerate's loaders does, going on where it has to."""
+    resumed, plain = _resumed(loader), data.of(loader)
+    own = plain.loader if plain is not None else loader if resumed is None else resumed.loader
+    if own is not loader:  # of skip_first_batches, which older versions let begin at epoch 0
+        loader.iteration = own.iteration
+    _tell_epoch(loader)
+    if resumed is not None:
+        _rewind(loader, resumed)
+    if plain is None:
+        loader._portus_start = {**_start(loader), "made": _first_made(loader)}
+        batches = stock(loader)
+    else:
+        batches = plain.iterate(loader, stock)
+    first = next(batches, _END)
+    if resumed is not None and resumed.now is not None:
+        randomness.put(resumed.now)
+    if first is not _END:
+        yield first
+        yield from batches
+    if resumed is not None and resumed.loader is not loader:
+        # The script went on with a loader of skip_first_batches; its own has to follow.
+        resumed.loader.iteration = getattr(loader, "iteration", 0)
 
 
-def made(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return a replacement for ``__init__`` of the base class of Accelerate's loaders."""
-
-    def __init__(  # noqa: N807
-        self: Any,
-        dataset: Any,
-        use_stateful_dataloader: bool = False,
-        batch_sampler: Any = None,
-        **named: Any,
-    ) -> None:
-        to_be = SimpleNamespace(batch_sampler=batch_sampler, **named)
-        before, sampler = _start(to_be), _sampler(to_be)
-        stock(self, dataset, use_stateful_dataloader, batch_sampler, **named)
-        self._portus_made, self._portus_sampler = before, sampler
-        data.note_skipping(self)
-
-    return __init__
+def make_loader(
+    stock: Callable[..., None],
+    self: Any,
+    dataset: Any,
+    use_stateful_dataloader: bool = False,
+    batch_sampler: Any = None,
+    **named: Any,
+) -> None:
+    """Initialize a loader, as the base class of Accelerate's loaders does, and note how the
+    generators stood before."""
+    to_be = SimpleNamespace(batch_sampler=batch_sampler, **named)
+    before, sampler = _start(to_be), _sampler(to_be)
+    stock(self, dataset, use_stateful_dataloader, batch_sampler, **named)
+    self._portus_made, self._portus_sampler = before, sampler
+    data.note_skipping(self)
 
 
 def _tell_epoch(loader: Any) -> None:
@@ -266,13 +260,9 @@ def _is_finished(loader: Any) -> bool:
 def _index_of(active: Any, loaders: list[Any]) -> int | None:
     """Return the index in ``loaders`` of the active one, or of the one that ``skip_first_batches``
     made it from; None if it is of none."""
-    for index, each in enumerate(loaders):
-        if each is active:
-            return index
-    for index, each in enumerate(loaders):
-        if each.dataset is active.dataset:
-            return index
-    return None
+    same = [index for index, each in enumerate(loaders) if each is active]
+    alike = [index for index, each in enumerate(loaders) if each.dataset is active.dataset]
+    return next(iter(same + alike), None)
 
 
 def _position(loader: Any) -> dict[str, Any]:
@@ -333,16 +323,12 @@ def _sampler(loader: Any) -> Any:
 
 def _samplers(loader: Any) -> list[Any]:
     """The loader's sampler, that one's, and so on."""
+    # Not asked whether they are true: that would be whether they are empty, and those of an
+    # ``IterableDataset`` have no length.
     found: list[Any] = []
-    inner = _inside(loader)
-    while inner is not None and len(found) < _SAMPLERS_MAX:
+    inner = loader
+    while inner is not None and len(found) <= _SAMPLERS_MAX:
         found.append(inner)
-        inner = _inside(inner)
-    return found
-
-
-def _inside(outer: Any) -> Any:
-    """The sampler of a loader, or that of a sampler. Not asked whether it is true: that would be
-    whether it is empty, and those of an ``IterableDataset`` have no length."""
-    found = getattr(outer, "batch_sampler", None)
-    return getattr(outer, "sampler", None) if found is None else found
+        batches = getattr(inner, "batch_sampler", None)
+        inner = getattr(inner, "sampler", None) if batches is None else batches
+    return found[1:]

@@ -61,10 +61,7 @@ class Settings(portus.Settings):
     @property
     def pool_at(self) -> portus.Place | None:
         """The pool that the user named, on a device or on storage hosts; None: there is none."""
-        if self.pool is not None:
-            return self.pool
-        named = portus.Place.by_variable()
-        return None if named is None or named.is_directory else named
+        return portus.Place.of_pool(self.pool)
 
 
 _GONE: Final = {

@@ -1,7 +1,7 @@
 """Checkpoint directories of FSDP with sharded states.
 
 Accelerate hands the state of each model and of each optimizer to ``torch.distributed.checkpoint``
-by itself, into a subdirectory each. While ``save_state`` runs these calls go to ``Shards``, which
+by itself, into a subdirectory each. While ``save_state`` runs these calls go to Portus, which
 saves the same directories in the background; the files of the main process appear after them, so
 without these nothing is a checkpoint. While ``load_state`` runs what is loaded is verified.
 """
@@ -9,14 +9,16 @@ without these nothing is a checkpoint. While ``load_state`` runs what is loaded 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import portus
 from portus_accelerate.settings import ACCELERATE
+
+if TYPE_CHECKING:
+    from portus.dcp import PortusStorageWriter
 
 SHARDED: Final = "SHARDED_STATE_DICT"
 FULL: Final = "FULL_STATE_DICT"
@@ -30,51 +32,33 @@ def kind_of(accelerator: Any) -> str | None:
     return str(accelerator.state.fsdp_plugin.state_dict_type.name)
 
 
-class Shards:
-    """Saves the subdirectories of one ``Accelerator``'s checkpoints. Its methods are called on
-    every process. settings: how. name, links: see ``portus.TrainingFiles.begin``. pool: see
-    ``portus.dcp.PortusStorageWriter``."""
+def saves_shards(accelerator: Any) -> bool:
+    """Return whether torch saves the states in shards."""
+    return kind_of(accelerator) == SHARDED
 
-    def __init__(
-        self, settings: portus.Settings, name: str, links: str | None, pool: portus.Place | None
-    ) -> None:
-        from portus.dcp import PortusStorageWriter
 
-        own: Any = {
-            field.name: getattr(settings, field.name)
-            for field in dataclasses.fields(portus.Settings)
-        }
-        own |= {"journal": False, "mirror": "none"}  # the files of the checkpoint have these
-        self._writer: Final = PortusStorageWriter(model=name, links=links, pool=pool, **own)
+@contextlib.contextmanager
+def saving(
+    writer: PortusStorageWriter, step: int, *, now: bool
+) -> Iterator[list[portus.SaveHandle]]:
+    """What this thread lets torch save inside is saved late by ``writer``, or, if ``now``, returns
+    when it is complete; the handles of these saves. What Portus cannot save, torch does."""
+    thread, stock = threading.get_ident(), _of_torch().save
+    handles: list[portus.SaveHandle] = []
 
-    @contextlib.contextmanager
-    def saving(self, step: int, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
-        """What this thread lets torch save inside is saved late, or, if ``now``, returns when it is
-        complete; the handles of these saves. What Portus cannot save, torch does."""
-        thread, stock = threading.get_ident(), _of_torch().save
-        handles: list[portus.SaveHandle] = []
+    def save(state_dict: dict[str, Any], **named: Any) -> Any:
+        path = _path_of(named, "storage_writer")
+        if path is None or threading.get_ident() != thread:
+            return stock(state_dict, **named)
+        try:
+            handles.append(writer.save(state_dict, path, step=step, blocking=now))
+        except portus.UsageError as error:
+            ACCELERATE.say_it_saves(error)
+            return stock(state_dict, **named)
+        return None
 
-        def save(state_dict: dict[str, Any], **named: Any) -> Any:
-            path = _path_of(named, "storage_writer")
-            if path is None or threading.get_ident() != thread:
-                return stock(state_dict, **named)
-            try:
-                handles.append(self._writer.save(state_dict, path, step=step, blocking=now))
-            except portus.UsageError as error:
-                ACCELERATE.say_it_saves(error)
-                return stock(state_dict, **named)
-            return None
-
-        with _replaced("save", save):
-            yield handles
-
-    def wait(self) -> None:
-        """Block until all saves of this process are over. Raises as ``on_error`` says."""
-        self._writer.wait()
-
-    def close(self) -> None:
-        """Finish the saves in flight."""
-        self._writer.close()
+    with _replaced("save", save):
+        yield handles
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ lines before the trainer is made:
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -17,59 +16,49 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 
 import portus
 from portus.dcp import PortusStorageWriter, load
+from portus_accelerate.engine_files import tensors_of
+from portus_accelerate.replaced import around
 
 _log: Final = logging.getLogger("portus_accelerate")
 
 _STEP: Final = re.compile(r"step-(\d+)")
 """TorchTitan's name of a checkpoint."""
 
-_SAVES: Final = "_portus_saves"
+_WRITER: Final = "_portus_writer"
 
 
-class TitanSaves:
-    """The saves and loads of one manager. Its methods are called on every rank."""
+def save(
+    writer: PortusStorageWriter,
+    state: dict[str, Any],
+    directory: str,
+    ranks: Any,
+    optimizers: Any,
+    *,
+    is_late: bool,
+) -> Future[None] | None:
+    """Save ``state``, on every rank. is_late: return before it is complete, and what waits for
+    that. ranks: the process group. optimizers: those whose step waits for ``writer.fence``."""
+    written = [tensor for each in optimizers or () for tensor in tensors_of(each)]
+    handle = writer.save(
+        state,
+        directory,
+        blocking=not is_late,
+        process_group=ranks,
+        fenced=written if is_late else (),
+    )
+    return _Waiting(handle) if is_late else None
 
-    def __init__(self, **settings: Any) -> None:
-        """settings: of ``portus.Settings``."""
-        self._writer: Final = PortusStorageWriter(**settings)
 
-    def save(
-        self, state: dict[str, Any], directory: str, ranks: Any, optimizers: Any, *, is_late: bool
-    ) -> Future[None] | None:
-        """Save ``state``. is_late: return before it is complete, and what waits for that. ranks:
-        the process group. optimizers: those whose step waits for ``fence``."""
-        handle = self._writer.save(
-            state,
-            directory,
-            blocking=not is_late,
-            process_group=ranks,
-            fenced=_written_by(optimizers) if is_late else (),
-        )
-        return _Waiting(handle) if is_late else None
-
-    def load(self, state: dict[str, Any], directory: str) -> None:
-        """Fill ``state``, every byte verified."""
-        load(state, directory)
-
-    def purge(self, folder: str, count: int) -> None:
-        """Remove all but the newest ``count`` checkpoints, once the newest is complete. By the
-        first rank."""
-        if dist.get_rank() == 0 and count > 0:
-            for path in steps_in(folder)[count:]:
-                self._writer.remove(path)
-
-    def fence(self) -> None:
-        """Block until no save in flight reads a tensor."""
-        self._writer.fence()
-
-    def close(self) -> None:
-        """Finish the saves in flight."""
-        self._writer.close()
+def purge(writer: PortusStorageWriter, folder: str, count: int) -> None:
+    """Remove all but the newest ``count`` checkpoints, once the newest is complete. By the first
+    rank."""
+    if dist.get_rank() == 0 and count > 0:
+        for path in steps_in(folder)[count:]:
+            writer.remove(path)
 
 
 class _Waiting(Future[None]):
@@ -86,17 +75,6 @@ class _Waiting(Future[None]):
     def done(self) -> bool:
         """Whether it is over."""
         return self._handle.done
-
-
-def _written_by(optimizers: Any) -> list[torch.Tensor]:
-    """Parameters and states of a container of optimizers."""
-    found: list[torch.Tensor] = []
-    for optimizer in optimizers or ():
-        for group in optimizer.param_groups:
-            found += group["params"]
-        for state in optimizer.state.values():
-            found += [each for each in state.values() if isinstance(each, torch.Tensor)]
-    return found
 
 
 def steps_in(folder: str) -> list[str]:
@@ -137,21 +115,18 @@ def take_over(manager: Any, **settings: Any) -> None:
     missing = [name for name in ("dcp_save", "dcp_load", "close") if not hasattr(manager, name)]
     if missing:
         raise portus.UsageError(f"{manager!r}: expected TorchTitan's manager; it lacks {missing}")
-    if hasattr(manager, _SAVES):
+    if hasattr(manager, _WRITER):
         return
-    setattr(manager, _SAVES, None)
-    stock_save, stock_load, stock_close = manager.dcp_save, manager.dcp_load, manager.close
-    stock_wait = manager.maybe_wait_for_staging
+    setattr(manager, _WRITER, None)
 
-    def saves_of(own: Any) -> TitanSaves:
-        found: TitanSaves | None = own.__dict__.get(_SAVES)
-        if found is None:
-            found = TitanSaves(**settings)
-            setattr(own, _SAVES, found)
+    def writer_of(own: Any) -> PortusStorageWriter:
+        if vars(own).get(_WRITER) is None:
+            setattr(own, _WRITER, PortusStorageWriter(**settings))
+        found: PortusStorageWriter = vars(own)[_WRITER]
         return found
 
-    @functools.wraps(stock_save)
     def dcp_save(
+        stock: Callable[..., Any],
         self: Any,
         state_dict: dict[str, Any],
         checkpoint_id: str,
@@ -161,15 +136,13 @@ def take_over(manager: Any, **settings: Any) -> None:
         **named: Any,
     ) -> Any:
         if to_hf or "pinned" in str(async_mode.value):
-            return stock_save(
-                self, state_dict, checkpoint_id, async_mode, *given, to_hf=to_hf, **named
-            )
-        is_late = async_mode.value != "disabled"
+            return stock(self, state_dict, checkpoint_id, async_mode, *given, to_hf=to_hf, **named)
         ranks, optimizers = getattr(self, "pg", None), self.states.get("optimizer")
-        return saves_of(self).save(state_dict, checkpoint_id, ranks, optimizers, is_late=is_late)
+        is_late = async_mode.value != "disabled"
+        return save(writer_of(self), state_dict, checkpoint_id, ranks, optimizers, is_late=is_late)
 
-    @functools.wraps(stock_load)
     def dcp_load(
+        stock: Callable[..., Any],
         self: Any,
         state_dict: dict[str, Any],
         checkpoint_id: str,
@@ -178,26 +151,23 @@ def take_over(manager: Any, **settings: Any) -> None:
         **named: Any,
     ) -> None:
         if from_hf:
-            stock_load(self, state_dict, checkpoint_id, from_hf, *given, **named)
+            stock(self, state_dict, checkpoint_id, from_hf, *given, **named)
             return
         load(state_dict, checkpoint_id)
         if "model" in self.states:
             self.states["model"].load_state_dict(state_dict)
 
-    @functools.wraps(stock_close)
-    def close(self: Any) -> None:
-        found = self.__dict__.get(_SAVES)
-        if found is not None:
-            found.close()
-        stock_close(self)
+    def close(stock: Callable[..., Any], self: Any) -> None:
+        if vars(self).get(_WRITER) is not None:
+            writer_of(self).close()
+        stock(self)
 
-    @functools.wraps(stock_wait)
-    def maybe_wait_for_staging(self: Any) -> None:
-        saves_of(self).fence()
-        stock_wait(self)
+    def maybe_wait_for_staging(stock: Callable[..., Any], self: Any) -> None:
+        writer_of(self).fence()
+        stock(self)
 
-    def _purge_stale_checkpoints(self: Any) -> None:
-        saves_of(self).purge(self.folder, self.keep_latest_k)
+    def _purge_stale_checkpoints(stock: Callable[..., Any], self: Any) -> None:
+        purge(writer_of(self), self.folder, self.keep_latest_k)
 
     for each in (dcp_save, dcp_load, close, maybe_wait_for_staging, _purge_stale_checkpoints):
-        setattr(manager, each.__name__, each)
+        setattr(*around(manager, each.__name__, each))

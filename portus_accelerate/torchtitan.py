@@ -13,7 +13,8 @@ from typing import Any, Literal
 from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
-from portus_accelerate.titan import TitanSaves, loaded_newest
+from portus.dcp import PortusStorageWriter, load
+from portus_accelerate.titan import loaded_newest, purge, save
 
 
 class PortusCheckpoints(CheckpointManager):
@@ -39,7 +40,7 @@ class PortusCheckpoints(CheckpointManager):
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         if self.enable:
-            self._saves = TitanSaves(mirror=config.mirror)
+            self._writer = PortusStorageWriter(mirror=config.mirror)
 
     def dcp_save(
         self,
@@ -56,7 +57,7 @@ class PortusCheckpoints(CheckpointManager):
             )
         is_late = async_mode != AsyncMode.DISABLED
         optimizers = self.states.get(OPTIMIZER)
-        return self._saves.save(state_dict, checkpoint_id, self.pg, optimizers, is_late=is_late)
+        return save(self._writer, state_dict, checkpoint_id, self.pg, optimizers, is_late=is_late)
 
     def dcp_load(
         self,
@@ -69,7 +70,7 @@ class PortusCheckpoints(CheckpointManager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        self._saves.load(state_dict, checkpoint_id)
+        load(state_dict, checkpoint_id)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
@@ -77,12 +78,12 @@ class PortusCheckpoints(CheckpointManager):
         return loaded_newest(super()._load, self.folder, step)
 
     def _maybe_wait_for_staging(self) -> None:
-        self._saves.fence()
+        self._writer.fence()
 
     def _purge_stale_checkpoints(self) -> None:
-        self._saves.purge(self.folder, self.keep_latest_k)
+        purge(self._writer, self.folder, self.keep_latest_k)
 
     def _close(self) -> None:
-        if hasattr(self, "_saves"):
-            self._saves.close()
+        if hasattr(self, "_writer"):
+            self._writer.close()
         super()._close()

@@ -15,7 +15,6 @@ to it; weights stay files, since not only torch reads them.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import os
 import sys
@@ -27,6 +26,8 @@ import safetensors.torch
 import portus
 from portus_accelerate import capture, pacing, place, trainer_data
 from portus_accelerate.newest import NAME, complete_in, is_complete, last, why_incomplete
+from portus_accelerate.patch import saver_of
+from portus_accelerate.replaced import around
 from portus_accelerate.saver import Saver
 
 _log: Final = logging.getLogger("portus_accelerate")
@@ -65,23 +66,26 @@ def install() -> None:
         return
     looking: Any = sys.modules["transformers.trainer_utils"]
     models: Any = sys.modules["transformers.modeling_utils"]
+    functions: dict[str, Callable[..., Any]] = {
+        "_save_checkpoint": _save_checkpoint,
+        "train": _train,
+        "log": _log_values,
+        "_push_from_checkpoint": _push,
+    }
+    functions |= dict.fromkeys(_LOADS, _load_verified)
+    functions |= trainer_data.changes(module.Trainer)
     changes = [
         (module, "torch", capture.Torch(module.torch)),
-        (module, "get_last_checkpoint", last(module.get_last_checkpoint)),
         (looking, "shutil", capture.Shutil(looking.shutil)),
-        (models, "safe_save_file", capture.safe_save_of(models.safe_save_file)),
-        (safetensors.torch, "save_file", capture.safe_save_of(safetensors.torch.save_file)),
-        (module.Trainer, "_save_checkpoint", _save_checkpoint(module.Trainer._save_checkpoint)),
-        (module.Trainer, "train", _train(module.Trainer.train)),
-        (module.Trainer, "log", _logging(module.Trainer.log)),
-        *trainer_data.changes(module.Trainer, _saver_of),
+        around(module, "get_last_checkpoint", last),
+        around(models, "safe_save_file", capture.safe_save_file),
+        around(safetensors.torch, "save_file", capture.safe_save_file),
+        *(
+            around(module.Trainer, name, function)
+            for name, function in functions.items()
+            if hasattr(module.Trainer, name)
+        ),
     ]
-    for name in _LOADS:
-        if hasattr(module.Trainer, name):
-            changes.append((module.Trainer, name, _verified(getattr(module.Trainer, name))))
-    if hasattr(module.Trainer, "_push_from_checkpoint"):
-        push = module.Trainer._push_from_checkpoint
-        changes.append((module.Trainer, "_push_from_checkpoint", _pushed(push)))
     for owner, name, value in changes:
         setattr(owner, name, value)
 
@@ -91,35 +95,26 @@ def is_stored(name: str) -> bool:
     return name in _FILES or name.startswith(_RANDOM)
 
 
-def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def save(self: Any, model: Any, trial: Any) -> None:
-        saver = _saver_of(self)
-        if saver is None:
-            stock(self, model, trial)
-            return
-        folder = f"checkpoint-{self.state.global_step}"
-        directory = os.path.join(self._get_output_dir(trial=trial), folder)
-        _patch_peft()
+def _save_checkpoint(stock: Callable[..., None], self: Any, model: Any, trial: Any) -> None:
+    saver = saver_of(self.accelerator)
+    if saver is None:
+        stock(self, model, trial)
+        return
+    folder = f"checkpoint-{self.state.global_step}"
+    directory = os.path.join(self._get_output_dir(trial=trial), folder)
+    peft: Any = sys.modules.get("peft.peft_model")  # it saves adapters, and may be loaded late
+    if peft is not None and not hasattr(peft.safe_save_file, "__wrapped__"):
+        setattr(*around(peft, "safe_save_file", capture.safe_save_file))
 
-        def add(current: capture.Capture) -> None:
-            for name, part in current.parts.items():
-                if name.startswith(_RANDOM):
-                    trainer_data.add_to(part, self)
+    def add(current: capture.Capture) -> None:
+        for name, part in current.parts.items():
+            if name.startswith(_RANDOM):
+                trainer_data.add_to(part, self)
 
-        is_pooled = _none if _pushes_all(self.args) else is_stored
-        saver.save_whole(lambda: stock(self, model, trial), directory, add, is_pooled)
-        if _is_watched(self):
-            saver.wait()
-
-    return save
-
-
-def _patch_peft() -> None:
-    """Patch the function by which PEFT saves adapters; its module may be loaded late."""
-    module: Any = sys.modules.get("peft.peft_model")
-    if module is not None and not hasattr(module.safe_save_file, "__wrapped__"):
-        module.safe_save_file = capture.safe_save_of(module.safe_save_file)
+    is_pooled = (lambda name: False) if _pushes_all(self.args) else is_stored
+    saver.save_whole(lambda: stock(self, model, trial), directory, add, is_pooled)
+    if _is_watched(self):
+        saver.wait()
 
 
 def _is_watched(trainer: Any) -> bool:
@@ -130,88 +125,64 @@ def _is_watched(trainer: Any) -> bool:
     )
 
 
-def _pushed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def push(self: Any, *positional: Any, **named: Any) -> Any:
-        current = capture.current()
-        if current is not None:
-            current.flush()
-        return stock(self, *positional, **named)
-
-    return push
+def _push(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    current = capture.current()
+    if current is not None:
+        current.flush()
+    return stock(self, *given, **named)
 
 
-def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for a method that loads: it waits for the saves in flight, and verifies
-    every byte that has a digest."""
-
-    @functools.wraps(stock)
-    def load(self: Any, *positional: Any, **named: Any) -> Any:
-        saver = _saver_of(self)
-        if saver is None:
-            return stock(self, *positional, **named)
-        saver.wait()
-        with capture.verifying():
-            return stock(self, *positional, **named)
-
-    return load
-
-
-def _none(name: str) -> bool:
-    return False
+def _load_verified(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    """Wait for the saves in flight, and load: every byte that has a digest is verified."""
+    saver = saver_of(self.accelerator)
+    if saver is None:
+        return stock(self, *given, **named)
+    saver.wait()
+    with capture.verifying():
+        return stock(self, *given, **named)
 
 
 def _pushes_all(arguments: Any) -> bool:
     """True if whole checkpoints are uploaded, while the next steps are made: what is in them has to
     be there then, as real files."""
-    strategy = getattr(arguments.hub_strategy, "value", arguments.hub_strategy)
-    return bool(arguments.push_to_hub and strategy in _WHOLE)
+    return bool(arguments.push_to_hub and arguments.hub_strategy in _WHOLE)
 
 
-def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def train(self: Any, resume_from_checkpoint: Any = None, *more: Any, **named: Any) -> Any:
-        saver = _saver_of(self)
-        if saver is None:
-            with pacing.training(seen=False):
-                return stock(self, resume_from_checkpoint, *more, **named)
-        if self.args.push_to_hub:
-            saver.keep_out_of(self.args.output_dir)  # all that is in it is uploaded
-        if resume_from_checkpoint:
-            saver.fetch_checkpoints(self.args.output_dir)
-        saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
-        chosen = _chosen(self, saver, resume_from_checkpoint)
-        own = _own_checkpoint(self.args.output_dir, chosen)
-        if own is not None:
-            saver.goes_on_from(own)
-        _follow_the_cadence(self, saver)
-        from portus_accelerate import leaving  # it needs transformers
+def _train(
+    stock: Callable[..., Any],
+    self: Any,
+    resume_from_checkpoint: Any = None,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    saver = saver_of(self.accelerator)
+    if saver is None:
+        with pacing.training(seen=False):
+            return stock(self, resume_from_checkpoint, *more, **named)
+    output = self.args.output_dir
+    if self.args.push_to_hub:
+        saver.keep_out_of(output)  # all that is in it is uploaded
+    if resume_from_checkpoint:
+        saver.loader.fetch(os.path.join(os.path.abspath(output), "checkpoint-0"))
+    saver.begin(output)
+    chosen = _chosen(self, saver, resume_from_checkpoint)
+    is_path = isinstance(chosen, str | os.PathLike)
+    is_own = is_path and os.path.dirname(os.path.abspath(chosen)) == os.path.abspath(output)
+    _follow_the_cadence(self, saver)
+    from portus_accelerate import leaving  # it needs transformers
 
-        with pacing.training(seen=True), leaving.heard(self, saver.settings.preempt_within):
-            try:
-                result = stock(self, chosen, *more, **named)
-            except leaving.EvaluationLeft:
-                result = leaving.left(self)
-            except BaseException:
-                saver.leave()
-                raise
-            if saver.saved_nothing_since:
-                _rotate_now(self)
-            saver.finish()  # within the time that a signal leaves
-        return result
-
-    return train
-
-
-def _own_checkpoint(output: str, chosen: Any) -> str | None:
-    """The checkpoint in ``output`` that a training goes on from, if it does."""
-    module: Any = sys.modules["transformers.trainer"]
-    if chosen is True:
-        chosen = module.get_last_checkpoint(output) if os.path.isdir(output) else None
-    if not isinstance(chosen, str | os.PathLike):
-        return None
-    path = os.path.abspath(os.fspath(chosen))
-    return path if os.path.dirname(path) == os.path.abspath(output) else None
+    with pacing.training(seen=True), leaving.heard(self, saver.settings.preempt_within):
+        try:
+            result = stock(self, chosen, *more, **named)
+        except leaving.EvaluationLeft:
+            result = leaving.left(self)
+        except BaseException:
+            saver.leave()
+            raise
+        if is_own and not saver.has_saved:
+            _rotate_now(self)
+        saver.finish()  # within the time that a signal leaves
+    return result
 
 
 def _rotate_now(trainer: Any) -> None:
@@ -233,26 +204,21 @@ def _follow_the_cadence(trainer: Any, saver: Saver) -> None:
     from portus_accelerate.callback import PortusCallback
 
     said, callbacks = saver.settings, trainer.callback_handler.callbacks
-    strategy = getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)
-    if said.every is None or strategy != "steps":
+    if said.every is None or trainer.args.save_strategy != "steps":
         return
     if not any(isinstance(each, PortusCallback) for each in callbacks):
         made = PortusCallback(said.every, max_overhead=said.max_overhead, mtbf=said.mtbf)
         callbacks.insert(1, made)  # behind the one of Trainer's own arguments, before the script's
 
 
-def _logging(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        is_last = "train_runtime" in logs  # trackers are closed after that
-        stock(self, logs, *more, **named)
-        saver = _saver_of(self)
-        if saver is None:
-            return
-        for stats in saver.take_stats(wait=is_last):
-            _tell_trackers(self, stats.metrics())
-
-    return log
+def _log_values(
+    stock: Callable[..., None], self: Any, logs: dict[str, float], *more: Any, **named: Any
+) -> None:
+    is_last = "train_runtime" in logs  # trackers are closed after that
+    stock(self, logs, *more, **named)
+    saver = saver_of(self.accelerator)
+    for stats in () if saver is None else saver.take_stats(wait=is_last):
+        _tell_trackers(self, stats.metrics())
 
 
 def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
@@ -282,16 +248,20 @@ def _chosen(trainer: Any, saver: Saver, asked: Any) -> Any:
         return is_there or trainer_data.processes_of(path) != count
 
     complete = complete_in(output)
-    found = saver.agreed(complete, is_finished)
+    found = saver.loader.agreed(complete, is_finished)
     if found is None:  # one that lacks random states is better than none
-        found = saver.agreed(complete, lambda path: True)
+        found = saver.loader.agreed(complete, lambda path: True)
         if found is not None:
             _log.error(
                 "Portus: a process was killed before its random states were in %s, and no "
                 "checkpoint has those of all processes: random numbers do not go on as they were",
                 found,
             )
-    newest = max(filter(NAME.fullmatch, os.listdir(output)), key=_step, default=None)
+    newest = max(
+        filter(NAME.fullmatch, os.listdir(output)),
+        key=lambda name: place.step_of(name) or 0,
+        default=None,
+    )
     if newest is None:
         return asked  # Trainer says that there is none
     if found is None:
@@ -303,13 +273,3 @@ def _chosen(trainer: Any, saver: Saver, asked: Any) -> Any:
             found,
         )
     return found
-
-
-def _step(path: str) -> int:
-    number = place.step_of(path)
-    return -1 if number is None else number
-
-
-def _saver_of(trainer: Any) -> Saver | None:
-    found = getattr(trainer.accelerator, "_portus_saver", None)
-    return found if isinstance(found, Saver) and found.is_on() else None

@@ -10,7 +10,6 @@ on with other processes has as many batches as were given and as are left.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 import portus
 from portus_accelerate import data
+from portus_accelerate.patch import saver_of
 
 KEY: Final = "portus_data"
 """Where it is in a file of random states: {"format": 1, "epoch": how many are done, "processes":
@@ -55,14 +55,12 @@ METHODS: Final = (
 """Of ``Trainer``: those that others are put in the place of."""
 
 
-def changes(trainer: Any, saver_of: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
-    """What is put in the place of methods of the class ``Trainer``; nothing for one that does not
-    have them, which counts by itself. saver_of: who saves for a Trainer, if anybody does."""
+def changes(trainer: Any) -> dict[str, Callable[..., Any]]:
+    """Return what is called in place of methods of the class ``Trainer``; nothing for one that does
+    not have them, which counts by itself."""
     if not all(hasattr(trainer, name) for name in METHODS):
-        return []
-    loop, values, state, epoch = (getattr(trainer, name) for name in METHODS)
-    changed = (_loop(loop), _values(values, saver_of), _initial_state(state), _epoch(epoch))
-    return [(trainer, name, each) for name, each in zip(METHODS, changed, strict=True)]
+        return {}
+    return dict(zip(METHODS, (_loop, _values, _initial_state, _epoch), strict=True))
 
 
 def add_to(states: dict[str, Any], trainer: Any) -> None:
@@ -82,96 +80,78 @@ def add_to(states: dict[str, Any], trainer: Any) -> None:
     }
 
 
-def _loop(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Remembers the checkpoint that is resumed from, until its data is known."""
-
-    @functools.wraps(stock)
-    def loop(
-        self: Any,
-        batch_size: Any = None,
-        args: Any = None,
-        resume_from_checkpoint: Any = None,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        vars(self)[_OWN] = resume_from_checkpoint
-        try:
-            return stock(self, batch_size, args, resume_from_checkpoint, *more, **named)
-        finally:
-            vars(self).pop(_OWN, None)
-
-    return loop
+def _loop(
+    stock: Callable[..., Any],
+    self: Any,
+    batch_size: Any = None,
+    args: Any = None,
+    resume_from_checkpoint: Any = None,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    """Remember the checkpoint that is resumed from, until its data is known."""
+    vars(self)[_OWN] = resume_from_checkpoint
+    try:
+        return stock(self, batch_size, args, resume_from_checkpoint, *more, **named)
+    finally:
+        vars(self).pop(_OWN, None)
 
 
-def _values(stock: Callable[..., Any], saver_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """How many steps there are: the epochs, and all."""
-
-    @functools.wraps(stock)
-    def values(self: Any, args: Any, dataloader: Any) -> Any:
-        found = stock(self, args, dataloader)
-        plain = data.of(dataloader) if saver_of(self) is not None and _OWN in vars(self) else None
-        epochs, _, *more, batches, all_steps = found
-        if plain is None or plain.whole != batches:
-            return found
-        training, checkpoint = _Training(plain, batches=batches), vars(self)[_OWN]
-        vars(self)[_OWN] = training
-        saved = None if args.ignore_data_skip else _saved_in(checkpoint, args, plain.is_dispatched)
-        step, per_step = _step_of(checkpoint), args.gradient_accumulation_steps
-        steps = _steps(batches, per_step)
-        counted = (step // steps, step % steps * per_step, batches, batches)
-        if saved is None or not _go_on(training, saved, self):
-            return found
-        if (training.epoch, training.delivered, len(dataloader), plain.whole) == counted:
-            return found  # so Trainer finds itself
-        training.goes_on = True
-        steps = _steps(plain.whole, per_step)
-        done = training.epoch
-        if training.delivered:
-            training.batches = len(dataloader)
-            step += _steps(training.batches, per_step) - training.delivered // per_step
-            done += 1
-        if args.max_steps > 0:
-            epochs = done + max(0, math.ceil((all_steps - step) / steps))
-        else:
-            all_steps = step + math.ceil(max(0, args.num_train_epochs - done) * steps)
-        return (epochs, steps, *more, plain.whole, all_steps)
-
-    return values
+def _values(stock: Callable[..., Any], self: Any, args: Any, dataloader: Any) -> Any:
+    """Return how many steps there are: the epochs, and all."""
+    found = stock(self, args, dataloader)
+    is_ours = _OWN in vars(self) and saver_of(self.accelerator) is not None
+    plain = data.of(dataloader) if is_ours else None
+    epochs, _, *more, batches, all_steps = found
+    if plain is None or plain.whole != batches:
+        return found
+    training, checkpoint = _Training(plain, batches=batches), vars(self)[_OWN]
+    vars(self)[_OWN] = training
+    saved = None if args.ignore_data_skip else _saved_in(checkpoint, args, plain.is_dispatched)
+    step, per_step = _step_of(checkpoint), args.gradient_accumulation_steps
+    steps = _steps(batches, per_step)
+    counted = (step // steps, step % steps * per_step, batches, batches)
+    if saved is None or not _go_on(training, saved, self):
+        return found
+    if (training.epoch, training.delivered, len(dataloader), plain.whole) == counted:
+        return found  # so Trainer finds itself
+    training.goes_on = True
+    steps = _steps(plain.whole, per_step)
+    done = training.epoch
+    if training.delivered:
+        training.batches = len(dataloader)
+        step += _steps(training.batches, per_step) - training.delivered // per_step
+        done += 1
+    if args.max_steps > 0:
+        epochs = done + max(0, math.ceil((all_steps - step) / steps))
+    else:
+        all_steps = step + math.ceil(max(0, args.num_train_epochs - done) * steps)
+    return (epochs, steps, *more, plain.whole, all_steps)
 
 
-def _initial_state(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Where it begins."""
-
-    @functools.wraps(stock)
-    def initial_state(self: Any, *positional: Any, **named: Any) -> Any:
-        found = stock(self, *positional, **named)
-        training = _of(self)
-        if training is None or not training.goes_on:
-            return found
-        return training.epoch, training.delivered
-
-    return initial_state
+def _initial_state(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    """Return where the training begins."""
+    found = stock(self, *given, **named)
+    training = _of(self)
+    if training is None or not training.goes_on:
+        return found
+    return training.epoch, training.delivered
 
 
-def _epoch(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """One epoch."""
-
-    @functools.wraps(stock)
-    def run_epoch(self: Any, *positional: Any, **named: Any) -> Any:
-        training = _of(self)
-        if training is None or positional:
-            return stock(self, *positional, **named)
-        per_step = self.args.gradient_accumulation_steps
-        begins_within = named["epoch"] == named["epochs_trained"] and not self.args.ignore_data_skip
-        training.step = self.state.global_step
-        if begins_within and training.goes_on and training.delivered:
-            named["steps_in_epoch"] = training.batches
-            named["num_update_steps_per_epoch"] = _steps(training.batches, per_step)
-        training.epoch, training.batches = named["epoch"], named["steps_in_epoch"]
-        training.delivered = named["steps_trained_in_current_epoch"] if begins_within else 0
-        return stock(self, **named)
-
-    return run_epoch
+def _epoch(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    """Run one epoch."""
+    training = _of(self)
+    if training is None or given:
+        return stock(self, *given, **named)
+    per_step = self.args.gradient_accumulation_steps
+    begins_within = named["epoch"] == named["epochs_trained"] and not self.args.ignore_data_skip
+    training.step = self.state.global_step
+    if begins_within and training.goes_on and training.delivered:
+        named["steps_in_epoch"] = training.batches
+        named["num_update_steps_per_epoch"] = _steps(training.batches, per_step)
+    training.epoch, training.batches = named["epoch"], named["steps_in_epoch"]
+    training.delivered = named["steps_trained_in_current_epoch"] if begins_within else 0
+    return stock(self, **named)
 
 
 def _of(trainer: Any) -> _Training | None:

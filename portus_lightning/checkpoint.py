@@ -75,15 +75,13 @@ class CadenceHooks:
                 "PortusCheckpoint(every='auto') uses what saves of Portus cost, and this "
                 "Trainer saves without Portus: add plugins=[PortusIO()], or set every='5min'"
             )
-        self._cadence = portus.Cadence(
-            self._every, max_overhead=self._max_overhead, mtbf=self._mtbf
+        self._cadence = portus.Cadence.made_for(
+            stock.LIGHTNING,
+            self._every,
+            self._max_overhead,
+            self._mtbf,
+            is_seen=io is not None and stock.is_on(),
         )
-        if self._every == "auto" and io is not None and not stock.is_on():
-            self._cadence = portus.Cadence(portus.Cadence.UNSEEN)
-            stock.LIGHTNING.say_once(
-                "Portus is turned off, so Portus cannot measure what saves cost: "
-                f"PortusCheckpoint saves every {portus.Cadence.UNSEEN}"
-            )
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._cadence.load_state_dict(loaded)

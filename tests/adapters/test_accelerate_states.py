@@ -128,9 +128,9 @@ def closed() -> Iterator[None]:
     yield
     while SCENES:
         saver = getattr(SCENES.pop().accelerator, "_portus_saver", None)
-        if saver is not None and saver._made_files is not None:
+        if saver is not None:
             with contextlib.suppress(portus.PortusError):
-                saver._made_files.close()
+                saver._files.close()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 

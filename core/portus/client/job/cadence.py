@@ -27,6 +27,7 @@ from portus.client.fence.clock import Clock
 from portus.client.job import journal
 from portus.client.job.exchange import beside, standing, told_by_first
 from portus.client.job.preemption import Preemption
+from portus.client.loading.stock import Framework
 from portus.errors import UsageError
 
 _log: Final = logging.getLogger("portus")
@@ -114,6 +115,26 @@ class Cadence:
         """Where what was loaded was measured, until a save shows that it was here."""
         self._said = False
         weakref.finalize(self, self._clock.close)
+
+    @classmethod
+    def made_for(
+        cls,
+        framework: Framework,
+        every: str | int,
+        max_overhead: float,
+        mtbf: float | str | None,
+        *,
+        is_seen: bool,
+    ) -> Cadence:
+        """Return a cadence for a training under ``framework``. is_seen: False if it saves by
+        itself, so that nothing can be measured."""
+        if every == "auto" and not is_seen:
+            every = cls.UNSEEN
+            framework.say_once(
+                "Portus: checkpoints do not go through Portus here, so Portus cannot measure what "
+                f"saves cost: every='auto' saves every {every}"
+            )
+        return cls(every, max_overhead=max_overhead, mtbf=mtbf)
 
     @property
     def next_step(self) -> int:

@@ -1,0 +1,197 @@
+"""``StateLoader``: loads the checkpoint directories of one ``Accelerator``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from accelerate.utils import broadcast_object_list, gather_object, other
+
+import portus
+from portus_accelerate import place, resume, sharded
+from portus_accelerate.capture import verifying
+from portus_accelerate.files import CheckpointFiles
+from portus_accelerate.newest import RANDOM, why_incomplete
+from portus_accelerate.origin import naming, origin_of
+from portus_accelerate.settings import Settings
+
+_log: Final = logging.getLogger("portus_accelerate")
+
+Stock = Callable[[str | None], Any]
+
+
+class StateLoader:
+    """Chooses the directory, and loads it. Call the methods on every process. files: what saves."""
+
+    def __init__(self, accelerator: Any, files: CheckpointFiles, settings: Settings) -> None:
+        self._accelerator: Final = accelerator
+        self._files: Final = files
+        self._settings: Final = settings
+        self.passed_over: Final[set[str]] = set()
+        """Checkpoints that not all processes had saved, or that are damaged."""
+
+    def load_state(self, stock: Stock, directory: str | None) -> Any:
+        """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
+        self._files.wait()
+        above = self._above()
+        if directory is not None or above is None:
+            return self._load(stock, directory)
+        self.fetch_named()
+        if os.path.isdir(above):
+            self._files.prepare([above])
+        candidates = self._as_main_says(place.numbered(above)[::-1] if os.path.isdir(above) else [])
+        failed: tuple[str, portus.PortusError] | None = None
+        for candidate in self._most_complete_first(candidates):
+            if failed is not None:
+                _log.error("Portus: %s; FALLING BACK to %s", failed[1], candidate)
+                self.passed_over.add(failed[0])  # training will save there again
+            try:
+                found = self._load(stock, candidate)
+            except (portus.CorruptionError, portus.UsageError) as error:
+                failed = candidate, error
+            else:
+                self.passed_over.discard(candidate)
+                return found
+        if failed is not None:
+            raise failed[1]
+        return self._load(stock, None)
+
+    def go_back(self, directory: str) -> Any:
+        """Accelerate has restored the generators from ``directory``: let data go on from there.
+        Returns what this process saved, or the main one; None if nothing was.
+
+        Raises what is wrong with them, which Accelerate passes over.
+        """
+        count = self._accelerator.num_processes
+        own = _positions_in(directory, self._accelerator.process_index)
+        of_main = _positions_in(directory, 0)
+        self._say_of_others(directory, own, of_main)
+        if of_main and (own is None or of_main.get("processes", count) != count):
+            own = of_main  # where the data is, all processes say alike
+        resume.go_back(self._accelerator, own, of_main or own)
+        return own
+
+    def agreed(self, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
+        """The first of ``paths``, as the main process says them, that all processes find good."""
+        said = self._as_main_says(paths)
+        return next((path for path in said if all(gather_object([is_good(path)]))), None)
+
+    def fetch_named(self) -> None:
+        """Fetch checkpoints of automatic naming, if none is here, before anybody looks for them."""
+        above = self._above()
+        if above is not None:
+            self._fetch_if_lost(os.path.join(above, "checkpoint_0"), is_here=os.path.isdir(above))
+
+    def fetch(self, directory: str) -> None:
+        """Fetch what the mirror has of the run that saves ``directory``, if this machine lost it,
+        before anybody looks for a checkpoint. Raises as ``portus.TrainingFiles.fetch``."""
+        if not self._settings.has_mirror:
+            return
+        try:
+            self._files.fetch(directory)
+        finally:
+            self._accelerator.wait_for_everyone()
+
+    def _above(self) -> str | None:
+        """The absolute directory of checkpoints that Accelerate names; None if the script does."""
+        project = self._accelerator.project_dir
+        names = self._accelerator.project_configuration.automatic_checkpoint_naming
+        return os.path.join(os.path.abspath(project), "checkpoints") if names and project else None
+
+    def _fetch_if_lost(self, directory: str, *, is_here: bool) -> None:
+        """``fetch``, if it is not here for every process. All have looked before anybody fetches;
+        without a mirror they do not wait for each other."""
+        if self._settings.has_mirror and not all(gather_object([is_here])):
+            self.fetch(directory)
+
+    def _load(self, stock: Stock, directory: str | None) -> Any:
+        """Have ``stock`` load a directory, every byte that has a digest verified. Raises
+        ``UsageError`` for one that was never complete."""
+        if directory is None:
+            return stock(directory)
+        directory = os.path.abspath(directory)
+        self._fetch_if_lost(directory, is_here=os.path.exists(directory))
+        self._files.wait_for(directory)
+        why = why_incomplete(directory)
+        if why:
+            raise portus.UsageError(why)
+        is_sharded = sharded.saves_shards(self._accelerator)
+        shards = sharded.verifying() if is_sharded else contextlib.nullcontext()
+        with verifying(), shards, naming(directory, self._accelerator.process_index):
+            return stock(directory)
+
+    def _as_main_says(self, paths: list[str]) -> list[str]:
+        """Return the paths of the main process on all processes, which may see names come and go at
+        other moments."""
+        said = [paths]
+        if self._accelerator.num_processes > 1:
+            broadcast_object_list(said)
+        return said[0]
+
+    def _most_complete_first(self, candidates: Sequence[str]) -> Iterator[str]:
+        """Yield the directories that all processes saved, and then the others. The same on all."""
+        lacking = []
+        for candidate in candidates:
+            if self._has_all_processes(candidate):
+                yield candidate
+                continue
+            _log.error("Portus: %s: not all processes saved it before they were killed", candidate)
+            self.passed_over.add(candidate)
+            lacking.append(candidate)
+        yield from lacking
+
+    def _has_all_processes(self, directory: str) -> bool:
+        """Return whether every process finds its random states, if there were as many as now. The
+        same on all."""
+        if why_incomplete(directory):
+            return True  # whoever loads it says what it is
+        count, index = self._accelerator.num_processes, self._accelerator.process_index
+        try:
+            saved = (_positions_in(directory, 0) or {}).get("processes")
+        except portus.PortusError:
+            saved = None
+        own = os.path.join(directory, RANDOM.format(index))
+        return all(gather_object([saved != count or os.path.exists(own)]))
+
+    def _say_of_others(self, directory: str, own: Any, of_main: Any) -> None:
+        """Warn if this process found no states of its own, or another number of processes saved."""
+        origin, saved = origin_of(directory), own or of_main
+        rank, now = self._accelerator.process_index, self._accelerator.num_processes
+        if origin is None or (saved and "processes" not in saved):  # saved by an older Portus
+            return
+        count = saved["processes"] if saved else None
+        if count is None or (own is None and count == now):
+            _log.warning(
+                "Portus: rank %d: %s holds no random states of this rank: its data and random "
+                "numbers do not resume where they were",
+                rank,
+                origin,
+            )
+        elif count != now and rank == 0:
+            _log.warning(
+                "Portus: rank %d: %s was saved by %d processes and is loaded by %d: the weights "
+                "are whole, and a plain loader delivers each remaining sample once; other loaders "
+                "and random numbers do not resume where they were",
+                rank,
+                origin,
+                count,
+                now,
+            )
+
+
+def _positions_in(directory: str, process: int) -> Any:
+    """What a process saved beside its generators; None if there is none, or nobody can tell."""
+    path = os.path.join(directory, RANDOM.format(process))
+    states: Any = None
+    if os.path.isfile(path):
+        try:
+            with verifying():
+                states = (other.load if hasattr(other, "load") else portus.load)(path)
+        except portus.PortusError:
+            raise
+        except Exception:  # stock Accelerate goes on without it, too
+            _log.debug("Portus: %s cannot be loaded", path, exc_info=True)
+    return states.get(resume.KEY) if states else None
