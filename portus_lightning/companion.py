@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ import torch
 
 import portus
 from portus_lightning import data, stock
+from portus_lightning.io import PortusIO
 from portus_lightning.patch import (
     directories_of,
     knows_shards,
@@ -62,8 +62,8 @@ class CompanionHooks:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Tell the plugin where the run is; say what it cannot do."""
-        io = plugin_of(trainer)
-        if io is None or not _is_first(self, trainer):
+        io = self._plugin_of(trainer)
+        if io is None:
             return
         self._ended, self._leaving, self._loaded = False, None, None
         self._data = None if stage == "fit" else self._data
@@ -81,7 +81,7 @@ class CompanionHooks:
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of every rank, and where the data is. Runs on all ranks."""
-        if run_of(trainer) is None or not _is_first(self, trainer):
+        if self._plugin_of(trainer) is None or not stock.is_on():
             return
         own = portus.capture_randomness(trainer.strategy.root_device)
         is_pending = self._is_pending(trainer)
@@ -110,7 +110,8 @@ class CompanionHooks:
         if trainer._checkpoint_connector._loaded_checkpoint:
             return True  # Lightning has not restored all of it
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        return bool(progress.total.processed == _trained(loaded["loops"]))
+        saved = loaded["loops"].get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        return bool(progress.total.processed == saved.get("total", {}).get("processed", -1))
 
     def _carry(
         self, trainer: Any, checkpoint: dict[str, Any], generators: torch.Tensor
@@ -132,11 +133,12 @@ class CompanionHooks:
         position = checkpoint.get(data.KEY)
         if position is not None and self._data is not None:
             self._data.load_state_dict(position)
-        if trainer.state.fn == "fit" and _is_first(self, trainer):
-            of_start = {name: deepcopy(checkpoint.get(name)) for name in _OF_THE_START}
-            self._loaded = {**of_start, "generators": None} if of_start["loops"] else None
+        if trainer.state.fn != "fit" or not self._is_first(trainer):
+            return
+        of_start = {name: deepcopy(checkpoint.get(name)) for name in _OF_THE_START}
+        self._loaded = {**of_start, "generators": None} if of_start["loops"] else None
         saved = checkpoint.get(KEY)
-        if saved is None or trainer.state.fn != "fit" or not _is_first(self, trainer):
+        if saved is None:
             return
         if saved["format"] != FORMAT:
             if run_of(trainer) is None:  # as stock Lightning, which knows nothing of them
@@ -156,15 +158,10 @@ class CompanionHooks:
         """Put the generators back: after the iterators were made, before anything is drawn. From
         now on this callback is the first one: at the end, all files are there before others
         look."""
-        run = run_of(trainer)
-        is_ours = run is not None and not bypass(trainer.strategy, run)
-        if run is not None and is_ours and not trainer.fast_dev_run:
-            in_shards = saves_shards(trainer.strategy)
-            for directory in (
-                directories_of(trainer)[:1] if in_shards or trainer.is_global_zero else ()
-            ):
-                run.expect(directory, in_shards=in_shards)
-        self._go_first(trainer)
+        _expect(trainer)
+        if self._plugin_of(trainer) is not None:  # a new list: Lightning walks through the old one
+            self._place = trainer.callbacks.index(self)
+            trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         if self._data is not None:
             self._data.start()
         generators, self._generators = self._generators, None
@@ -240,20 +237,23 @@ class CompanionHooks:
         if self._data is not None:
             self._data.close()
 
+    def _plugin_of(self, trainer: Any) -> PortusIO | None:
+        """The Trainer's ``PortusIO``, for the companion that acts on it."""
+        io = plugin_of(trainer)
+        return io if io is not None and self._is_first(trainer) else None
+
+    def _is_first(self, trainer: Any) -> bool:
+        """False for a second companion: one came by the entry point, one was passed by hand."""
+        return self is next(each for each in trainer.callbacks if isinstance(each, CompanionHooks))
+
     def _put_back(self, trainer: Any, generators: torch.Tensor) -> None:
         if self._data is not None:
             self._data.put_back()
         portus.restore_randomness(generators, trainer.strategy.root_device)
 
-    def _go_first(self, trainer: Any) -> None:
-        """A new list: Lightning is walking through the old one."""
-        if plugin_of(trainer) is not None and _is_first(self, trainer):
-            self._place = trainer.callbacks.index(self)
-            trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
-
     def _end(self, trainer: Any) -> None:
-        io = plugin_of(trainer)
-        if io is None or self._ended or not _is_first(self, trainer):
+        io = self._plugin_of(trainer)
+        if io is None or self._ended:
             return
         self._ended = True
         io.teardown()  # some strategies forget it
@@ -262,10 +262,8 @@ class CompanionHooks:
             io.run.put_tables()
 
     def _log_stats(self, trainer: Any) -> None:
-        io = plugin_of(trainer)
-        if io is None or not _is_first(self, trainer):
-            return
-        for stats in io.run.take_stats():
+        io = self._plugin_of(trainer)
+        for stats in () if io is None else io.run.take_stats():
             for logger in trainer.loggers:
                 logger.log_metrics(stats.metrics(), step=trainer.global_step)
 
@@ -275,14 +273,6 @@ _OF_THE_START: Final = ("epoch", "global_step", "loops")
 
 _RESTORED_LATER: Final = ("optimizer_states", "lr_schedulers")
 """What Lightning restores only after ``on_fit_start``."""
-
-
-def _trained(loops: Mapping[str, Any]) -> int:
-    """How many batches were trained, by the loops of a checkpoint; -1 if they do not say."""
-    found: Any = loops
-    for name in ("fit_loop", "epoch_loop.batch_progress", "total", "processed"):
-        found = found.get(name, {})
-    return found if isinstance(found, int) else -1
 
 
 def _expect(trainer: Any) -> None:
@@ -322,8 +312,3 @@ def bypass(strategy: Any, run: RunFiles) -> str:
         reason = run.why_no_shards() if saves_shards(strategy) else ""
         return f"{name} with sharded checkpoints ({reason})" if reason else ""
     return "" if owner_of_save(strategy).__name__ == "Strategy" else name
-
-
-def _is_first(companion: CompanionHooks, trainer: Any) -> bool:
-    """False for a second companion: one came by the entry point, one was passed by hand."""
-    return companion is next(c for c in trainer.callbacks if isinstance(c, CompanionHooks))

@@ -18,7 +18,8 @@ other ranks it is what was delivered and what is left; from the next one on it i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -53,16 +54,14 @@ class TrainingData:
         """Loaders that are asked, and went on within this epoch."""
         self._odd_epoch: int | None = None
         """The epoch that has other numbers of batches than stock says."""
-        stock = getattr(type(self._loop), _HOOK).__get__(self._loop)
-
-        self._load_stock: Final = stock
+        self._load_stock: Final = getattr(type(self._loop), _HOOK).__get__(self._loop)
         before_fetch = self._loop.epoch_loop._on_before_fetch
 
         def load_states() -> None:
             self._tell_epoch()
             self._follow()
             if not self._go_on():
-                stock()
+                self._load_stock()
 
         def keep() -> None:
             before_fetch()
@@ -89,14 +88,16 @@ class TrainingData:
         is_over = (
             done == progress.current.ready and self._loop.epoch_loop._num_ready_batches_reached()
         )
-        states: list[Any] = []
-        for cursor, iterator in zip(self._cursors, self._iterators(), strict=True):
-            if cursor is None:
-                states.append(None)
-                continue
-            delivered = self._delivered(cursor, done)
-            states.append(cursor.state_dict(delivered, is_over=is_over, iterator=iterator))
-        return _gathered(states)
+        return _gathered(
+            [
+                None
+                if cursor is None
+                else cursor.state_dict(
+                    self._delivered(cursor, done), is_over=is_over, iterator=iterator
+                )
+                for cursor, iterator in zip(self._cursors, self._iterators(), strict=True)
+            ]
+        )
 
     def amend(self, checkpoint: dict[str, Any], own: list[Any]) -> None:
         """Put what loaders said of themselves where Lightning has it too: it asks them when they
@@ -149,20 +150,17 @@ class TrainingData:
     def start_epoch(self) -> None:
         """An epoch begins from its start."""
         self._tell_epoch()
-        self._end_what_was_resumed()
-        if self._odd_epoch not in (None, self._loop.epoch_progress.current.processed):
-            self._odd_epoch = None
-            self._limit()
-            self._count()
-
-    def _end_what_was_resumed(self) -> None:
-        """Lightning stops at the last batch of an epoch, and some loaders that were given a state
-        begin the next epoch only once they were asked in vain."""
+        # Lightning stops at the last batch of an epoch, and some loaders that were given a state
+        # begin the next epoch only once they were asked in vain.
         resumed, self._resumed = self._resumed, []
         iterators = self._iterators() if resumed else []
         for number in resumed:
             if iterators[number] is not None:
                 next(iterators[number], _END)
+        if self._odd_epoch not in (None, self._loop.epoch_progress.current.processed):
+            self._odd_epoch = None
+            self._limit()
+            self._count()
 
     def close(self) -> None:
         """Leave the loaders and the loop as they were."""
@@ -206,8 +204,8 @@ class TrainingData:
                 cursor.close()
         is_known = (
             len(loaders) == 1
-            or self._mode == "min_size"
-            or None not in [_size(each) for each in loaders]
+            or self._loop._combined_loader._mode == "min_size"
+            or None not in [_known(partial(len, each)) for each in loaders]
         )
         self._cursors = [
             portus.DataCursor(each, ranks=ranks, fixed=self._fixed)
@@ -245,7 +243,10 @@ class TrainingData:
             if told:
                 self._tell(told)
             elif not saved["position"]["is_over"]:
-                _say_nothing_of_it()
+                # Lightning would warn that the loader is not resumable.
+                warnings.filterwarnings(
+                    "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
+                )
             if _length(cursor) != _length(cursor, of_stock=True):
                 self._odd_epoch = self._loop.epoch_progress.current.processed
         self._limit()
@@ -272,18 +273,13 @@ class TrainingData:
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
-    @property
-    def _mode(self) -> str:
-        mode: str = self._loop._combined_loader._mode
-        return mode
-
     def _delivered(self, cursor: portus.DataCursor, done: int) -> int:
         """Batches of the loader's own round, once training was given ``done`` of all loaders: one
         that is shorter than others has ended then, or has begun again."""
-        if len(self._cursors) == 1 or self._mode == "min_size":
+        if len(self._cursors) == 1 or self._loop._combined_loader._mode == "min_size":
             return done
         length = len(cursor.stock)
-        if self._mode == "max_size_cycle" and length:
+        if self._loop._combined_loader._mode == "max_size_cycle" and length:
             return (done - 1) % length + 1 if done else 0
         return min(done, length)
 
@@ -331,21 +327,12 @@ def _is_stateful(loader: object) -> bool:
 
 
 def _length(cursor: portus.DataCursor, of_stock: bool = False) -> int | None:
-    try:
-        return len(cursor.stock) if of_stock else cursor.batches
-    except TypeError:  # a sampler without a length
-        return None
+    return _known(lambda: len(cursor.stock) if of_stock else cursor.batches)
 
 
-def _size(loader: Any) -> int | None:
+def _known(length: Callable[[], int | None]) -> int | None:
+    """A length; None where nobody knows it, as of a sampler without one."""
     try:
-        return len(loader)
+        return length()
     except (TypeError, NotImplementedError):
         return None
-
-
-def _say_nothing_of_it() -> None:
-    """Lightning would warn that the loader is not resumable."""
-    warnings.filterwarnings(
-        "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
-    )

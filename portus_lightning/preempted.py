@@ -65,11 +65,6 @@ class Leaving:
     def _val_loop(self) -> Any:
         return self._trainer.fit_loop.epoch_loop.val_loop
 
-    @property
-    def leaves(self) -> bool:
-        """True once all ranks leave."""
-        return self._preemption.leaving
-
     def train_starts(self) -> None:
         """Record the generators: training may begin with a validation that was cut off."""
         self._generators = self._generators_now()
@@ -91,7 +86,7 @@ class Leaving:
 
     def validation_starts(self) -> None:
         """Raises Lightning's ``SIGTERMException`` if it is time to leave."""
-        if self.leaves:
+        if self._preemption.leaving:
             self._exit()
         if self._generators is None:
             self._generators = self._generators_now()
@@ -132,7 +127,7 @@ class Leaving:
 
     def takes(self, error: BaseException) -> bool:
         """True if it is ours: what Lightning raises once all ranks leave."""
-        return self.leaves and isinstance(error, _exception_of(self._trainer))
+        return self._preemption.leaving and isinstance(error, _exception_of(self._trainer))
 
     def save(self, wait: Callable[[], None]) -> None:
         """Save what the run goes on from, where it is looked for, and wait until it is there. What
@@ -174,7 +169,7 @@ class Leaving:
         """Return this rank's generators to continue with: ``now``, or in a validation those that it
         began with."""
         found = self._generators
-        return now if found is None or not self._trainer.validating else found
+        return found if found is not None and self._trainer.validating else now
 
     def _generators_now(self) -> torch.Tensor:
         return portus.capture_randomness(self._trainer.strategy.root_device)

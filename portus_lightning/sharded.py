@@ -13,7 +13,6 @@ reference for each rank. A directory that stock Lightning wrote is loaded by its
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -56,9 +55,8 @@ class _Sharded:
         self._key: Final = key
         self._run: Final = run
 
-    def _stock(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(type(self._strategy), name)
-        return functools.partial(method, self._strategy)
+    def _stock(self, name: str, *given: Any, **named: Any) -> Any:
+        return getattr(type(self._strategy), name)(self._strategy, *given, **named)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -67,16 +65,13 @@ class _Sharded:
         cannot."""
         path = stock.local_path(self._strategy.broadcast(filepath))
         if path is None or storage_options is not None or not stock.is_on():
-            self._stock("save_checkpoint")(checkpoint, filepath, storage_options)
+            self._stock("save_checkpoint", checkpoint, filepath, storage_options)
             return
         states = checkpoint.get("optimizer_states", [])
         shards = {self._key: checkpoint["state_dict"]}
         shards.update({f"optimizer_{index}": state for index, state in enumerate(states)})
-        rest = {
-            key: value
-            for key, value in checkpoint.items()
-            if key not in ("state_dict", "optimizer_states")
-        }
+        sharded = ("state_dict", "optimizer_states")
+        rest = {key: value for key, value in checkpoint.items() if key not in sharded}
         if self._strategy.global_rank == 0:
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(path)  # as Lightning does: a directory takes the place of a file
@@ -84,19 +79,17 @@ class _Sharded:
             self._run.save_shards(shards, path, rest, is_first=self._strategy.global_rank == 0)
         except portus.UsageError as error:
             stock.LIGHTNING.say_it_saves(error)
-            self._stock("save_checkpoint")(checkpoint, filepath)
+            self._stock("save_checkpoint", checkpoint, filepath)
 
-    def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> Any:
         """Load a checkpoint, in place of the strategy's own method."""
         path = stock.local_path(self._strategy.broadcast(checkpoint_path))
         is_chosen = path is not None and self._strategy.broadcast(self._run.is_chosen(path))
         if path is not None and (is_chosen or has_digests(path)):
             return self._load_directory(path, is_chosen=is_chosen)
-        result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
-        assert isinstance(result, dict)
-        return result
+        return self._stock("load_checkpoint", checkpoint_path, *more, **named)
 
-    def _load_directory(self, path: str, *, is_chosen: bool) -> dict[str, Any]:
+    def _load_directory(self, path: str, *, is_chosen: bool) -> Any:
         """Load from torch's own directory, and return what is not sharded. If Lightning chose it,
         and it is damaged or its save was cut off, load the newest complete one beside it."""
         found = path
@@ -112,9 +105,7 @@ class _Sharded:
             found = newest[0]
             if self._strategy.global_rank == 0:
                 _log.error("Portus: %s; FALLING BACK to %s", error, found)
-        rest = portus.load(os.path.join(found, META), map_location="cpu", weights_only=False)
-        assert isinstance(rest, dict)
-        return rest
+        return portus.load(os.path.join(found, META), map_location="cpu", weights_only=False)
 
     def _load(self, load_into: Callable[[dict[str, Any]], object]) -> None:
         model, module = self._strategy.model, self._strategy.lightning_module
@@ -132,20 +123,16 @@ class _Sharded:
                 model, optimizer, optim_state_dict=state[f"optimizer_{index}"]
             )
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> Any:
         """Return the model's state, with its live shards, in place of the strategy's own method."""
         if not stock.is_on():
-            result = self._stock("lightning_module_state_dict")()
-            assert isinstance(result, dict)
-            return result
+            return self._stock("lightning_module_state_dict")
         return of_torch.get_model_state_dict(self._strategy.model)
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> Any:
         """Return an optimizer's state, with its live shards, in place of the strategy's own
         method."""
         if not stock.is_on():
-            result = self._stock("optimizer_state")(optimizer)
-            assert isinstance(result, dict)
-            return result
+            return self._stock("optimizer_state", optimizer)
         inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
         return dict(of_torch.get_optimizer_state_dict(self._strategy.model, inner))
