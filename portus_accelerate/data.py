@@ -56,19 +56,17 @@ class Training:
         """Models were loaded: what is done from now on counts."""
         self._first = None
 
-    def since(self, then: _Trained) -> bool:
-        """Whether anything was trained since."""
-        now = self._now()
+    def since(self, then: _Trained | None = None) -> bool:
+        """Whether anything was trained since then; None: since the first loop began, or the last
+        state was loaded."""
+        now, then = self._now(), then or self._first
+        if then is None:
+            return False
         known = then.parameters
         return now.passes != then.passes or any(
             each != known.get(number, (each[0], _NO_GRADIENT))
             for number, each in now.parameters.items()
         )
-
-    @property
-    def at_all(self) -> bool:
-        """Whether anything was trained since the first loop began, or the last state was loaded."""
-        return self._first is not None and self.since(self._first)
 
     def _now(self) -> _Trained:
         found = {}
@@ -137,7 +135,7 @@ class PlainLoader:
         # A loop that trains nothing, in a script that trains, is one of validation: what it found
         # before the save is lost, so the next one begins anew.
         has_trained = running.has_trained
-        is_beside = delivered is None and not has_trained and self._training.at_all
+        is_beside = delivered is None and not has_trained and self._training.since()
         delivered = handed_out if delivered is None else delivered
         is_over = running.is_over and delivered == handed_out
         return {

@@ -47,8 +47,17 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         """What the checkpoint says, if there is one."""
         mine = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self.is_due = bool(mine.get("attributes", {}).get("is_due"))
-        if self.is_due:
-            self._evaluate_once_random_numbers_are_back()
+        if not self.is_due:
+            return
+        trainer = self._trainer
+
+        def load(checkpoint: Any) -> None:
+            del trainer._load_rng_state
+            trainer._load_rng_state(checkpoint)
+            self._evaluate_if_due()
+
+        # It is done once the random numbers are back: an epoch's order is drawn right after.
+        trainer._load_rng_state = load
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """An evaluation that was left out comes before the next step, at the latest."""
@@ -58,7 +67,9 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         """Save and leave, if it is time; Trainer does."""
         if self._preemption.should_leave():
             self._is_news = control.should_evaluate and not self.is_due
-            self._leave(control)
+            self.is_due = self.is_due or control.should_evaluate
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
             self._saved = state.global_step
         self._generators = self._generators_now() if control.should_evaluate else None
         return control
@@ -73,38 +84,20 @@ class PreemptionCallback(TrainerCallback, ExportableState):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Leave, if it is time, between two batches of an evaluation."""
-        if self._trainer.is_in_train and self._preemption.should_leave_validation():
-            self._leave_evaluation()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        """Have Trainer save and leave at the end of an evaluation, if it is time."""
-        if self._trainer.is_in_train and self._preemption.validation_ends():
-            control.should_save = control.should_training_stop = True
-        return control
-
-    def _leave(self, control: Any) -> None:
-        self.is_due = self.is_due or control.should_evaluate
-        control.should_evaluate = False
-        control.should_save = control.should_training_stop = True
-
-    def _leave_evaluation(self) -> None:
         trainer = self._trainer
+        if not trainer.is_in_train or not self._preemption.should_leave_validation():
+            return
         self.is_due = True
         if self._generators is not None:  # those that it began with
             portus.restore_randomness(self._generators, trainer.args.device)
         trainer._save_checkpoint(trainer.model, trial=None)
         raise EvaluationLeft
 
-    def _evaluate_once_random_numbers_are_back(self) -> None:
-        """Where an epoch begins, its order is drawn right after."""
-        trainer = self._trainer
-
-        def load(checkpoint: Any) -> None:
-            del trainer._load_rng_state
-            trainer._load_rng_state(checkpoint)
-            self._evaluate_if_due()
-
-        trainer._load_rng_state = load
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        """Have Trainer save and leave at the end of an evaluation, if it is time."""
+        if self._trainer.is_in_train and self._preemption.validation_ends():
+            control.should_save = control.should_training_stop = True
+        return control
 
     def _evaluate_if_due(self) -> None:
         if self.is_due:
