@@ -12,7 +12,7 @@ from typing import Final
 
 from portus.cadence.bounded import overhead
 from portus.cli.output import Output
-from portus.cli.report import ReportOptions, run
+from portus.cli.report import run
 from portus.journal.lines import Decided, Head, Line, Saved, SessionBegun, SessionEnded, encoded
 from tests.bench.cadence import (
     BOUND,
@@ -123,7 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         place = example(Path(name))
         picture = str(DOCS / "report.png") if arguments.write else None
-        run(ReportOptions(str(place), picture=picture), None, Output(as_json=False))
+        run(str(place), None, Output(as_json=False), picture=picture)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_at_each_path_of_a_killed_process_is_a_pointer_that_loads_or_nothing(
             lost = {info.token for info in pool.versions("run")} - tokens
             assert not checkpointer.steps()
         leaked += len(lost)
-        gc.run(str(path), gc.GcOptions(missing=[str(folder)], yes=True), Output(as_json=False))
+        gc.run(str(path), Output(as_json=False), missing=[str(folder)], yes=True)
         with portus.open(path) as pool:
             assert {info.token for info in pool.versions("run")} == tokens, f"kill {number}"
         for file in checkpoints.glob("*.ckpt"):

@@ -169,7 +169,7 @@ def collect(history: History) -> None:
     """What no pointer leads to is found and removed; what is there stays few."""
     before = versions(history)
     for host in history.hosts:
-        gc.run(host.url, gc.GcOptions(missing=[str(history.root)], yes=True), Output(as_json=False))
+        gc.run(host.url, Output(as_json=False), missing=[str(history.root)], yes=True)
     after = versions(history)
     pointers = len(list((history.root / "ckpt").glob("step_*/*")))
     assert after <= pointers, "a version without a pointer stays"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
-from portus.cli.output import BUSY, Output, count_text, size_text
+from portus.cli.output import BUSY, Output, Row, count_text, size_text
 from portus.daemon.admin import (
-    Answer,
     Asked,
     Drain,
     HostStatus,
@@ -21,12 +22,12 @@ from portus.daemon.admin import (
 )
 from portus.errors import TransportError
 
+Kind = TypeVar("Kind", HostStatus, RequestDone)
 
-def show(host: str, output: Output) -> int:
-    """How the host is; the exit code."""
-    found = ask(host, Look())
-    if not isinstance(found, HostStatus):
-        raise _other(host, found)
+
+def show(host: str, output: Output) -> None:
+    """Show tenants and connections."""
+    found = _ask(host, Look(), HostStatus)
     output.document(msgspec.to_builtins(found, builtin_types=()))
     draining = ", draining: no new saves" if found.draining else ""
     output.line(f"{found.place} at {', '.join(found.addresses)}{draining}")
@@ -48,70 +49,60 @@ def show(host: str, output: Output) -> int:
             for each in found.connections
         ]
         output.table(("PEER", "TENANT", ">FOR", ">PINS", "CLAIMS", "SAVING"), rows)
-    return 0
 
 
-def kick(host: str, who: str, output: Output) -> int:
-    """End connections; the exit code."""
-    done = _done(host, Kick(who))
-    output.document({"ended": done.count})
-    output.line(f"{count_text(done.count, 'connection')} ended")
-    return 0
+def kick(host: str, who: str, output: Output) -> None:
+    """End connections."""
+    count = _ask(host, Kick(who), RequestDone).count
+    output.document({"ended": count})
+    output.line(f"{count_text(count, 'connection')} ended")
 
 
-def read_only(host: str, tenant: str, *, off: bool, output: Output) -> int:
-    """Begin no save of a tenant, or do again; the exit code."""
-    _done(host, ReadOnly(tenant, not off))
+def read_only(host: str, tenant: str, *, off: bool, output: Output) -> None:
+    """Refuse a tenant's saves, or allow them again."""
+    _ask(host, ReadOnly(tenant, not off), RequestDone)
     output.document({"tenant": tenant, "read_only": not off})
     output.line(f"{tenant}: {'saves may begin again' if off else 'read-only until --off'}")
-    return 0
 
 
-def drain(host: str, *, off: bool, wait_s: float, output: Output) -> int:
-    """Begin no save of anybody and wait for those under way, or do again; the exit code."""
-    left = _done(host, Drain(not off, wait_s), wait_s + 60).count
+def drain(host: str, *, off: bool, wait_s: float, output: Output) -> None:
+    """Refuse all saves and wait for those in flight, or allow them again."""
+    left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
     output.document({"draining": not off, "saves": left})
-    if off:
-        output.line("saves may begin again")
-    else:
-        output.line(f"no new saves; {count_text(left, 'save')} in flight")
-    return BUSY if left else 0
+    in_flight = f"no new saves; {count_text(left, 'save')} in flight"
+    output.line("saves may begin again" if off else in_flight)
+    output.code = BUSY if left else 0
 
 
-def reopen(host: str, tenant: str, output: Output) -> int:
-    """Open a pool again that accepts no more writes; the exit code."""
-    size = _done(host, Reopen(tenant), None).count
+def reopen(host: str, tenant: str, output: Output) -> None:
+    """Open a pool again that accepts no more writes."""
+    size = _ask(host, Reopen(tenant), RequestDone, None).count
     output.document({"tenant": tenant, "size": size})
     output.line(f"{tenant}: every byte is intact, and the pool is open again: {size_text(size)}")
-    return 0
 
 
-def reload(host: str, output: Output) -> int:
-    """Have it read its files again; the exit code."""
-    _done(host, Reload())
+def reload(host: str, output: Output) -> None:
+    """Make the host read its files again."""
+    _ask(host, Reload(), RequestDone)
     output.document({"reloaded": True})
     output.line("secrets, quotas and certificates were read again")
-    return 0
 
 
-def _done(host: str, asked: Asked, wait_s: float | None = 60.0) -> RequestDone:
+def _ask(host: str, asked: Asked, kind: type[Kind], wait_s: float | None = 60.0) -> Kind:
     answer = ask(host, asked, wait_s)
-    if not isinstance(answer, RequestDone):
-        raise _other(host, answer)
+    if not isinstance(answer, kind):
+        raise TransportError(f"{host}: {answer.__struct_config__.tag} was not expected")
     return answer
 
 
-def _other(host: str, answer: Answer) -> TransportError:
-    return TransportError(f"{host}: {answer.__struct_config__.tag} was not expected")
-
-
-def _row(tenant: Tenant) -> tuple[str, ...]:
-    state = "accepts no writes: portus admin reopen" if tenant.poisoned else ""
-    if tenant.read_only and not state:
-        state = "read-only"
+def _row(tenant: Tenant) -> Row:
+    state = []
+    if tenant.poisoned:
+        state = ["accepts no writes: portus admin reopen"]
+    elif tenant.read_only:
+        state = ["read-only"]
     if tenant.mirror_missing:
-        lag = f"mirror {tenant.mirror_lag_s:.0f} s behind"
-        state = f"{state}; {lag}" if state else lag
+        state.append(f"mirror {tenant.mirror_lag_s:.0f} s behind")
     return (
         tenant.tenant,
         size_text(tenant.size),
@@ -121,5 +112,5 @@ def _row(tenant: Tenant) -> tuple[str, ...]:
         str(tenant.saves),
         str(tenant.pins),
         ", ".join(tenant.claims),
-        state,
+        "; ".join(state),
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from portus import __version__
@@ -76,47 +77,47 @@ app: Final = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _option(names: str, text: str) -> Any:
+    """Return an option; ``names`` are as in the usage, such as ``--pool -p PATH``."""
+    *flags, value = names.split()
+    if value.startswith("-"):
+        return Option(*flags, value, help=text)
+    return Option(*flags, metavar=value, help=text)
+
+
+def _argument(name: str, text: str) -> Any:
+    return Argument(metavar=name, help=text)
+
+
 _WHERE: Final = (
     "a pool file, a pool directory or a portus:// address; "
     "default: $PORTUS_POOL, then the nearest .portus"
 )
 _OR_MIRROR: Final = f"{_WHERE}; or a mirror, such as s3://bucket/prefix or file:///path"
 
-Pool = Annotated[str | None, typer.Option("--pool", "-p", metavar="PATH", help=_WHERE)]
+Pool = Annotated[str | None, _option("--pool -p PATH", _WHERE)]
 PoolArgument = Annotated[
-    str | None, typer.Argument(metavar="[POOL]", help="the same as --pool; or a directory of files")
+    str | None, _argument("[POOL]", "the same as --pool; or a directory of files")
 ]
-PoolOrMirror = Annotated[
-    str | None, typer.Option("--pool", "-p", metavar="PATH|MIRROR", help=_OR_MIRROR)
-]
-MirrorArgument = Annotated[
-    str | None, typer.Argument(metavar="[MIRROR]", help="the mirror; default: $PORTUS_MIRROR")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document to stdout")]
+PoolOrMirror = Annotated[str | None, _option("--pool -p PATH|MIRROR", _OR_MIRROR)]
+MirrorArgument = Annotated[str | None, _argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR")]
+AsJson = Annotated[bool, _option("--json", "print one JSON document to stdout")]
 Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL[@STEP]", help="a version, a file, a pointer, or MIRROR/MODEL[@STEP]"
-    ),
+    str, _argument("MODEL[@STEP]", "a version, a file, a pointer, or MIRROR/MODEL[@STEP]")
 ]
 Targets = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL[@STEP]...",
-        help="versions, files, pointers, or MIRROR/MODEL[@STEP]",
-    ),
+    list[str], _argument("MODEL[@STEP]...", "versions, files, pointers, or MIRROR/MODEL[@STEP]")
 ]
 OptionalTarget = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[MODEL[@STEP]]", help="a model, a version, a file or a directory; default: all"
-    ),
+    _argument("[MODEL[@STEP]]", "a model, a version, a file or a directory; default: all"),
 ]
 
 
 @app.callback(invoke_without_command=True)
 def _portus(
-    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+    version: Annotated[bool, _option("--version", "print the version and exit")] = False,
 ) -> None:
     if version:
         print(__version__)
@@ -127,9 +128,7 @@ def _portus(
 def ls(
     place: PoolArgument = None,
     pool: PoolOrMirror = None,
-    every: Annotated[
-        bool, typer.Option("--all", "-a", help="list all versions of each model")
-    ] = False,
+    every: Annotated[bool, _option("--all -a", "list all versions of each model")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
@@ -137,7 +136,7 @@ def ls(
     with reported(as_json) as output:
         from portus.cli import ls
 
-        output.code = ls.run(place or pool, every, output)
+        ls.run(place or pool, every, output)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -146,25 +145,18 @@ def show(target: Target, pool: PoolOrMirror = None, as_json: AsJson = False) -> 
     with reported(as_json) as output:
         from portus.cli import show
 
-        output.code = show.run(target, pool, output)
+        show.run(target, pool, output)
 
 
 @app.command(epilog=EXIT_CODES)
 def report(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="the run's directory, its pool, one of its checkpoints, or its name",
-        ),
+        _argument("[RUN]", "the run's directory, its pool, one of its checkpoints, or its name"),
     ] = None,
     pool: Pool = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="also write an HTML page")
-    ] = None,
-    png: Annotated[
-        str | None, typer.Option("--png", metavar="FILE", help="also write a plot")
-    ] = None,
+    html: Annotated[str | None, _option("--html FILE", "also write an HTML page")] = None,
+    png: Annotated[str | None, _option("--png FILE", "also write a plot")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of a run went, and which steps each restart lost.
@@ -175,7 +167,7 @@ def report(
     with reported(as_json) as output:
         from portus.cli import report as command
 
-        output.code = command.run(command.ReportOptions(run, page=html, picture=png), pool, output)
+        command.run(run, pool, output, page=html, picture=png)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -187,37 +179,32 @@ def verify(
     with reported(as_json) as output:
         from portus.cli import verify
 
-        output.code = verify.run(target, pool, output)
+        verify.run(target, pool, output)
 
 
 @app.command(epilog=EXIT_CODES)
 def scrub(
     place: PoolArgument = None,
     pool: Pool = None,
-    rate: Annotated[
-        str, typer.Option("--rate", metavar="SIZE/s", help="read at most this much per second")
-    ] = "50M/s",
+    rate: Annotated[str, _option("--rate SIZE/s", "read at most this much per second")] = "50M/s",
     as_json: AsJson = False,
 ) -> None:
     """Read every byte as verify does, but slowly, and from the disk rather than the page cache.
     Exit code 4 if damage was found."""
     with reported(as_json) as output:
-        from portus.cli import scrub
+        from portus.cli import verify
 
-        output.code = scrub.run(place or pool, rate, output)
+        verify.scrub(place or pool, rate, output)
 
 
 @app.command(epilog=EXIT_CODES)
 def rescue(
-    place: Annotated[
-        str, typer.Argument(metavar="POOL", help="a pool file with any name, or a device")
-    ],
+    place: Annotated[str, _argument("POOL", "a pool file with any name, or a device")],
     into: Annotated[
-        str | None,
-        typer.Option("--into", metavar="NEW", help="write the intact versions to a new pool file"),
+        str | None, _option("--into NEW", "write the intact versions to a new pool file")
     ] = None,
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="repair the pool itself; copy it first")
+        bool, _option("--in-place", "repair the pool itself; copy it first")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -232,39 +219,24 @@ def rescue(
     with reported(as_json) as output:
         from portus.cli import rescue as command
 
-        output.code = command.run(
-            place, command.RescueOptions(into=into, in_place=in_place), output
-        )
+        command.run(place, into, in_place, output)
 
 
 @app.command(epilog=EXIT_CODES)
 def export(
     target: Target,
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="a .safetensors or .pt file, or a directory")
-    ],
+    out: Annotated[str, _argument("OUT", "a .safetensors or .pt file, or a directory")],
     pool: PoolOrMirror = None,
     file: Annotated[
-        str | None,
-        typer.Option("--file", metavar="NAME", help="the one file to take, if it has several"),
+        str | None, _option("--file NAME", "the one file to take, if it has several")
     ] = None,
     names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--names", "-n", metavar="PATTERN", help="only matching names, such as 'model.*'"
-        ),
+        list[str] | None, _option("--names -n PATTERN", "only matching names, such as 'model.*'")
     ] = None,
-    strip: Annotated[
-        str, typer.Option("--strip", metavar="PREFIX", help="remove this prefix from names")
-    ] = "",
-    force: Annotated[bool, typer.Option("--force", "-f", help="replace OUT if it exists")] = False,
+    strip: Annotated[str, _option("--strip PREFIX", "remove this prefix from names")] = "",
+    force: Annotated[bool, _option("--force -f", "replace OUT if it exists")] = False,
     shard_size: Annotated[
-        str,
-        typer.Option(
-            "--shard-size",
-            metavar="SIZE",
-            help="the most bytes of each file, if OUT is a directory",
-        ),
+        str, _option("--shard-size SIZE", "the most bytes of each file, if OUT is a directory")
     ] = "5GB",
     as_json: AsJson = False,
 ) -> None:
@@ -291,26 +263,20 @@ def export(
             force=force,
             limit=export.size_of(shard_size),
         )
-        output.code = export.run(options, pool, output)
+        export.run(options, pool, output)
 
 
 @app.command(epilog=EXIT_CODES)
 def pull(
-    mirror: Annotated[
-        str, typer.Argument(metavar="MIRROR[/MODEL]", help="all models of a mirror, or one")
-    ],
+    mirror: Annotated[str, _argument("MIRROR[/MODEL]", "all models of a mirror, or one")],
     directory: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[DIR]",
-            help="the run's directory, made if there is none; default: the current directory",
+        _argument(
+            "[DIR]", "the run's directory, made if there is none; default: the current directory"
         ),
     ] = None,
     pool: Annotated[
-        str | None,
-        typer.Option(
-            "--pool", "-p", metavar="PATH", help="where the pools go; default: .portus in DIR"
-        ),
+        str | None, _option("--pool -p PATH", "where the pools go; default: .portus in DIR")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -322,29 +288,25 @@ def pull(
     with reported(as_json) as output:
         from portus.cli import pull as command
 
-        output.code = command.run(mirror, directory, pool, output)
+        command.run(mirror, directory, pool, output)
 
 
 @app.command(epilog=EXIT_CODES)
 def rm(
     targets: Targets,
     pool: PoolOrMirror = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="delete a whole model without asking")
-    ] = False,
+    yes: Annotated[bool, _option("--yes -y", "delete a whole model without asking")] = False,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force",
-            "-f",
-            help="also delete marks of protected tables, and files that a link leads to",
+        _option(
+            "--force -f", "also delete marks of protected tables, and files that a link leads to"
         ),
     ] = False,
     keep: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|KEEP",
-            help="keep only the newest N of a directory, or of a model, or what a policy keeps, "
+        _option(
+            "--keep N|KEEP",
+            "keep only the newest N of a directory, or of a model, or what a policy keeps, "
             "such as last=2,every=1000,within=24h,best=val_loss:min:3",
         ),
     ] = None,
@@ -358,16 +320,16 @@ def rm(
     with reported(as_json) as output:
         from portus.cli import rm
 
-        output.code = rm.run(targets, pool, yes=yes, force=force, keep=keep, output=output)
+        rm.run(targets, pool, yes=yes, force=force, keep=keep, output=output)
 
 
 @app.command(epilog=EXIT_CODES)
 def doctor(
     places: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[PLACE...]",
-            help="pools, directories, DAX devices or addresses of storage hosts to look at; "
+        _argument(
+            "[PLACE...]",
+            "pools, directories, DAX devices or addresses of storage hosts to look at; "
             "default: $PORTUS_POOL, else the nearest .portus, and /dev/shm",
         ),
     ] = None,
@@ -377,24 +339,20 @@ def doctor(
     with reported(as_json) as output:
         from portus.cli import doctor as command
 
-        output.code = command.run(places or (), output)
+        command.run(places or (), output)
 
 
 @app.command("format", epilog=EXIT_CODES)
 def format_(
-    device: Annotated[
-        str, typer.Argument(metavar="DEVICE", help="a DAX device, such as /dev/dax0.0")
-    ],
-    force: Annotated[
-        bool, typer.Option("--force", "-f", help="overwrite what the device holds")
-    ] = False,
+    device: Annotated[str, _argument("DEVICE", "a DAX device, such as /dev/dax0.0")],
+    force: Annotated[bool, _option("--force -f", "overwrite what the device holds")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make an empty pool on a DAX device."""
     with reported(as_json) as output:
         from portus.cli import format as command
 
-        output.code = command.run(device, force=force, output=output)
+        command.run(device, force=force, output=output)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -403,18 +361,14 @@ def gc(
     pool: PoolOrMirror = None,
     missing: Annotated[
         list[str] | None,
-        typer.Option(
-            "--missing",
-            metavar="DIR",
-            help="delete versions whose pointers were in DIR, or below, and are gone",
+        _option(
+            "--missing DIR", "delete versions whose pointers were in DIR, or below, and are gone"
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="delete them without asking")] = False,
-    empty: Annotated[
-        bool, typer.Option("--empty", help="also remove pool files that end up empty")
-    ] = False,
+    yes: Annotated[bool, _option("--yes -y", "delete them without asking")] = False,
+    empty: Annotated[bool, _option("--empty", "also remove pool files that end up empty")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only show what would be deleted and given back")
+        bool, _option("--dry-run", "only show what would be deleted and given back")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -427,109 +381,61 @@ def gc(
     with reported(as_json) as output:
         from portus.cli import gc
 
-        options = gc.GcOptions(missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
-        output.code = gc.run(place or pool, options, output)
+        gc.run(place or pool, output, missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
 
 
 _SecretFile = Annotated[
-    str | None,
-    typer.Option(
-        "--secret-file", metavar="PATH", help="a file with one secret, or lines TENANT SECRET"
-    ),
+    str | None, _option("--secret-file PATH", "a file with one secret, or lines TENANT SECRET")
 ]
 _TlsCert = Annotated[
-    str | None,
-    typer.Option("--tls-cert", metavar="PEM", help="use TLS on TCP addresses (portus+tls://)"),
+    str | None, _option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)")
 ]
-_TlsKey = Annotated[
-    str | None, typer.Option("--tls-key", metavar="PEM", help="the key of that certificate")
-]
+_TlsKey = Annotated[str | None, _option("--tls-key PEM", "the key of that certificate")]
 _Quota = Annotated[
-    str | None,
-    typer.Option(
-        "--quota", metavar="SIZE", help="the most that each tenant may store, such as 500G"
-    ),
+    str | None, _option("--quota SIZE", "the most that each tenant may store, such as 500G")
 ]
 _QuotaFile = Annotated[
-    str | None,
-    typer.Option(
-        "--quota-file", metavar="PATH", help="a file of lines TENANT SIZE, instead of --quota"
-    ),
+    str | None, _option("--quota-file PATH", "a file of lines TENANT SIZE, instead of --quota")
 ]
 _Metrics = Annotated[
-    str | None,
-    typer.Option(
-        "--metrics", metavar="[HOST:]PORT", help="serve Prometheus metrics and /healthz here"
-    ),
+    str | None, _option("--metrics [HOST:]PORT", "serve Prometheus metrics and /healthz here")
 ]
-_AdminPath = Annotated[
-    str | None,
-    typer.Option("--admin", metavar="PATH", help="the socket for `portus admin`"),
-]
+_AdminPath = Annotated[str | None, _option("--admin PATH", "the socket for `portus admin`")]
 _Scrub = Annotated[
-    str | None,
-    typer.Option("--scrub", metavar="SIZE/s", help="reread the pools for bit rot at this rate"),
+    str | None, _option("--scrub SIZE/s", "reread the pools for bit rot at this rate")
 ]
 _Memory = Annotated[
     str | None,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help="the most memory that all clients together may take; default: 1G",
-    ),
+    _option("--memory SIZE", "the most memory that all clients together may take; default: 1G"),
 ]
 _Connections = Annotated[
     int | None,
-    typer.Option(
-        "--connections",
-        metavar="COUNT",
-        help="the most connections of all clients together; default: 1024",
-    ),
+    _option("--connections COUNT", "the most connections of all clients together; default: 1024"),
 ]
 _Listen = Annotated[
     list[str] | None,
-    typer.Option(
-        "--listen",
-        "-l",
-        metavar="HOST[:PORT]|unix:PATH",
-        help="an address to listen on; default: 127.0.0.1:7117",
+    _option(
+        "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117"
     ),
 ]
 _HostMirror = Annotated[
-    str | None,
-    typer.Option(
-        "--mirror", metavar="URL", help="mirror committed versions to this URL, per tenant"
-    ),
+    str | None, _option("--mirror URL", "mirror committed versions to this URL, per tenant")
 ]
 _HostReplica = Annotated[
-    str | None,
-    typer.Option(
-        "--replica", metavar="ADDRESS", help="the host that takes over if this one is lost"
-    ),
+    str | None, _option("--replica ADDRESS", "the host that takes over if this one is lost")
 ]
 _HostTransport = Annotated[
-    str,
-    typer.Option(
-        "--transport", metavar="auto|tcp|verbs", help="verbs: refuse to start without RDMA"
-    ),
+    str, _option("--transport auto|tcp|verbs", "verbs: refuse to start without RDMA")
 ]
 _HostMirrorWait = Annotated[
-    float,
-    typer.Option(
-        "--mirror-wait",
-        metavar="SECONDS",
-        help="how long shutdown waits for the mirror or the replica",
-    ),
+    float, _option("--mirror-wait SECONDS", "how long shutdown waits for the mirror or the replica")
 ]
 
 
 @app.command(epilog=EXIT_CODES)
 def serve(
     place: Annotated[
-        str,
-        typer.Argument(
-            metavar="POOL", help="a pool directory, a pool file, a DAX device, or memory:SIZE"
-        ),
+        str, _argument("POOL", "a pool directory, a pool file, a DAX device, or memory:SIZE")
     ],
     listen: _Listen = None,
     secret_file: _SecretFile = None,
@@ -553,9 +459,11 @@ def serve(
     a connection hung at shutdown and was abandoned.
     """
     with reported(False) as output:
-        from portus.cli import serve
+        from portus.daemon.events import log_to_stderr
         from portus.daemon.main import ServeOptions
+        from portus.daemon.main import serve as run
 
+        log_to_stderr()
         options = ServeOptions(
             place=place,
             listen=listen or (),
@@ -574,7 +482,7 @@ def serve(
             replica=replica,
             mirror_wait=mirror_wait,
         )
-        output.code = serve.run(options, output)
+        output.code = 0 if run(options) else 3
 
 
 class _ShowFirst(TyperGroup):
@@ -598,13 +506,12 @@ app.add_typer(_admin, name="admin")
 
 HostArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="ADDRESS",
-        help="the host's address, also as HOST:PORT, or the PATH given to serve --admin",
+    _argument(
+        "ADDRESS", "the host's address, also as HOST:PORT, or the PATH given to serve --admin"
     ),
 ]
-TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="the tenant's name")]
-Off = Annotated[bool, typer.Option("--off", help="allow saves again")]
+TenantArgument = Annotated[str, _argument("TENANT", "the tenant's name")]
+Off = Annotated[bool, _option("--off", "allow saves again")]
 
 
 @_admin.command("show", epilog=EXIT_CODES)
@@ -613,22 +520,20 @@ def admin_show(host: HostArgument, as_json: AsJson = False) -> None:
     with reported(as_json) as output:
         from portus.cli import admin
 
-        output.code = admin.show(host, output)
+        admin.show(host, output)
 
 
 @_admin.command("kick", epilog=EXIT_CODES)
 def admin_kick(
     host: HostArgument,
-    who: Annotated[
-        str, typer.Argument(metavar="TENANT|PEER", help="as `portus admin show` lists them")
-    ],
+    who: Annotated[str, _argument("TENANT|PEER", "as `portus admin show` lists them")],
     as_json: AsJson = False,
 ) -> None:
     """Close one connection, or all of a tenant. Saves in flight fail; clients may reconnect."""
     with reported(as_json) as output:
         from portus.cli import admin
 
-        output.code = admin.kick(host, who, output)
+        admin.kick(host, who, output)
 
 
 @_admin.command("read-only", epilog=EXIT_CODES)
@@ -639,7 +544,7 @@ def admin_read_only(
     with reported(as_json) as output:
         from portus.cli import admin
 
-        output.code = admin.read_only(host, tenant, off=off, output=output)
+        admin.read_only(host, tenant, off=off, output=output)
 
 
 @_admin.command("drain", epilog=EXIT_CODES)
@@ -648,9 +553,7 @@ def admin_drain(
     off: Off = False,
     wait_s: Annotated[
         float,
-        typer.Option(
-            "--wait", metavar="SECONDS", min=0, help="how long to wait for saves in flight"
-        ),
+        Option("--wait", metavar="SECONDS", min=0, help="how long to wait for saves in flight"),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -661,7 +564,7 @@ def admin_drain(
     with reported(as_json) as output:
         from portus.cli import admin
 
-        output.code = admin.drain(host, off=off, wait_s=wait_s, output=output)
+        admin.drain(host, off=off, wait_s=wait_s, output=output)
 
 
 @_admin.command("reopen", epilog=EXIT_CODES)
@@ -673,7 +576,7 @@ def admin_reopen(host: HostArgument, tenant: TenantArgument, as_json: AsJson = F
     with reported(as_json) as output:
         from portus.cli import admin
 
-        output.code = admin.reopen(host, tenant, output)
+        admin.reopen(host, tenant, output)
 
 
 @_admin.command("reload", epilog=EXIT_CODES)
@@ -682,7 +585,7 @@ def admin_reload(host: HostArgument, as_json: AsJson = False) -> None:
     with reported(as_json) as output:
         from portus.cli import admin
 
-        output.code = admin.reload(host, output)
+        admin.reload(host, output)
 
 
 _mirror: Final = typer.Typer(
@@ -702,7 +605,7 @@ def mirror_status(
     with reported(as_json) as output:
         from portus.cli import mirror as command
 
-        output.code = command.status(mirror, pool, output)
+        command.status(mirror, pool, output)
 
 
 @_mirror.command("repair", epilog=EXIT_CODES)
@@ -716,4 +619,4 @@ def mirror_repair(
     with reported(as_json) as output:
         from portus.cli import mirror as command
 
-        output.code = command.repair(mirror, pool, output)
+        command.repair(mirror, pool, output)

@@ -5,28 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass
 
-from portus.cli.progress import bar
+from portus.cli.progress import adding, bar
 from portus.client.loading.contents import Storages
 from portus.client.loading.open_file import table_of
 from portus.errors import CorruptionError, UsageError
 from portus.image.packed import PackedFile
 from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry, VersionRecord
+from portus.index.records import VersionEntry
 
 
+@dataclass(frozen=True, slots=True)
 class VersionFiles:
     """The files of a pinned version, for writing."""
 
-    def __init__(
-        self, reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile]
-    ) -> None:
-        self.files: Final = files
-        self._storages: Final = Storages(reader, record)
+    files: Sequence[PackedFile]
+    storages: Storages
 
     def number(self, name: str) -> int:
-        """The number of a file. Raises ``UsageError`` if there is none of this name."""
+        """Return the number of a file. Raises ``UsageError`` if there is none of this name."""
         names = [each.name for each in self.files]
         if name not in names:
             raise UsageError(f"there is no file {name!r} in this version; it has {names!r:.500}")
@@ -35,20 +33,20 @@ class VersionFiles:
     def write(self, number: int, path: str) -> None:
         """Write a file to ``path``, synced. One unit (16 MiB) is in memory at a time, and what is
         around the storages. Raises ``CorruptionError``, ``MediumError``, ``OSError``."""
-        file, done = self.files[number], 0
+        file = self.files[number]
         counts = [len(each.length) for each in self.files]
         first, around = sum(counts[:number]), sum(counts) + number
         try:
-            outside = b"".join(map(bytes, self._storages.read(around, 0, file.around)))
-            with bar(file.name) as advanced, open(path, "wb") as out:
+            outside = b"".join(map(bytes, self.storages.read(around, 0, file.around)))
+            with bar(file.name) as progress, open(path, "wb") as out:
+                add = adding(progress, file.size)
                 for storage, inside, length in file.spans().within(0, file.size):
                     if storage == counts[number]:
                         out.write(outside[inside : inside + length])
                     else:
-                        for piece in self._storages.read(first + storage, inside, inside + length):
+                        for piece in self.storages.read(first + storage, inside, inside + length):
                             out.write(piece)
-                    done += length
-                    advanced(done, file.size)
+                    add(length)
                 out.flush()
                 os.fsync(out.fileno())
         except CorruptionError as error:
@@ -57,9 +55,9 @@ class VersionFiles:
 
 @contextlib.contextmanager
 def files_of(reader: PoolReader, entry: VersionEntry) -> Iterator[VersionFiles | None]:
-    """The files of a version, which is pinned meanwhile; None if it is one of something else.
+    """Yield the files of a version, which is pinned meanwhile; None if it is one of something else.
     Raises ``CorruptionError``, ``MediumError``, ``StaleError``."""
     with reader.pinned(entry.info.id) as current:
         record = reader.record(current)
         table = table_of(reader, record)
-        yield None if table is None else VersionFiles(reader, record, table.files)
+        yield None if table is None else VersionFiles(table.files, Storages(reader, record))

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final, TypeVar
 
@@ -17,16 +17,9 @@ from portus.cli import files, trees
 from portus.cli.exact import VersionFiles, files_of
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
 from portus.cli.output import Json, Output, count_text, size_text
-from portus.cli.pools import (
-    FoundVersion,
-    aimed,
-    allow,
-    newest,
-    open_pools,
-    pointer_at,
-    version_document,
-)
-from portus.cli.trees import ExportResult
+from portus.cli.pools import FoundVersion, allow, newest, open_pools, version_document
+from portus.client.files.reference import read as pointer_at
+from portus.client.leaving.written import WrittenExport
 from portus.client.loading.resolve import use_reference
 from portus.directory.folder import FOLDER
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -51,8 +44,8 @@ _NAMED_MAX: Final = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
     """What to export. ``file``: the one to take of a version of several files. ``names``: shell
-    patterns of key paths; none means all. ``strip``: taken off the front of names (safetensors
-    only). ``force``: put it in place of what is at ``out``. ``limit``: bytes of the tensors of a
+    patterns of key paths; none means all. ``strip``: removed from the beginning of names, in
+    safetensors only. ``force``: replace what is at ``out``. ``limit``: bytes of the tensors of a
     file, where ``out`` is a directory of weights."""
 
     target: str
@@ -70,6 +63,11 @@ class ExportOptions:
         return is_named and self.file is None
 
     @property
+    def is_torch(self) -> bool:
+        """True if ``out`` is a torch file to make, and no other kind."""
+        return not self.is_directory and self.suffix != SUFFIX
+
+    @property
     def suffix(self) -> str:
         """Return the suffix of ``out``, in lower case."""
         return os.path.splitext(self.out)[1].lower()
@@ -80,36 +78,44 @@ class ExportOptions:
         return not (self.names or self.strip or self.is_directory) and is_same_kind
 
 
-def run(options: ExportOptions, pool: str | None, output: Output) -> int:
-    """Export; the exit code."""
+def run(options: ExportOptions, pool: str | None, output: Output) -> None:
+    """Export what the options say."""
     local_path(options.out, "OUT")  # raises for a URL
-    path = files.meant(options.target, pool)
-    if os.path.isdir(options.target) and _pointers_in(options.target):
+    path = files.find_files(options.target, pool)
+    if os.path.isdir(options.target) and _has_pointers(options.target):
         path = options.target
     if path is None:
-        target, pool = aimed(options.target, pool)
-        options = replace(options, target=target)
-        with open_pools(pool, target, mirrors=True) as pools:
-            found = newest(pools.select(target))
-            about = {**version_document(found.info), "pool": found.path}
-            with files_of(found.reader, found.entry) as version, _kept(options, found.title):
+        with open_pools(pool, options.target) as pools:
+            found = newest(pools.select())
+            title = found.title
+            about: dict[str, Json] = {**version_document(found.info), "pool": found.pool.path}
+            with files_of(*found.open()) as version, _explained(options, title):
                 done = (
                     _written_tree(found, options)
                     if version is None
-                    else _written_files(version, found.title, options)
+                    else _written_files(version, title, options)
                 )
-        return _said(found.title, about, done, options, output)
-    allow(pool)
-    with _kept(options, path):
-        if os.path.isdir(path):
-            done = _written_directory(path, options)
-        else:
-            done = _written_file(path, options)
-    return _said(path, {"file": os.path.abspath(path)}, done, options, output)
+    else:
+        allow(pool)
+        title, about = path, {"file": os.path.abspath(path)}
+        with _explained(options, title):
+            written = _written_directory if os.path.isdir(path) else _written_file
+            done = written(path, options)
+    _show(title, about, done, options, output)
+
+
+@contextlib.contextmanager
+def _explained(options: ExportOptions, title: str) -> Iterator[None]:
+    try:
+        yield
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"{title} was not exported, {options.out} is as it was: {error}"
+        ) from error
 
 
 def size_of(text: str) -> int:
-    """Bytes, of a text like ``5GB``, ``500MB`` or ``1GiB``. Raises ``UsageError``."""
+    """Return the bytes of a text like ``5GB``, ``500MB`` or ``1GiB``. Raises ``UsageError``."""
     match = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise UsageError(f"--shard-size: expected a size such as 5GB, found {text!r}")
@@ -117,8 +123,8 @@ def size_of(text: str) -> int:
     return int(match[1]) * int(base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
 
 
-def _written_files(version: VersionFiles, title: str, options: ExportOptions) -> ExportResult:
-    """All files of a version, or the one that is meant."""
+def _written_files(version: VersionFiles, title: str, options: ExportOptions) -> WrittenExport:
+    """Write all files of a version, or the one that is meant."""
     if len(version.files) > 1 and options.file is None:
         if options.names or options.strip:
             raise UsageError(f"{title} has several files, and --names is for one of them: --file")
@@ -129,17 +135,19 @@ def _written_files(version: VersionFiles, title: str, options: ExportOptions) ->
         with directory_in_place(out, force=options.force, names=names) as made:
             for number, name in enumerate(names):
                 version.write(number, os.path.join(made, name))
-        return ExportResult(size=size, exact=True)
+        return WrittenExport(size=size, exact=True)
     number = 0 if options.file is None else version.number(options.file)
     name, size = version.files[number].name, version.files[number].size
-    if options.is_exact(name):
+    is_exact = options.is_exact(name)
+    if is_exact:
         _refuse_there(options)
-        check_room(options.out, size)
+    else:
+        _refuse_kind(options)
+    check_room(options.out, size)
+    if is_exact:
         with file_in_place(options.out) as temporary:
             version.write(number, temporary)
-        return ExportResult(size=size, exact=True)
-    _refuse_kind(options)
-    check_room(options.out, size)
+        return WrittenExport(size=size, exact=True)
     near = os.path.dirname(os.path.abspath(options.out.rstrip(os.sep)))
     with tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder:
         whole = os.path.join(folder, name)
@@ -147,22 +155,20 @@ def _written_files(version: VersionFiles, title: str, options: ExportOptions) ->
         return _converted(whole, options, title)
 
 
-def _written_file(path: str, options: ExportOptions) -> ExportResult:
-    """A file, or the one that a pointer leads to."""
-    if os.path.isdir(path):
-        raise UsageError(f"{path}: expected a torch file, found a directory; name one of its files")
+def _written_file(path: str, options: ExportOptions) -> WrittenExport:
+    """Write a file, or the one that a pointer leads to."""
     said = pointer_at(path)
     if said is None or not options.is_exact(said.part or ""):
         _refuse_kind(options)
         return _converted(path, options, path)
     _refuse_there(options)
     with file_in_place(options.out) as temporary:
-        return ExportResult(size=_copy_led_to(path, options.out, temporary), exact=True)
+        return WrittenExport(size=_copy_led_to(path, options.out, temporary), exact=True)
 
 
-def _written_directory(path: str, options: ExportOptions) -> ExportResult:
-    """A directory of pointers: the files that they lead to, and the other files in it."""
-    if not _pointers_in(path):
+def _written_directory(path: str, options: ExportOptions) -> WrittenExport:
+    """Write a directory of pointers: the files that they lead to, and the other files in it."""
+    if not _has_pointers(path):
         raise UsageError(f"{path}: expected a torch file, found a directory; name one of its files")
     if options.names or options.strip or options.file:
         raise UsageError(f"{path} is a directory, and --names, --strip and --file are for a file")
@@ -184,20 +190,20 @@ def _written_directory(path: str, options: ExportOptions) -> ExportResult:
                     os.fsync(file.fileno())
                 size += os.path.getsize(target)
             sync_directory(within)
-    return ExportResult(size=size, exact=True)
+    return WrittenExport(size=size, exact=True)
 
 
-def _pointers_in(directory: str) -> list[str]:
-    """The pointers in a directory, not below. Raises ``MediumError``."""
+def _has_pointers(directory: str) -> bool:
+    """Return whether there are pointers in a directory, not below. Raises ``MediumError``."""
     try:
-        paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory))]
+        paths = [os.path.join(directory, name) for name in os.listdir(directory)]
     except OSError as error:
         raise MediumError(error.errno, f"{directory}: {error.strerror}") from error
-    return [path for path in paths if pointer_at(path) is not None]
+    return any(pointer_at(path) is not None for path in paths)
 
 
 def _copy_led_to(path: str, out: str, target: str) -> int:
-    """Write the file that a pointer leads to; its size."""
+    """Write the file that a pointer leads to; return its size."""
 
     def copy(reader: PoolReader, entry: VersionEntry, said: Reference) -> int:
         with files_of(reader, entry) as version:
@@ -211,71 +217,63 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
     return use_reference(path, copy)
 
 
-def _converted(path: str, options: ExportOptions, title: str) -> ExportResult:
-    """What ``names`` say of a file, or all of it, as a file of another kind."""
+def _converted(path: str, options: ExportOptions, title: str) -> WrittenExport:
+    """Write what ``names`` say of a file, or all of it, as a file of another kind."""
     from portus.client.leaving import from_file  # and torch with it
 
     is_directory = options.is_directory
     made = partial(directory_in_place, force=options.force) if is_directory else file_in_place
     try:
         with made(options.out.rstrip(os.sep)) as temporary:
-            done = from_file.write(
+            return from_file.write(
                 path,
                 temporary,
                 names=options.names,
                 strip=options.strip,
-                is_torch=not is_directory and options.suffix != SUFFIX,
+                is_torch=options.is_torch,
                 limit=options.limit if is_directory else None,
                 weights_of=partial(_weights, options=options),
             )
     except (UsageError, CorruptionError) as error:
         raise type(error)(str(error).replace(path, title)) from error
-    return ExportResult(
-        size=done.size,
-        tensors=done.tensors,
-        shared=done.shared,
-        left_out=done.left_out,
-        no_weights=done.no_weights,
-    )
 
 
-def _written_tree(found: FoundVersion, options: ExportOptions) -> ExportResult:
-    """A version of a shelf, or of embedding tables."""
+def _written_tree(found: FoundVersion, options: ExportOptions) -> WrittenExport:
+    """Write a version of a shelf, or of embedding tables."""
     if options.is_directory or options.file is not None:
         raise UsageError(
             f"{found.title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
         )
     _refuse_kind(options)
     check_room(options.out, 0)
-    write = trees.write_safetensors if options.suffix == SUFFIX else trees.write_torch
     with file_in_place(options.out) as temporary:
-        return write(found, options.out, temporary, options.names, options.strip)
+        return trees.write(
+            found,
+            options.out,
+            temporary,
+            names=options.names,
+            strip=options.strip,
+            is_torch=options.is_torch,
+        )
 
 
 def _refuse_kind(options: ExportOptions) -> None:
     """Raise ``UsageError`` for an OUT that nothing can be converted to, or that is there."""
-    if not options.is_directory and options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
+    if options.is_directory:
+        return
+    if options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
         known = ", ".join((SUFFIX, *TORCH_SUFFIXES))
         raise UsageError(
             f"{options.out}: expected a directory, or a name that ends in one of {known}"
         )
-    if not options.is_directory:
-        _refuse_there(options)
+    _refuse_there(options)
+    if options.is_torch and options.strip:
+        raise UsageError("--strip is for .safetensors files")
 
 
 def _refuse_there(options: ExportOptions) -> None:
     if os.path.lexists(options.out) and not options.force:
         raise UsageError(f"{options.out} already exists; --force replaces it")
-
-
-@contextlib.contextmanager
-def _kept(options: ExportOptions, title: str) -> Iterator[None]:
-    try:
-        yield
-    except CorruptionError as error:
-        raise CorruptionError(
-            f"{title} was not exported, {options.out} is as it was: {error}"
-        ) from error
 
 
 def _weights(
@@ -291,42 +289,29 @@ def _weights(
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, rest
 
 
-def _said(
-    title: str, about: dict[str, Json], done: ExportResult, options: ExportOptions, output: Output
-) -> int:
+def _show(
+    title: str,
+    about: dict[str, Json],
+    done: WrittenExport,
+    options: ExportOptions,
+    output: Output,
+) -> None:
     for names in done.shared:
-        listed = _listed(names)
-        output.note(f"note: these share memory, and are written separately: {listed}")
+        text = f"these share memory, and are written separately: {_listed(names)}"
+        output.note(f"note: {text}")
     if len({*done.batches.values()}) > 1:
         parts = ", ".join(f"the {name} at batch {number}" for name, number in done.batches.items())
         output.note(f"note: this is of several batches, as relaxed mode leaves it: {parts}")
     if done.left_out:
-        count = count_text(len(done.left_out), "value")
-        output.note(
-            f"note: left out {count} that safetensors cannot hold: {_listed(done.left_out)}"
-        )
+        text = f"{count_text(len(done.left_out), 'value')} that safetensors cannot hold"
+        output.note(f"note: left out {text}: {_listed(done.left_out)}")
     if done.no_weights:
-        count = count_text(len(done.no_weights), "tensor")
-        output.note(
-            f"note: left out {count} that are not weights of the model: "
-            f"{_listed(done.no_weights)}; use --names for others"
-        )
+        text = f"{count_text(len(done.no_weights), 'tensor')} that are not weights of the model"
+        text = f"{text}: {_listed(done.no_weights)}; use --names for others"
+        output.note(f"note: left out {text}")
     what = "as it was saved" if done.exact else count_text(done.tensors, "tensor")
     output.line(f"{options.out}: {title}, {what}, {size_text(done.size)}, verified")
-    output.document(
-        {
-            **about,
-            "out": os.path.abspath(options.out),
-            "exact": done.exact,
-            "size": done.size,
-            "tensors": done.tensors,
-            "shared": [list(names) for names in done.shared],
-            "left_out": list(done.left_out),
-            "no_weights": list(done.no_weights),
-            "batches": dict(done.batches),
-        }
-    )
-    return 0
+    output.document({**about, "out": os.path.abspath(options.out), **asdict(done)})
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from portus.cli.output import (
     FOUND,
@@ -20,10 +20,13 @@ from portus.cli.output import (
     error_document,
     exit_code,
     moment_text,
+    newest_rows,
+    path_text,
     said,
     size_text,
 )
-from portus.cli.pools import nearest, pointer_at
+from portus.cli.pools import nearest
+from portus.client.files.reference import read as pointer_at
 from portus.directory.folder import FOLDER, HiddenFolder
 from portus.directory.system import Linux
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
@@ -36,6 +39,7 @@ from portus.image.torch_zip import ZIP
 from portus.index.directory import pools_at
 from portus.index.keep import Keep
 from portus.index.place import DEFAULT_DIRECTORY, Place
+from portus.index.scrub import Pace
 from portus.media.local import LocalFiles
 
 if TYPE_CHECKING:
@@ -47,12 +51,12 @@ _END_SIZE: Final = 22
 """The first bytes of the last record of a zip file, and its size."""
 _STEP: Final = re.compile(r"step[=_-]?(\d+)")
 
-_SAID: Final = {
+_CHECKS: Final = {
     "digests": "checksums of Portus",
     "crc32": "CRC32s of the zip",
     "structure": "structure alone: it has no checksums",
 }
-"""By what a file is verified, in words."""
+"""What a file is verified by, in words."""
 
 NEWEST: Final = 20
 """Files of a directory that are listed, unless all are asked for."""
@@ -66,7 +70,7 @@ class FoundFile:
     path: str
     size: int
     time_ns: int
-    pointer: Reference | None = None
+    pointer: Reference | None
 
     @property
     def step(self) -> int | None:
@@ -76,25 +80,42 @@ class FoundFile:
         found = _STEP.search(os.path.basename(self.path))
         return None if found is None else int(found[1])
 
+    @property
+    def leads_to(self) -> str | None:
+        """The version that the pointer leads to; None if the file is none."""
+        its = self.pointer
+        return None if its is None else f"{its.model}@{its.step} in {its.pool_path}"
 
-def meant(target: str | None, pool: str | None) -> str | None:
+    @property
+    def document(self) -> dict[str, Json]:
+        """The file for machines."""
+        return {
+            "path": self.path,
+            "step": self.step,
+            "size": self.size,
+            "time": moment_text(self.time_ns),
+            "time_ns": self.time_ns,
+            "leads_to": self.leads_to,
+        }
+
+
+def find_files(target: str | None, pool: str | None) -> str | None:
     """Return the file, or the directory of files, that a command's target is; None if that is a
     pool, or something in one. With a pool it is a pointer, or nothing. Without a target: what is
     around the nearest ``.portus``, if no pool is in it."""
     if pool is not None:
-        is_file = target is not None and os.path.isfile(target)
-        return target if is_file and pointer_at(str(target)) is not None else None
+        is_pointer = target and os.path.isfile(target) and pointer_at(target) is not None
+        return target if is_pointer else None
     if target is None:
         hidden = nearest(os.getcwd())
         if hidden is None or Place.by_variable() is not None or pools_at(Place.named(hidden)):
             return None
-        above = os.path.dirname(hidden)
-        return above if next(found_below(above), None) is not None else None
+        target = os.path.dirname(hidden)
+        return None if next(found_below(target), None) is None else target
     if os.path.isfile(target):
         return target if _is_checkpoint(target) else None
-    if not os.path.isdir(target) or os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY:
-        return None
-    if pools_at(Place.named(target)):
+    is_hidden = os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY
+    if not os.path.isdir(target) or is_hidden or pools_at(Place.named(target)):
         return None
     has_any = next(found_below(target), None) or next(_hidden_below(target), None)
     return None if has_any is None else target
@@ -110,13 +131,12 @@ def found_below(path: str) -> Iterator[FoundFile]:
         names[:] = sorted(name for name in names if not name.startswith("."))
         for name in sorted(files):
             each = os.path.join(directory, name)
-            is_one = name.endswith(_SUFFIXES) and not os.path.islink(each)
-            if is_one and _is_checkpoint(each):
+            if name.endswith(_SUFFIXES) and not os.path.islink(each) and _is_checkpoint(each):
                 yield _found(each)
 
 
 def ls(path: str, every: bool, output: Output) -> list[Json]:
-    """List the files of each directory; what was found, for machines."""
+    """List the files of each directory; return them for machines."""
     by_directory: dict[str, list[FoundFile]] = {}
     for each in found_below(path):
         by_directory.setdefault(os.path.dirname(each.path), []).append(each)
@@ -126,110 +146,90 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
         total = size_text(sum(each.size for each in files))
         if documents:
             output.line()
-        output.line(f"{_short(directory)}: {count_text(len(files), 'checkpoint')}, {total}")
-        shown = files if every else files[-NEWEST:]
+        output.line(f"{path_text(directory)}: {count_text(len(files), 'checkpoint')}, {total}")
         rows = [
             (
                 os.path.basename(each.path),
                 "" if each.step is None else str(each.step),
                 age_text(each.time_ns),
                 size_text(each.size),
-                "" if each.pointer is None else f"leads to {_led_to(each.pointer)}",
+                f"leads to {each.leads_to}" if each.leads_to else "",
             )
-            for each in shown
+            for each in files
         ]
-        if len(shown) < len(files):
-            rows.insert(0, (f"{len(files) - len(shown)} older: --all", "", "", "", ""))
-        output.table(("FILE", ">STEP", "SAVED", ">SIZE", ""), rows)
-        documents.append(
-            {"path": directory, "files": [_document(each) for each in files]},
-        )
+        most = None if every else NEWEST
+        output.table(("FILE", ">STEP", "SAVED", ">SIZE", ""), newest_rows(rows, most))
+        documents.append({"path": directory, "files": [each.document for each in files]})
     return documents
 
 
-def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
-    """Read every byte of each file; the exit code. bytes_per_s: from the disk, and no faster."""
+def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> None:
+    """Read every byte of each file. bytes_per_s: from the disk, and no faster."""
     from portus.client.loading.checkpoint_file import has_digests, verify_file  # and torch with it
 
     documents: list[Json] = []
     codes = []
     for each in found_below(path):
-        document, start, by = _document(each), time.monotonic(), ""
+        document, start, by = each.document, time.monotonic(), ""
         try:
-            by = _SAID[verified_by(each.path, has_digests(each.path))]
-            size = verify_file(each.path, None if bytes_per_s is None else _Pace(bytes_per_s))
+            by = _CHECKS[verified_by(each.path, has_digests(each.path))]
+            pace = None if bytes_per_s is None else Pace(bytes_per_s, time.sleep)
+            size = verify_file(each.path, pace)
         except PortusError as error:
             codes.append(exit_code(error))
             document.update(healthy=False, error=error_document(error))
-            output.line(f"{_short(each.path)}: DAMAGED: {said(error)}")
+            output.line(f"{path_text(each.path)}: DAMAGED: {said(error)}")
         else:
             passed_s = time.monotonic() - start
             codes.append(0)
             document.update(healthy=True, seconds=round(passed_s, 3), by=by, error=None)
-            speed = size_text(int(size / max(passed_s, 1e-9)))
             output.line(
-                f"{_short(each.path)}: healthy by the {by}; {size_text(size)} read in "
-                f"{passed_s:.1f} s ({speed}/s)"
+                f"{path_text(each.path)}: healthy by the {by}; {size_text(size)} read in "
+                f"{passed_s:.1f} s ({size_text(size / max(passed_s, 1e-9))}/s)"
             )
         documents.append(document)
     if not codes:
         raise UsageError(f"{path}: there is no checkpoint file to verify")
     damaged = sum(map(bool, codes))
     if len(codes) > 1:
-        output.line(
-            f"{count_text(len(codes), 'file')}: "
-            + (f"{damaged} DAMAGED" if damaged else "all are healthy")
-        )
+        result = f"{damaged} DAMAGED" if damaged else "all are healthy"
+        output.line(f"{count_text(len(codes), 'file')}: {result}")
     output.document({"healthy": not damaged, "files": documents})
-    return FOUND if FOUND in codes else max(codes)
+    output.code = FOUND if FOUND in codes else max(codes)
 
 
 def verified_by(path: str, has_digests: bool) -> str:
-    """Return what a file is verified by: a key of ``_SAID``."""
+    """Return what a file is verified by: a key of ``_CHECKS``."""
     if has_digests:
         return "digests"
     with open(path, "rb") as file:
         return "structure" if is_safetensors(file.read(LENGTH_SIZE + 1)) else "crc32"
 
 
-class _Pace:
-    """Waits where more was read than ``bytes_per_s`` allow."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s: Final = bytes_per_s
-        self._start: Final = time.monotonic()
-        self._done = 0
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        due_s = self._start + self._done / self._bytes_per_s
-        time.sleep(max(0.0, due_s - time.monotonic()))
-
-
-def rm(path: str, output: Output, *, force: bool, keep: Keep | None = None) -> list[Json]:
-    """Remove one file, durably, or those of a ``Checkpointer``'s directory that ``keep`` lets go
-    of; which, for machines. Raises ``UsageError`` for a file that a link beside it leads to, unless
-    ``force``."""
+def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Json]:
+    """Remove one file, durably, or those of a ``Checkpointer``'s directory that ``keep`` does not
+    keep; return them for machines. Raises ``UsageError`` for a file that a link beside it leads to,
+    unless ``force``."""
     if os.path.isdir(path) and keep is None:
         raise UsageError(f"{path}: expected a file, or --keep to say which of them stay")
     if not os.path.isdir(path) and keep is not None:
         raise UsageError(f"{path}: expected a directory for --keep, found a file")
-    found = [_found(each) for each in ([path] if keep is None else _let_go_of(path, keep))]
+    found = [_found(each) for each in ([path] if keep is None else _surplus(path, keep))]
     for each in found if not force else ():
         _check_unlinked(each.path)
     files = LocalFiles()
     for each in found:
         files.remove(os.path.abspath(each.path))
         files.sync(os.path.dirname(os.path.abspath(each.path)))
-        output.line(f"{_short(each.path)}: removed, {size_text(each.size)}")
+        output.line(f"{path_text(each.path)}: removed, {size_text(each.size)}")
     if keep is not None:
-        size = sum(each.size for each in found)
-        output.line(f"{count_text(len(found), 'file')} removed, {size_text(size)}")
-    return [_document(each) for each in found]
+        size = size_text(sum(each.size for each in found))
+        output.line(f"{count_text(len(found), 'file')} removed, {size}")
+    return [each.document for each in found]
 
 
-def _let_go_of(directory: str, keep: Keep) -> list[str]:
-    """The files of a ``Checkpointer`` that do not stay."""
+def _surplus(directory: str, keep: Keep) -> list[str]:
+    """Return the files of a ``Checkpointer`` that do not stay."""
     from portus.client.paths.step_files import StepFiles  # and torch with it
 
     files = StepFiles(os.path.abspath(directory))
@@ -244,82 +244,70 @@ def _let_go_of(directory: str, keep: Keep) -> list[str]:
 def _check_unlinked(path: str) -> None:
     real = os.path.realpath(path)
     with os.scandir(os.path.dirname(os.path.abspath(path))) as entries:
-        links = [
-            each.name
-            for each in entries
-            if each.is_symlink() and os.path.realpath(each.path) == real
-        ]
-    if links:
-        raise UsageError(f"{path}: {', '.join(sorted(links))} leads to it; --force removes it")
+        found = [e.name for e in entries if e.is_symlink() and os.path.realpath(e.path) == real]
+    if found:
+        raise UsageError(f"{path}: {', '.join(sorted(found))} leads to it; --force removes it")
 
 
-def show(path: str, output: Output) -> int:
-    """Show the tensors of one file; the exit code."""
+def show(path: str, output: Output) -> None:
+    """Show the tensors of one file."""
     from portus.client.loading.outline import outline_of  # and torch with it
 
     found, outline = _found(path), outline_of(path)
     by = verified_by(path, outline.has_digests)
     age = age_text(found.time_ns)
-    output.line(f"{_short(path)}: {size_text(found.size)}, saved {age}, {_SAID[by]}")
-    if found.pointer is not None:
-        output.line(f"leads to {_led_to(found.pointer)}")
-    say_outline(outline, output)
-    output.document({**_document(found), "verified_by": by, **outline_document(outline)})
-    return 0
+    output.line(f"{path_text(path)}: {size_text(found.size)}, saved {age}, {_CHECKS[by]}")
+    if found.leads_to:
+        output.line(f"leads to {found.leads_to}")
+    output.document({**found.document, "verified_by": by, **show_outline(outline, output)})
 
 
-def say_outline(outline: FileOutline, output: Output) -> None:
-    """Show what is in a file to people."""
+def show_outline(outline: FileOutline, output: Output) -> dict[str, Json]:
+    """Show what is in a file; return it for machines."""
     if outline.note:
         output.line(f"noted: {outline.note}")
-    output.table(
-        ("NAME", "TYPE", "SHAPE", ">BYTES"),
-        [
-            (each.name, each.dtype, f"[{', '.join(map(str, each.shape))}]", f"{each.size:,}")
-            for each in outline.tensors
-        ],
-    )
+    rows = [
+        (each.name, each.dtype, f"[{', '.join(map(str, each.shape))}]", f"{each.size:,}")
+        for each in outline.tensors
+    ]
+    output.table(("NAME", "TYPE", "SHAPE", ">BYTES"), rows)
     if outline.others:
         output.line()
         output.table(("NAME", "VALUE"), outline.others)
+    tensors: list[Json] = [
+        {"name": e.name, "dtype": e.dtype, "shape": e.shape, "size": e.size}
+        for e in outline.tensors
+    ]
+    return {"tensors": tensors, "others": dict(outline.others)}
 
 
-def outline_document(outline: FileOutline) -> dict[str, Json]:
-    """What is in a file, for machines."""
-    return {
-        "tensors": [
-            {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "size": e.size}
-            for e in outline.tensors
-        ],
-        "others": dict(outline.others),
-    }
-
-
-def gc(path: str, output: Output, *, dry_run: bool) -> int:
-    """Remove what processes that ended left beside checkpoints; the exit code. A checkpoint that
-    was removed before its replacement was there is put back."""
+def gc(path: str, output: Output, *, dry_run: bool) -> None:
+    """Remove what processes that ended left beside checkpoints. A checkpoint that was removed
+    before its replacement was there is put back."""
     documents: list[Json] = []
+    has_any = False
     would = "would be " if dry_run else ""
     for directory in _hidden_below(path):
         left = _abandoned_in(directory)
-        if left and not dry_run:
+        documents.append({"path": directory, "files": len(left), "freed": sum(left)})
+        if not left:
+            continue
+        has_any = True
+        if not dry_run:
             from portus.client.paths.saver import recover  # and torch with it
 
             recover(directory)
-        documents.append({"path": directory, "files": len(left), "freed": sum(left)})
-        if left:
-            output.line(
-                f"{_short(directory)}: {count_text(len(left), 'file')} of saves that were cut off, "
-                f"{size_text(sum(left))}, {would}removed"
-            )
-    if not any(isinstance(each, dict) and each["files"] for each in documents):
-        output.line(f"{_short(path)}: nothing to do")
+        output.line(
+            f"{path_text(directory)}: {count_text(len(left), 'file')} of saves that were cut off, "
+            f"{size_text(sum(left))}, {would}removed"
+        )
+    if not has_any:
+        output.line(f"{path_text(path)}: nothing to do")
     output.document({"dry_run": dry_run, "directories": documents})
-    return 0
 
 
 def _hidden_below(path: str) -> Iterator[str]:
-    """Directories that have a hidden folder of ours."""
+    """Yield the directories that have a hidden folder of ours."""
     for directory, names, _ in os.walk(path, onerror=_raise):
         if FOLDER in names:
             yield os.path.realpath(directory)
@@ -327,7 +315,7 @@ def _hidden_below(path: str) -> Iterator[str]:
 
 
 def _abandoned_in(directory: str) -> list[int]:
-    """Sizes of the files that processes that ended left there."""
+    """Return the sizes of the files that processes that ended left there."""
     folder = HiddenFolder(Linux(), directory)
     try:
         left = [name for names in folder.abandoned() for name in names]
@@ -338,35 +326,20 @@ def _abandoned_in(directory: str) -> list[int]:
         folder.system.close(folder.base)
 
 
-def _document(found: FoundFile) -> dict[str, Json]:
-    return {
-        "path": found.path,
-        "step": found.step,
-        "size": found.size,
-        "time": moment_text(found.time_ns),
-        "time_ns": found.time_ns,
-        "leads_to": None if found.pointer is None else _led_to(found.pointer),
-    }
-
-
 def _found(path: str) -> FoundFile:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise MediumError(error.errno, f"{path}: {error.strerror}") from error
+        _raise(error)
     pointer = None
     with contextlib.suppress(CorruptionError):
         pointer = pointer_at(path)
     return FoundFile(path, status.st_size, status.st_mtime_ns, pointer)
 
 
-def _led_to(pointer: Reference) -> str:
-    return f"{pointer.model}@{pointer.step} in {pointer.pool_path}"
-
-
 def _is_checkpoint(path: str) -> bool:
-    """True for a file of safetensors or ``torch.save``, or a pointer; by its first bytes, or its
-    end or its name where those are damaged."""
+    """Return whether a file is one of safetensors or ``torch.save``, or a pointer; by its first
+    bytes, or its end or its name where those are damaged."""
     if path.endswith(SUFFIX):
         return True
     try:
@@ -379,9 +352,5 @@ def _is_checkpoint(path: str) -> bool:
     return is_safetensors(begin) or begin.startswith(ZIP) or end == _END
 
 
-def _short(path: str) -> str:
-    return min(os.path.relpath(path), path, key=len)
-
-
-def _raise(error: OSError) -> None:
+def _raise(error: OSError) -> NoReturn:
     raise MediumError(error.errno, f"{error.filename}: {error.strerror}") from error

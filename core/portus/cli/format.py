@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from portus.cli.output import Output, size_text
@@ -11,8 +12,8 @@ from portus.media.dax import device_facts
 from portus.media.local import LocalFiles
 
 
-def run(device: str, *, force: bool, output: Output) -> int:
-    """Make it; the exit code."""
+def run(device: str, *, force: bool, output: Output) -> None:
+    """Make an empty pool on a DAX device."""
     path = os.path.abspath(device)
     facts = device_facts(path)
     if facts is None:
@@ -22,7 +23,6 @@ def run(device: str, *, force: bool, output: Output) -> int:
     volatile = "; VOLATILE: it belongs to no NVDIMM namespace" if facts.volatile else ""
     output.line(f"{path}: an empty pool of {size_text(facts.size)}{volatile}")
     output.document({"path": path, "size": facts.size, "volatile": facts.volatile})
-    return 0
 
 
 def _what_is_there(path: str) -> str:
@@ -30,7 +30,5 @@ def _what_is_there(path: str) -> str:
         reader = open_reader(path)
     except PortusError as error:
         return str(error)
-    try:
+    with contextlib.closing(reader):
         return f"a pool with {len(reader.catalogue().ids())} versions"
-    finally:
-        reader.close()

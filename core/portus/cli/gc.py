@@ -6,19 +6,10 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from portus.cli import files, mirrored
-from portus.cli.output import (
-    Json,
-    Output,
-    count_text,
-    error_document,
-    exit_code,
-    said,
-    size_text,
-)
-from portus.cli.pools import find_pool, pointers_of, table_in, version_document
+from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.pools import find_pool, pointers_of, table_in, taken_by, version_document
 from portus.cli.rm import writing
 from portus.client.files.home import open_place
 from portus.client.files.host import HostPool
@@ -34,61 +25,57 @@ YOUNG_S: float = 60
 Whoever writes a pool file knows that no trainer does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GcOptions:
-    """``missing``: directories; versions that have their pointers there, or below, and have none
-    any more, are removed. ``yes``: without asking. ``empty``: remove pool files without versions.
-    ``dry_run``: change nothing."""
-
-    missing: Sequence[str] = ()
-    yes: bool = False
-    empty: bool = False
-    dry_run: bool = False
-
-
-def run(pool: str | None, options: GcOptions, output: Output) -> int:
-    """Collect; the exit code."""
-    path = None if options.missing or options.empty else files.meant(pool, None)
+def run(
+    pool: str | None,
+    output: Output,
+    *,
+    missing: Sequence[str] = (),
+    yes: bool = False,
+    empty: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Collect what ``pool`` names. missing: directories; versions that have their pointers there,
+    or below, and have none any more, are removed. yes: without asking. empty: remove pool files
+    without versions. dry_run: change nothing."""
+    path = None if missing or empty else files.find_files(pool, None)
     if path is not None and os.path.isdir(path):
-        return files.gc(path, output, dry_run=options.dry_run)
+        files.gc(path, output, dry_run=dry_run)
+        return
     where = find_pool(pool, mirrors=True)
     if where.kind is PlaceKind.MIRROR:
-        if options.missing or options.empty:
+        if missing or empty:
             raise UsageError(f"{where}: --missing and --empty are for pools")
-        return mirrored.gc(where, dry_run=options.dry_run, output=output)
+        mirrored.gc(where, dry_run=dry_run, output=output)
+        return
     documents: list[Json] = []
-    code = 0
     for each in pools_at(where):
         try:
-            document = _collect(each, options, output)
+            documents.append(_collect(each, missing, yes, empty, dry_run, output))
         except PortusError as error:
-            document = {"path": each.path, "error": error_document(error)}
-            output.note(f"portus: {said(error)}")
-            code = max(code, exit_code(error))
-        documents.append(document)
+            documents.append({"path": each.path, "error": output.skip(error)})
     if not documents:
         output.line("no pools")
-    output.document({"dry_run": options.dry_run, "pools": documents})
-    return code
+    output.document({"dry_run": dry_run, "pools": documents})
 
 
-def _collect(pool: Place, options: GcOptions, output: Output) -> dict[str, Json]:
+def _collect(
+    pool: Place, missing: Sequence[str], yes: bool, empty: bool, dry_run: bool, output: Output
+) -> Json:
+    may_remove = empty and pool.kind is PlaceKind.FILE
     with contextlib.closing(open_place(pool)) as reader:
-        gone = _without_pointers(reader, options.missing)
+        gone = _without_pointers(reader, missing)
         ids = {info.id for info in gone}
-        is_file = pool.kind is PlaceKind.FILE
-        is_removed = options.empty and is_file and reader.catalogue().ids() == ids
-        taken = _taken(pool, reader)
-        freed = taken if is_removed else _unneeded(reader, taken, ids)
-    would = "would be " if options.dry_run else ""
+        is_removed = may_remove and reader.catalogue().ids() == ids
+        freed = taken_by(reader) if is_removed else _unneeded(reader, ids)
+    would = "would be " if dry_run else ""
     for info in gone:
         name, size = f"{info.model}@{info.step}", size_text(info.size)
         output.line(f"{pool}: {name}, {size}: no pointer leads to it any more")
-    if not options.dry_run:
+    if not dry_run:
         question = f"Remove {count_text(len(gone), 'version')}?"
-        if gone and not options.yes and not output.ask(question):
+        if gone and not yes and not output.ask(question):
             raise UsageError(f"{pool}: nothing was removed: use --yes to remove these versions")
-        is_removed, freed = _retired(pool, gone, options)
+        is_removed, freed = _collected(pool, gone, missing, may_remove)
     if gone:
         output.line(f"{pool}: {count_text(len(gone), 'version')} {would}removed")
     if is_removed:
@@ -103,8 +90,8 @@ def _collect(pool: Place, options: GcOptions, output: Output) -> dict[str, Json]
 
 
 def _without_pointers(reader: PoolReader, directories: Sequence[str]) -> list[VersionInfo]:
-    """The versions that have their pointers in one of these directories, or below, and of which
-    none is there. Raises ``CorruptionError``, ``MediumError``: then it is not known."""
+    """Return the versions that have their pointers in one of these directories, or below, and of
+    which none is there. Raises ``CorruptionError``, ``MediumError``: then it is not known."""
     roots = [os.path.realpath(os.path.expanduser(each)) for each in directories]
     young_ns = time.time_ns() - int(YOUNG_S * 1e9)
     is_host = isinstance(reader, HostPool)
@@ -123,17 +110,19 @@ def _without_pointers(reader: PoolReader, directories: Sequence[str]) -> list[Ve
     return found
 
 
-def _retired(pool: Place, gone: Sequence[VersionInfo], options: GcOptions) -> tuple[bool, int]:
-    """Remove these versions, and give space back; whether the pool file went too, and bytes."""
+def _collected(
+    pool: Place, gone: Sequence[VersionInfo], missing: Sequence[str], may_remove: bool
+) -> tuple[bool, int]:
+    """Remove these versions, and give space back; return whether the pool file, now empty, was
+    removed too, and how many bytes were given back."""
     if pool.is_host:
         with contextlib.closing(HostPool(pool.path)) as host:
-            host.retire(_still_gone(host, gone, options))
+            host.retire(_still_gone(host, gone, missing))
             return False, host.give_back()
     taken = on_disk(pool.path)
     with writing(pool.path) as writer:
-        writer.retire(_still_gone(writer, gone, options))
-        is_file = pool.kind is PlaceKind.FILE
-        is_removed = options.empty and is_file and not writer.catalogue().ids()
+        writer.retire(_still_gone(writer, gone, missing))
+        is_removed = may_remove and not writer.catalogue().ids()
         if is_removed:  # while it is locked: whoever waits for it finds that it is gone
             remove_journals(pool.path)
             remove_pool(pool.path, LocalFiles())
@@ -141,28 +130,20 @@ def _retired(pool: Place, gone: Sequence[VersionInfo], options: GcOptions) -> tu
 
 
 def _still_gone(
-    reader: PoolReader, gone: Sequence[VersionInfo], options: GcOptions
+    reader: PoolReader, gone: Sequence[VersionInfo], missing: Sequence[str]
 ) -> Collection[int]:
-    """The ids of these versions. Raises ``UsageError`` if a pointer came back meanwhile."""
-    if not gone:
-        return ()
-    tokens = {info.token for info in _without_pointers(reader, options.missing)}
+    """Return the ids of these versions. Raises ``UsageError`` if a pointer came back meanwhile."""
+    tokens = {info.token for info in (_without_pointers(reader, missing) if gone else ())}
     if not tokens >= {info.token for info in gone}:
         name = reader.medium.info.name
         raise UsageError(f"{name} changed meanwhile, and nothing was removed: run this again")
     return {info.id for info in gone}
 
 
-def _taken(pool: Place, reader: PoolReader) -> int:
-    return reader.standing().taken if isinstance(reader, HostPool) else on_disk(pool.path)
-
-
-def _unneeded(reader: PoolReader, taken: int, gone: Collection[int]) -> int:
+def _unneeded(reader: PoolReader, gone: Collection[int]) -> int:
     """Return about how many of the bytes that a pool takes of its file system would be given back
     without the versions ``gone``. Not known here: what readers have pinned, and what the records of
     the commit before take; so a few pages are none."""
-    if not taken:
-        return 0
-    spare = reader.spare_bytes()
+    taken, spare = taken_by(reader), reader.spare_bytes()
     unneeded = taken - reader.kept_bytes(gone) - spare
-    return unneeded if unneeded > spare else 0
+    return unneeded if taken and unneeded > spare else 0

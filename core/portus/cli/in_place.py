@@ -1,83 +1,82 @@
 """Files and directories that are written beside where they go, and take their place when they are
-whole and durable."""
+complete and durable."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator
 
 from portus.cli.output import size_text
 from portus.errors import MediumError, UsageError
+from portus.media.local import LocalFiles
 from portus.media.names import hidden
 
 
 @contextlib.contextmanager
 def file_in_place(out: str) -> Iterator[str]:
-    """A path beside ``out``; what is there at the end is synced by then, and becomes ``out``.
+    """Yield a path beside ``out``; what is there at the end is synced by then, and becomes ``out``.
     Raises ``MediumError``; then ``out`` is as it was."""
-    directory = os.path.dirname(os.path.abspath(out))
-    temporary = os.path.join(directory, hidden(os.path.basename(out), f".{os.getpid()}.portus"))
-    try:
+    with _beside(out) as temporary:
         yield temporary
         os.replace(temporary, out)
-        sync_directory(directory)
-    except MediumError:
-        raise
-    except OSError as error:
-        raise MediumError(error.errno, f"cannot write {out}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
 
 
 @contextlib.contextmanager
 def directory_in_place(
     out: str, *, force: bool, names: Collection[str] | None = None
 ) -> Iterator[str]:
-    """A directory beside ``out`` to fill; synced, and called ``out``, at the end.
+    """Yield a directory beside ``out`` to fill; at the end it is synced, and becomes ``out``.
 
     names: of what is going to be in it; None: ``model*.safetensors``, and an index. Raises
     ``MediumError``, and ``UsageError`` for something at ``out`` that has more in it, or without
     ``force``; then ``out`` is as it was.
     """
     out = os.path.abspath(out)
-    above, name = os.path.split(out)
     there = os.path.lexists(out)
     if there and not (force or (os.path.isdir(out) and not os.listdir(out))):
         raise UsageError(f"{out} already exists; --force replaces it")
     if there and not _is_export(out, names):
         raise UsageError(f"{out} holds more than an export of Portus; remove it yourself")
-    temporary = os.path.join(above, hidden(name, f".{os.getpid()}.portus"))
-    old = f"{temporary}.old"
+    with _beside(out) as temporary:
+        old = f"{temporary}.old"
+        try:
+            os.mkdir(temporary)
+            yield temporary
+            sync_directory(temporary)
+            if there:
+                os.rename(out, old)
+            os.rename(temporary, out)
+        finally:
+            if os.path.isdir(old) and not os.path.lexists(out):
+                os.rename(old, out)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _beside(out: str) -> Iterator[str]:
+    """Yield a path beside ``out``, and remove what is left there at the end."""
+    directory, name = os.path.split(os.path.abspath(out))
+    temporary = os.path.join(directory, hidden(name, f".{os.getpid()}.portus"))
     try:
-        os.mkdir(temporary)
         yield temporary
-        sync_directory(temporary)
-        if there:
-            os.rename(out, old)
-        os.rename(temporary, out)
-        sync_directory(above)
+        sync_directory(directory)
     except MediumError:
         raise
     except OSError as error:
         raise MediumError(error.errno, f"cannot write {out}: {error.strerror}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if os.path.isdir(old) and not os.path.lexists(out):
-            os.rename(old, out)
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
 
 
 def sync_directory(path: str) -> None:
     """Return when the names in a directory survive power loss."""
     if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        LocalFiles().sync(path)
 
 
 def check_room(out: str, size: int) -> None:
@@ -88,17 +87,15 @@ def check_room(out: str, size: int) -> None:
         raise UsageError(f"{directory}: there is no such directory")
     free = shutil.disk_usage(directory).free
     if size > free:
-        raise MediumError(
-            28, f"{out}: {size_text(size)} are needed, but {directory} has {size_text(free)} free"
-        )
+        text = f"{size_text(size)} are needed, but {directory} has {size_text(free)} free"
+        raise MediumError(errno.ENOSPC, f"{out}: {text}")
 
 
 def _is_export(path: str, names: Collection[str] | None) -> bool:
-    """True for a directory that holds nothing but what is made here."""
+    """Return whether a directory holds nothing but what is made here."""
     if not os.path.isdir(path) or os.path.islink(path):
         return False
-    found = os.listdir(path)
     if names is not None:
-        return set(found) <= set(names)
+        return set(os.listdir(path)) <= set(names)
     made = (".safetensors", ".safetensors.index.json")
-    return all(name.startswith("model") and name.endswith(made) for name in found)
+    return all(name.startswith("model") and name.endswith(made) for name in os.listdir(path))

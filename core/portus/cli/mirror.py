@@ -4,70 +4,87 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from portus.cli.mirrored import claim, in_order, mirrors_at, retried, term_document
-from portus.cli.output import FOUND, Json, Output, age_text, count_text, size_text
+from portus.cli.mirrored import claim, retried, term_document
+from portus.cli.output import FOUND, Json, Output, Row, age_text, count_text, size_text
 from portus.cli.pools import FoundVersion, PlacePools, find_pool, nearest
 from portus.cli.progress import bar
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.index.place import Place
-from portus.mirror.address import MIRROR_VARIABLE, parse
+from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
+from portus.mirror.fetching import missing
 from portus.mirror.mirror import Mirror
-from portus.mirror.objects import Added, State
+from portus.mirror.mirrors import Mirrors
+from portus.mirror.objects import Added
 from portus.transport.base import Stop
 
 _Versions = dict[bytes, FoundVersion]
 """Those of the pools of this machine, by their tokens."""
 
 
-def status(url: str | None, pool: str | None, output: Output) -> int:
-    """Say what is mirrored, by whom, and what of the pool is not; the exit code."""
-    place = _place(url)
+def status(url: str | None, pool: str | None, output: Output) -> None:
+    """Show what is mirrored, by whom, and what of the pool is not."""
+    address = _address(url)
     documents: list[Json] = []
-    rows: list[tuple[str, ...]] = []
-    with mirrors_at(place) as mirrors, _local(pool) as local:
+    rows: list[Row] = []
+    with Mirrors(address) as mirrors, _local(pool) as local:
         for model in mirrors.models():
             state = mirrors.of(model).read()
-            behind = [
-                each.info.step
-                for each in local.values()
-                if each.info.model == model and state.version(each.info.token) is None
-            ]
+            own = [each.info for each in local.values() if each.info.model == model]
+            behind = [info.step for info in own if state.version(info.token) is None]
             newest = state.newest or state.newest_file
+            size = sum(each.size for each in state.versions)  # or less
+            size += sum(each.size for each in state.files)
+            lacks = ""
+            if own:
+                lacks = "everything is mirrored"
+            if behind:
+                count = count_text(len(behind), "version")
+                lacks = f"{count} not mirrored, the newest of step {behind[-1]}"
             rows.append(
                 (
                     model,
                     "" if newest is None else str(newest.step),
                     "" if newest is None else age_text(newest.time_ns),
                     str(len(state.versions) + len(state.files)),
-                    size_text(_size(state)),
+                    size_text(size),
                     str(state.term),
                     state.who,
-                    _behind_text(model, behind, local),
+                    lacks,
                 )
             )
-            documents.append(_document(model, state, behind))
+            documents.append(
+                {
+                    "name": model,
+                    "newest": None if newest is None else newest.step,
+                    "time_ns": None if newest is None else newest.time_ns,
+                    "versions": len(state.versions),
+                    "files": len(state.files),
+                    "size": size,
+                    "not_mirrored": behind,
+                    **term_document(state),
+                }
+            )
     if rows:
         heads = ("MODEL", ">NEWEST", "SAVED", ">THERE", ">SIZE", ">TERM", "WRITER", "POOL")
-        output.line(f"{place}:")
+        output.line(f"{address}:")
         output.table(heads, rows)
     else:
-        output.line(f"{place}: no mirrors")
-    output.document({"mirror": place.path, "models": documents})
-    return 0
+        output.line(f"{address}: no mirrors")
+    output.document({"mirror": str(address), "models": documents})
 
 
-def repair(url: str | None, pool: str | None, output: Output) -> int:
-    """Read every byte of a mirror, and send again from the pool what is damaged; the exit code."""
-    place = _place(url)
+def repair(url: str | None, pool: str | None, output: Output) -> None:
+    """Read every byte of a mirror, and send again from the pool what is damaged."""
+    address = _address(url)
     documents: list[Json] = []
-    with mirrors_at(place) as mirrors, _local(pool) as local:
+    with Mirrors(address) as mirrors, _local(pool) as local:
         for model in mirrors.models():
             mirror = mirrors.of(model)
-            versions = in_order(mirror.read())
+            versions = missing(mirror.read(), ())
             total, done = sum(each.size for each in versions), 0
             with bar(model) as advanced:
                 for added in versions:
@@ -75,12 +92,13 @@ def repair(url: str | None, pool: str | None, output: Output) -> int:
                     done += added.size
                     advanced(done, total)
                     documents.append({"model": model, "step": added.step, "result": result})
+                    if result == "damaged":
+                        output.code = FOUND
                     if result != "whole":
-                        output.line(f"{place}: {model}@{added.step} {_RESULTS[result]}")
+                        output.line(f"{address}: {model}@{added.step} {_RESULTS[result]}")
     lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
-    output.line(f"{place}: {count_text(len(documents), 'version')} read, {lost} damaged")
-    output.document({"mirror": place.path, "versions": documents})
-    return FOUND if lost else 0
+    output.line(f"{address}: {count_text(len(documents), 'version')} read, {lost} damaged")
+    output.document({"mirror": str(address), "versions": documents})
 
 
 _RESULTS: Final = {
@@ -110,49 +128,22 @@ def _repaired(mirror: Mirror, added: Added, local: _Versions) -> str:
 
 def _mend(mirror: Mirror, added: Added, found: FoundVersion) -> None:
     claim(mirror, "mirror repair")
-    mirror.mend(added, found.reader, found.entry.info.id, Stop())
+    reader, entry = found.open()
+    mirror.mend(added, reader, entry.info.id, Stop())
 
 
-def _place(url: str | None) -> Place:
+def _address(url: str | None) -> StoreAddress:
     said = url or os.environ.get(MIRROR_VARIABLE)
     if not said:
         raise UsageError(f"no mirror given: pass its address or set ${MIRROR_VARIABLE}")
-    parse(said, "MIRROR")  # raises for what is none
-    return find_pool(said, mirrors=True)
+    return parse(said, "MIRROR")
 
 
 @contextlib.contextmanager
 def _local(pool: str | None) -> Iterator[_Versions]:
-    """What the pools here have; nothing, if none was named and none is nearby."""
+    """Yield what the pools here have; nothing, if none was named and none is nearby."""
     if pool is None and Place.by_variable() is None and nearest(os.getcwd()) is None:
         yield {}
         return
     with PlacePools(find_pool(pool)) as pools:
         yield {each.info.token: each for each in pools.versions()}
-
-
-def _behind_text(model: str, behind: Sequence[int], local: _Versions) -> str:
-    if all(each.info.model != model for each in local.values()):
-        return ""
-    if not behind:
-        return "everything is mirrored"
-    return f"{count_text(len(behind), 'version')} not mirrored, the newest of step {behind[-1]}"
-
-
-def _size(state: State) -> int:
-    """Bytes of versions, or less, and of files."""
-    return sum(each.size for each in state.versions) + sum(each.size for each in state.files)
-
-
-def _document(model: str, state: State, behind: Sequence[int]) -> dict[str, Json]:
-    newest = state.newest or state.newest_file
-    return {
-        "name": model,
-        "newest": None if newest is None else newest.step,
-        "time_ns": None if newest is None else newest.time_ns,
-        "versions": len(state.versions),
-        "files": len(state.files),
-        "size": _size(state),
-        "not_mirrored": list(behind),
-        **term_document(state),
-    }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from datetime import datetime
+from typing import Final, Literal
 
 import typer
 
@@ -53,47 +53,49 @@ _CODES: Final[tuple[tuple[type[PortusError], int], ...]] = (
 _WIDE: Final = 1 << 16
 """Columns of what no terminal will cut."""
 
+Row = tuple[str, ...]
+
 Json = None | bool | int | float | str | Sequence["Json"] | dict[str, "Json"]
 
 
 class Output:
-    """Where a command says what it has to say.
+    """Print what a command says: one document on stdout with ``as_json``, else text and tables.
 
-    With ``as_json`` there is one document on stdout; else text and tables. Messages and progress
-    go to stderr, so that stdout can be piped. All text is made ``printable`` here: names of models,
-    tensors and files are anybody's. JSON is ASCII.
+    Messages and progress go to stderr, so that stdout can be piped. All text is made ``printable``
+    here: anybody may have chosen the names of models, tensors and files. JSON is ASCII.
     """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json: Final = as_json
         self.code = 0
-        """What the command exits with, if no error does."""
-        self._said = False
+        """The exit code of the command, unless an error ends it."""
+        self._has_document = False
 
     def document(self, value: Json) -> None:
-        """The result for machines; nothing unless they are asked for."""
-        if self.as_json and not self._said:
-            self._said = True
+        """Print the result for machines, once, if ``--json`` asked for it."""
+        if self.as_json and not self._has_document:
+            self._has_document = True
             _print(json.dumps(value, indent=2))
 
     def line(self, text: str = "") -> None:
-        """A line of the result for people."""
+        """Print a line of the result for people."""
         if not self.as_json:
             _print(printable(text))
 
     def note(self, text: str) -> None:
-        """A message."""
+        """Print a message."""
         print(printable(text), file=sys.stderr)
 
     def ask(self, question: str) -> bool:
-        """True if somebody at a terminal says yes; False too where nobody can be asked."""
+        """Return whether somebody at a terminal says yes; False where nobody can be asked."""
         if not sys.stdin.isatty():
             return False
         print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A table for people; never cut when it is piped."""
+        """Print a table for people. Columns whose head begins with ">" are aligned to the right.
+        Only a terminal cuts rows."""
         if self.as_json:
             return
         from rich.console import Console
@@ -102,24 +104,24 @@ class Output:
 
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
         for head in heads:
-            right = head.startswith(">")
-            table.add_column(head.lstrip(">"), justify="right" if right else "left", no_wrap=True)
+            justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
+            table.add_column(head.lstrip(">"), justify=justify, no_wrap=True)
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         if sys.stdout.isatty():
             Console().print(table)
             return
-        console = Console(file=io.StringIO(), width=_WIDE, force_terminal=False, color_system=None)
+        console = Console(width=_WIDE, force_terminal=False, color_system=None)
         with console.capture() as captured:
             console.print(table, crop=False)
         _print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
-    def fail(self, error: PortusError) -> int:
-        """Say why a command could not do what it was asked for; its exit code."""
-        code = exit_code(error)
-        self.document({"error": error_document(error)})
-        self.note(f"portus: {said(error)}")
-        return code
+    def skip(self, error: PortusError, what: str = "") -> dict[str, Json]:
+        """Say that an error ended a part of the command, which exits with its code if no other one
+        is higher; return the error for machines."""
+        self.code = max(self.code, exit_code(error))
+        self.note(f"portus: {what}{said(error)}")
+        return error_document(error)
 
 
 @contextlib.contextmanager
@@ -128,78 +130,72 @@ def reported(as_json: bool) -> Iterator[Output]:
     output = Output(as_json)
     try:
         yield output
-        _flush()
+        with _writing():
+            sys.stdout.flush()
         if output.code:
             raise typer.Exit(output.code)
     except PortusError as error:
-        raise typer.Exit(output.fail(error)) from error
+        output.document({"error": error_document(error)})
+        output.note(f"portus: {said(error)}")
+        raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as error:
         output.note("portus: interrupted")
         raise typer.Exit(INTERRUPTED) from error
-    except BrokenPipeError as error:
-        # Who read our output has enough. Python would complain once more at exit.
+    except BrokenPipeError as error:  # the reader of our output has enough
         _print_no_more()
         raise typer.Exit(BROKEN_PIPE) from error
 
 
 def _print(text: str) -> None:
-    try:
+    with _writing():
         print(text)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise _unwritable(error) from error
 
 
-def _flush() -> None:
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Raise ``MediumError`` if the result cannot be written, as where the disk behind ``>>`` is
+    full."""
     try:
-        sys.stdout.flush()
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise _unwritable(error) from error
-
-
-def _unwritable(error: OSError) -> MediumError:
-    """The result cannot be written: the disk behind ``>>`` is full, for example."""
-    _print_no_more()
-    return MediumError(error.errno, f"cannot write to standard output: {error.strerror}")
+        _print_no_more()
+        text = f"cannot write to standard output: {error.strerror}"
+        raise MediumError(error.errno, text) from error
 
 
 def _print_no_more() -> None:
+    """Discard what Python would write, and complain about, at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_code(error: PortusError) -> int:
-    """The exit code of an error."""
+    """Return the exit code of an error."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), FOUND)
 
 
 def error_document(error: PortusError) -> dict[str, Json]:
-    """An error for machines."""
+    """Return an error for machines."""
     return {"kind": type(error).__name__, "message": said(error), "exit_code": exit_code(error)}
 
 
 def said(error: PortusError) -> str:
-    """An error in one line; without the number of an ``OSError``."""
+    """Return an error in one line, without the number of an ``OSError``."""
     text = error.strerror if isinstance(error, MediumError) and error.strerror else str(error)
     return " ".join(text.split())
 
 
-def size_text(size: int) -> str:
-    """Bytes, for people."""
-    if size < 1024:
-        return f"{size} B"
-    value, units = float(size), iter(("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
-    unit = ""
-    while value >= 1024 and (following := next(units, None)) is not None:
-        value, unit = value / 1024, following
-    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+def size_text(size: float) -> str:
+    """Return a number of bytes for people."""
+    rank = min(6, max(0, int(size).bit_length() - 1) // 10)
+    value, unit = size / 1024**rank, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[rank]
+    return f"{value:.0f} {unit}" if rank == 0 or value >= 100 else f"{value:.1f} {unit}"
 
 
 def age_text(time_ns: int, now_ns: int | None = None) -> str:
-    """How long ago a moment was, for people."""
+    """Return how long ago a moment was, for people."""
     passed_s = ((time.time_ns() if now_ns is None else now_ns) - time_ns) / 1e9
     if passed_s < 0:
         return "in the future"
@@ -209,12 +205,25 @@ def age_text(time_ns: int, now_ns: int | None = None) -> str:
 
 
 def moment_text(time_ns: int) -> str:
-    """A moment, in local time and ISO 8601."""
-    moment = time.localtime(time_ns // 10**9)
-    zone = time.strftime("%z", moment)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', moment)}{zone[:3]}:{zone[3:]}"
+    """Return a moment in local time and ISO 8601."""
+    return datetime.fromtimestamp(time_ns // 10**9).astimezone().isoformat()
 
 
 def count_text(count: int, noun: str) -> str:
-    """``1 version``, ``2 versions``."""
+    """Return ``1 version``, ``2 versions``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def path_text(path: str) -> str:
+    """Return a path for people: from the current directory, if that is shorter."""
+    return min(os.path.relpath(path), path, key=len)
+
+
+def newest_rows(rows: Sequence[Row], most: int | None, *before: str) -> list[Row]:
+    """Return the last ``most`` of the rows of a table, or all. Above them is a row that counts the
+    others, after the cells ``before``."""
+    left_out = 0 if most is None else max(0, len(rows) - most)
+    if not left_out:
+        return list(rows)
+    older = (*before, f"{left_out} older: --all")
+    return [older + ("",) * (len(rows[0]) - len(older)), *rows[left_out:]]

@@ -9,32 +9,37 @@ from collections.abc import Callable, Iterator
 from portus.errors import printable
 
 Progress = Callable[[int, int], None]
-"""Told bytes done, and bytes to do in all."""
+"""Takes the bytes that are done, and the bytes to do in all."""
 
 
 @contextlib.contextmanager
 def bar(title: str) -> Iterator[Progress]:
-    """Bytes done of bytes to do; nothing is shown where nobody watches."""
+    """Show bytes done of bytes to do; nothing where nobody watches."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(printable(title), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def adding(progress: Progress, total: int) -> Callable[[int], None]:
+    """Return a function that takes the bytes of each piece, and shows their sum."""
+    done = 0
+
+    def add(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(min(done, total), total)
+
+    return add

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Final
 
-from portus.cli.mirrored import in_order
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import version_document
-from portus.cli.progress import bar
+from portus.cli.progress import adding, bar
 from portus.client.files.home import FileHome
 from portus.directory.folder import FOLDER
 from portus.errors import UsageError
@@ -22,9 +22,9 @@ from portus.spec import VersionInfo
 _HOW: Final = "portus export takes one version out of a mirror"
 
 
-def run(url: str, directory: str | None, pool: str | None, output: Output) -> int:
-    """Pull; the exit code. pool: where the pools are to be, if not in ``.portus`` below."""
-    address, model = _aimed(url)
+def run(url: str, directory: str | None, pool: str | None, output: Output) -> None:
+    """Fetch what the mirror has. pool: where the pools are to be, if not in ``.portus`` below."""
+    address, model = _address_and_model(url)
     root = os.path.abspath(os.path.expanduser(directory or "."))
     if os.path.exists(root) and not os.path.isdir(root):
         raise UsageError(f"{root} is not a directory; name one, or leave DIR out")
@@ -33,7 +33,9 @@ def run(url: str, directory: str | None, pool: str | None, output: Output) -> in
         raise UsageError(f"--pool {place}: a mirror is pulled into pools of this machine")
     documents: list[Json] = []
     with Mirrors(address) as mirrors:
-        models = _models(mirrors, model)
+        models = mirrors.models()
+        if model is not None:  # or its ranks
+            models = [model] if mirrors.has(model) else _ranks(models, model)
         if not models:
             raise UsageError(f"{address}: there is no mirror")
         if len(models) > 1 and not place.is_directory:
@@ -47,11 +49,10 @@ def run(url: str, directory: str | None, pool: str | None, output: Output) -> in
             else:
                 documents.append(_pulled(mirrors.of(each), place.pool_of(each), output))
     output.document({"pulled": documents})
-    return 0
 
 
-def _aimed(url: str) -> tuple[StoreAddress, str | None]:
-    """Where the mirrors are, and which one is meant; None: all."""
+def _address_and_model(url: str) -> tuple[StoreAddress, str | None]:
+    """Return where the mirrors are, and which one is meant; None: all."""
     address = parse(url, "MIRROR")
     with Mirrors(address) as mirrors:
         if mirrors.models():
@@ -62,25 +63,18 @@ def _aimed(url: str) -> tuple[StoreAddress, str | None]:
     return found.address, found.model
 
 
-def _models(mirrors: Mirrors, model: str | None) -> list[str]:
-    """What is pulled: all, or one, or those of the ranks of one."""
-    if model is None:
-        return mirrors.models()
-    if mirrors.has(model):
-        return [model]
-    return [each for each in mirrors.models() if each.startswith(f"{model}/rank-")]
+def _ranks(models: list[str], model: str) -> list[str]:
+    return [each for each in models if each.startswith(f"{model}/rank-")]
 
 
 def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
     from portus.client.paths.file_mirror import DirectoryMirror  # it needs torch
 
-    mirror = DirectoryMirror(
-        address, model, root=root, checkpoints=root, home=os.path.join(root, FOLDER), wait_s=0
-    )
-    try:
+    home = os.path.join(root, FOLDER)
+    with contextlib.closing(
+        DirectoryMirror(address, model, root=root, checkpoints=root, home=home, wait_s=0)
+    ) as mirror:
         paths = mirror.pull()
-    finally:
-        mirror.close()
     output.line(f"{root}: {model}: {count_text(len(paths), 'file')} from {address}")
     return {"model": model, "files": [os.path.join(root, each) for each in paths]}
 
@@ -104,15 +98,9 @@ def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
                 f"newest of step {own[-1].step}: move that pool away, or name another DIR. "
                 f"{_HOW}"
             )
-        total, done = sum(each.size for each in missing(state, infos())), 0
-        with bar(f"{mirror.model} from {mirror.name}") as told:
-
-            def advanced(length: int) -> None:
-                nonlocal done
-                done += length
-                told(done, total)
-
-            fetched = fill(mirror, state, writer, infos, advanced)
+        total = sum(each.size for each in missing(state, infos()))
+        with bar(f"{mirror.model} from {mirror.name}") as progress:
+            fetched = fill(mirror, state, writer, infos, adding(progress, total))
     finally:
         home.close(made=made)
     size = sum(each.size for each in fetched)
@@ -120,7 +108,7 @@ def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
         f"{home.path}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)} "
         f"from {mirror.name}"
     )
-    numbers = {each.token: n for n, each in enumerate(in_order(state), 1)}
+    numbers = {each.token: n for n, each in enumerate(missing(state, ()), 1)}
     return {
         "model": mirror.model,
         "pool": home.path,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from portus.cli import report_page, report_picture
+from portus.cli.in_place import file_in_place
 from portus.cli.output import Json, Output, moment_text
 from portus.cli.training import (
     WHERE,
@@ -24,7 +23,6 @@ from portus.cli.training import (
     training_of,
     written_bytes,
 )
-from portus.errors import MediumError
 
 WIDTH: Final = 48
 """Characters of a bar."""
@@ -33,29 +31,26 @@ _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
-@dataclass(frozen=True, slots=True)
-class ReportOptions:
-    """``run``: whose report; None: that of the only run there is. ``page``, ``picture``: files to
-    write besides."""
-
-    run: str | None
-    page: str | None = None
-    picture: str | None = None
-
-
-def run(options: ReportOptions, pool: str | None, output: Output) -> int:
-    """Report; the exit code."""
-    seen = training_of(options.run, pool, output)
+def run(
+    name: str | None,
+    pool: str | None,
+    output: Output,
+    *,
+    page: str | None = None,
+    picture: str | None = None,
+) -> None:
+    """Report on the run ``name``; None: the only one there is. page, picture: files to write as
+    well."""
+    seen = training_of(name, pool, output)
     made = document(seen)
-    if options.page is not None:
-        _write(options.page, report_page.page(seen, made).encode())
-    if options.picture is not None:
-        _write(options.picture, report_picture.picture(seen))
-    _say(seen, output)
+    if page is not None:
+        _write(page, report_page.page(seen, made).encode())
+    if picture is not None:
+        _write(picture, report_picture.picture(seen))
+    _show(seen, output)
     output.document(made)
-    for path in filter(None, (options.page, options.picture)):
+    for path in filter(None, (page, picture)):
         output.note(f"written: {path}")
-    return 0
 
 
 def document(seen: JournaledRun) -> dict[str, Json]:
@@ -132,7 +127,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
     }
 
 
-def _say(seen: JournaledRun, output: Output) -> None:
+def _show(seen: JournaledRun, output: Output) -> None:
     its = seen.account
     output.line(f"{seen.title}: begun {moment_text(its.begun_ns)}; {state_text(seen)}")
     output.line()
@@ -147,9 +142,9 @@ def _say(seen: JournaledRun, output: Output) -> None:
         ],
     )
     steps = [[value for _, value in points[:-1]] for points in intervals(its)]
-    _say_course("steps between saves", steps, lambda value: f"{value:.0f}", output)
+    _show_course("steps between saves", steps, lambda value: f"{value:.0f}", output)
     blocked = [[each.line.blocked_s for each in saves] for saves in saves_of(its)]
-    _say_course("blocked by a save", blocked, seconds_text, output)
+    _show_course("blocked by a save", blocked, seconds_text, output)
     if its.choices:
         newest = its.choices[-1].line
         output.line(f"  now {newest.interval}: {WHY.get(newest.reason, newest.reason)}")
@@ -158,7 +153,7 @@ def _say(seen: JournaledRun, output: Output) -> None:
         output.table((">RESTART", "AT", "RESUMED FROM", ">LOST", "", ">DOWN"), restart_rows(its))
 
 
-def _say_course(
+def _show_course(
     title: str, sessions: list[list[float]], text: Callable[[float], str], output: Output
 ) -> None:
     values = [value for session in sessions for value in session]
@@ -199,13 +194,5 @@ def _share(value: float, whole: float) -> str:
 
 
 def _write(path: str, data: bytes) -> None:
-    """All of it, or what was there before."""
-    fresh = f"{path}.{os.getpid()}.new"
-    try:
-        with open(fresh, "wb") as file:
-            file.write(data)
-        os.replace(fresh, path)
-    except OSError as error:
-        if os.path.exists(fresh):
-            os.unlink(fresh)
-        raise MediumError(error.errno, f"{path}: cannot write it: {error.strerror}") from error
+    with file_in_place(path) as temporary, open(temporary, "wb") as file:
+        file.write(data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from portus.cli.output import FOUND, Json, Output, count_text, moment_text, size_text
 from portus.cli.pools import version_document
-from portus.cli.progress import bar
+from portus.cli.progress import adding, bar
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.index.check import Severity, check
 from portus.index.directory import locked, pools_at
@@ -20,17 +20,9 @@ from portus.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.media.base import Medium
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
+from portus.spec import VersionInfo
 
 _FILES = LocalFiles()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RescueOptions:
-    """Options of a rescue. ``into``: write a new pool file at this path; ``in_place``: repair the
-    file itself. Neither: only look."""
-
-    into: str | None = None
-    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +33,39 @@ class _Seen:
     whole: bool
     listed: bool
 
+    @property
+    def info(self) -> VersionInfo:
+        """The version as its record says."""
+        return self.found.record.info
 
-def run(place: str, options: RescueOptions, output: Output) -> int:
-    """Look, and make what is wished for; the exit code."""
-    if options.into is not None and options.in_place:
+
+def run(place: str, into: str | None, in_place: bool, output: Output) -> None:
+    """List what the pool at ``place`` holds. into: write a new pool file at this path. in_place:
+    repair the pool itself."""
+    if into is not None and in_place:
         raise UsageError("--into or --in-place: choose one of them")
     path = _file(place)
+    made: str | None = None
     with contextlib.closing(_FILES.open(path, writable=False)) as medium:
         seen = _look(path, medium)
         whole = [each.found for each in seen if each.whole]
-        _say(path, seen, output)
-        made: str | None = None
-        if options.into is not None:
-            made = _into(path, medium, _some(path, medium, whole), options.into)
-    if options.in_place:
+        _show(path, seen, output)
+        if into is not None:
+            made = _into(path, medium, _some(path, medium, whole), into)
+    if in_place:
         made = _in_place(path)
-    damaged = not whole or any(each.listed and not each.whole for each in seen)
-    code = FOUND if damaged else 0
+    if not whole or any(each.listed and not each.whole for each in seen):
+        output.code = FOUND
     if made is not None:
         wrong = [each for each in check(made) if each.severity is Severity.ERROR]
         for finding in wrong:
             output.line(f"{finding.severity.value} {finding}")
         output.line(f"{made}: {'DAMAGED' if wrong else 'a healthy pool'}")
-        code = FOUND if wrong else 0
+        output.code = FOUND if wrong else 0
     versions: list[Json] = [
-        {**version_document(each.found.record.info), "whole": each.whole, "listed": each.listed}
-        for each in seen
+        {**version_document(each.info), "whole": each.whole, "listed": each.listed} for each in seen
     ]
     output.document({"path": path, "versions": versions, "made": made})
-    return code
 
 
 def _file(place: str) -> str:
@@ -100,13 +96,13 @@ def _look(path: str, medium: Medium) -> list[_Seen]:
     ]
 
 
-def _say(path: str, seen: list[_Seen], output: Output) -> None:
+def _show(path: str, seen: list[_Seen], output: Output) -> None:
     rows = [
         (
-            each.found.record.info.model,
-            str(each.found.record.info.step),
-            moment_text(each.found.record.info.time_ns),
-            size_text(each.found.record.info.size),
+            each.info.model,
+            str(each.info.step),
+            moment_text(each.info.time_ns),
+            size_text(each.info.size),
             "whole" if each.whole else "damaged",
             "yes" if each.listed else "no",
         )
@@ -129,15 +125,9 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
     target = local_path(into, "--into")
     made = _FILES.create(target, medium.size)
     try:
-        with contextlib.closing(made), bar(os.path.basename(target)) as told:
-            done, total = 0, sum(each.record.info.size for each in versions)
-
-            def advanced(length: int) -> None:
-                nonlocal done
-                done += length
-                told(min(done, total), total)
-
-            copy_versions(medium, made, versions, advanced)
+        with contextlib.closing(made), bar(os.path.basename(target)) as progress:
+            total = sum(each.record.info.size for each in versions)
+            copy_versions(medium, made, versions, adding(progress, total))
             rebuild(made, versions)
         _FILES.sync(os.path.dirname(target))
     except BaseException:

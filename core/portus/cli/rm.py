@@ -10,16 +10,15 @@ from portus.cli import files, mirrored
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import (
     FoundVersion,
-    aimed,
     allow,
     open_pools,
-    pointer_at,
     pointers_of,
     table_in,
     version_document,
 )
 from portus.client.files.home import Pool
 from portus.client.files.host import HostPool
+from portus.client.files.reference import read as pointer_at
 from portus.client.loading.resolve import use_reference
 from portus.errors import StaleError, UsageError
 from portus.format.reference import Reference
@@ -31,7 +30,6 @@ from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.index.tables import MARKS
 from portus.media.local import LocalFiles
-from portus.mirror.address import is_store
 
 WAIT_S = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
@@ -45,24 +43,21 @@ def run(
     force: bool,
     keep: str | None,
     output: Output,
-) -> int:
-    """Remove, one target after another; the exit code. keep: of a model, or of a directory of
-    files, what this says stays, see ``Keep.parse``."""
+) -> None:
+    """Remove, one target after another. keep: of a model, or of a directory of files, what this
+    says stays, see ``Keep.parse``."""
     kept = None if keep is None else Keep.parse(keep)
     removed: list[Json] = []
     for target in targets:
-        path = files.meant(target, pool)
-        if path is not None and keep is None and pointer_at(path) is not None:
+        path = files.find_files(target, pool)
+        if path is None:
+            removed += _remove_versions(target, pool, yes, force, kept, output)
+        elif keep is None and pointer_at(path) is not None:
             allow(pool)
             removed += _remove_pointer(os.path.abspath(path), output)
-        elif path is not None:
-            removed += files.rm(path, output, force=force, keep=kept)
         else:
-            removed += _remove_versions(
-                *aimed(target, pool), yes=yes, force=force, keep=kept, output=output
-            )
+            removed += files.rm(path, output, force=force, keep=kept)
     output.document({"removed": removed})
-    return 0
 
 
 @contextlib.contextmanager
@@ -131,30 +126,35 @@ def _remove_pointer(path: str, output: Output) -> list[Json]:
 
 
 def _remove_versions(
-    target: str, pool: str | None, *, yes: bool, force: bool, keep: Keep | None, output: Output
+    target: str, pool: str | None, yes: bool, force: bool, keep: Keep | None, output: Output
 ) -> list[Json]:
-    """Remove versions, and their pointers; the versions, for machines."""
-    with open_pools(pool, target, mirrors=True) as pools:
-        found = pools.select(target)
-        is_whole = keep is None and {each.info.model for each in found} == {target}
+    """Remove versions, and their pointers; return the versions for machines."""
+    with open_pools(pool, target) as pools:
+        found = pools.select()
+        is_model = {each.info.model for each in found} == {pools.target}
         if not force:
             _refuse_marks(found)
+        if keep is not None and not is_model:
+            raise UsageError(f"--keep is for a model, and {pools.target} names a step")
         if keep is not None:
-            found = _beyond(found, target, keep)
-    question = f"Remove {count_text(len(found), 'version')}, all of {target}?"
+            found = _in_order(found)
+            staying = {id(info) for info in keep.staying([each.info for each in found])}
+            found = [each for each in found if id(each.info) not in staying]
+        is_whole, is_mirror = is_model and keep is None, pools.place.kind is PlaceKind.MIRROR
+        name = pools.target
+    question = f"Remove {count_text(len(found), 'version')}, all of {name}?"
     if is_whole and not yes and not output.ask(question):
-        raise UsageError(f"nothing was removed: use --yes for all of {target}, or {target}@STEP")
-    places = _by_place(found)
-    for place in [each for each in places if each.kind is PlaceKind.MIRROR]:
-        mirrored.let_go(place, places.pop(place))
-    pointers = _retire(places)
+        raise UsageError(f"nothing was removed: use --yes for all of {name}, or {name}@STEP")
+    if is_mirror:
+        mirrored.rm(pools.place, found)
+    pointers = 0 if is_mirror else _retire(found)
     for each in found:
         output.line(f"removed {each.title} (version {each.info.id})")
     if pointers:
         output.line(f"removed {count_text(pointers, 'pointer')}")
     then = (
         "the run that mirrors there, or portus gc, deletes the objects a day later"
-        if pool is not None and is_store(pool)
+        if is_mirror
         else "the pool file keeps its size, and has holes where the file system allows"
     )
     size = size_text(sum(each.info.size for each in found))
@@ -162,62 +162,42 @@ def _remove_versions(
     return [version_document(each.info) for each in found]
 
 
-def _by_place(found: Sequence[FoundVersion]) -> dict[Place, list[FoundVersion]]:
-    """The versions of each pool."""
-    return {
-        place: [each for each in found if each.pool == place]
-        for place in dict.fromkeys(each.pool for each in found)
-    }
-
-
-def _retire(places: dict[Place, list[FoundVersion]]) -> int:
-    """Remove these versions of pools, and their pointers first; how many pointers. Nothing,
-    with an error, if one is not there any more: all pools are locked before it is checked."""
+def _retire(found: Sequence[FoundVersion]) -> int:
+    """Remove these versions of pools, and their pointers first; return how many pointers. Nothing
+    is removed, with an error, if one is not there any more: all pools are locked before that is
+    checked."""
     with contextlib.ExitStack() as stack:
+        places = dict.fromkeys(each.pool for each in found)
         opened = {place: stack.enter_context(_opened(place)) for place in places}
-        paths = [path for place, pool in opened.items() for path in _pointers(pool, places[place])]
+        paths: list[str] = []
+        for place, pool in opened.items():
+            entries = {entry.info.token: entry for entry in pool.catalogue().entries()}
+            for each in found:
+                if each.pool == place:
+                    paths += _pointers(pool, entries.get(each.info.token), each)
         _remove_files(paths)
         for place, pool in opened.items():
-            pool.retire([each.info.id for each in places[place]])
+            pool.retire([each.info.id for each in found if each.pool == place])
     return len(paths)
 
 
-def _pointers(pool: PoolReader, seen: Sequence[FoundVersion]) -> list[str]:
-    """The pointers that lead to these versions. Raises ``UsageError`` if one is gone, or if the
-    pool was made anew: other versions have their ids there."""
-    entries = {(each.info.id, each.info.token): each for each in pool.catalogue().entries()}
-    paths: list[str] = []
-    for each in seen:
-        entry = entries.get((each.info.id, each.info.token))
-        try:
-            table = None if entry is None else table_in(pool, entry)
-        except StaleError:
-            entry = None
-        if entry is None:
-            raise UsageError(
-                f"{each.pool} changed meanwhile, and nothing was removed: run this again"
-            )
-        paths += [] if table is None else pointers_of(table, each.info.token)
-    return paths
-
-
-def _beyond(found: list[FoundVersion], model: str, keep: Keep) -> list[FoundVersion]:
-    """All but what ``keep`` says."""
-    if any(each.info.model != model for each in found):
-        raise UsageError(f"--keep is for a model, and {model} names a step")
-    ordered = _in_order(found)
-    staying = {id(info) for info in keep.staying([each.info for each in ordered])}
-    return [each for each in ordered if id(each.info) not in staying]
+def _pointers(pool: PoolReader, entry: VersionEntry | None, seen: FoundVersion) -> list[str]:
+    """Return the pointers that lead to a version. Raises ``UsageError`` if it is gone."""
+    with contextlib.suppress(StaleError):
+        if entry is not None and entry.info.id == seen.info.id:
+            table = table_in(pool, entry)
+            return [] if table is None else pointers_of(table, entry.info.token)
+    raise UsageError(f"{seen.pool} changed meanwhile, and nothing was removed: run this again")
 
 
 def _in_order(found: list[FoundVersion]) -> list[FoundVersion]:
     """Return the versions of one pool file in the order of their commits, even if its clock went
     back. Those of several files, which come file by file, are ordered by time."""
-    latest: dict[str, int] = {}
+    latest: dict[Place, int] = {}
     timed = []
     for each in found:
-        latest[each.path] = max(each.info.time_ns, latest.get(each.path, 0))
-        timed.append((latest[each.path], each.info.commit, each))
+        latest[each.pool] = max(each.info.time_ns, latest.get(each.pool, 0))
+        timed.append((latest[each.pool], each.info.commit, each))
     return [each for _, _, each in sorted(timed, key=lambda row: row[:2])]
 
 

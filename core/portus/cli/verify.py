@@ -1,19 +1,20 @@
-"""``portus verify [MODEL[@STEP]]``: every rule of the format, every byte."""
+"""``portus verify [MODEL[@STEP]]``: every rule of the format, every byte; and ``portus scrub``: the
+same at a bounded pace."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from portus.cli import files
 from portus.cli.output import (
     FOUND,
     MEND,
+    ROT,
     Json,
     Output,
     count_text,
@@ -22,14 +23,14 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import FoundVersion, aimed, allow, find_pool, open_pools
-from portus.cli.progress import Progress, bar
+from portus.cli.pools import FoundVersion, PlacePools, allow, find_pool, open_pools
+from portus.cli.progress import Progress, adding, bar
 from portus.client.files.home import open_place
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.index.check import RULES, CheckOptions, Finding, Severity, check_file, check_medium
 from portus.index.directory import pools_at
-from portus.index.place import Place
-from portus.index.scrub import scrub
+from portus.index.place import Place, PlaceKind
+from portus.index.scrub import scrub as scrub_pool
 from portus.mirror.address import StoreKind, is_store, parse
 from portus.mirror.files import MirroredFiles
 from portus.mirror.mirror import models
@@ -39,12 +40,10 @@ from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 from portus.transport.base import Stop
 
-Only = Callable[[VersionInfo], bool]
-
 
 @dataclass(slots=True)
 class Verdict:
-    """What the check of one pool file said. ``size``: bytes that were read and compared.
+    """What the check of one pool file found. ``size``: bytes that were read and compared.
     ``removed``: how many of ``versions`` the newest commit has no more. A pool keeps the commit
     before the newest one, so a check reads versions that ``portus ls`` does not list."""
 
@@ -66,202 +65,171 @@ class Verdict:
             return FOUND
         return MEND if Severity.MEND in severities else 0
 
-    @property
-    def result(self) -> str:
-        """Return the result in words, for people."""
-        return {FOUND: "DAMAGED", MEND: "NEEDS REPAIR"}.get(self.code, "healthy")
+    @contextlib.contextmanager
+    def reached(self, title: str) -> Iterator[Progress]:
+        """Time a check, show its progress, and keep its error."""
+        start = time.monotonic()
+        try:
+            with bar(title) as advanced:
+
+                def progress(done: int, total: int) -> None:
+                    self.size = done
+                    advanced(done, total)
+
+                yield progress
+        except PortusError as error:
+            self.error = error
+        self.passed_s = time.monotonic() - start
+
+
+def scrub(pool: str | None, rate: str, output: Output) -> None:
+    """Verify everything from the disk, at ``rate`` at most; say at once what is found."""
+    from portus.daemon.pools import parse_rate
+
+    run(None, pool, output, bytes_per_s=parse_rate(rate))
+    output.code = ROT if output.code == FOUND else output.code
 
 
 def run(
     target: str | None, pool: str | None, output: Output, *, bytes_per_s: int | None = None
-) -> int:
-    """Verify; the exit code. bytes_per_s: scrub, and say at once what is found."""
-    path = files.meant(target, pool) if bytes_per_s is None else files.meant(pool, None)
+) -> None:
+    """Verify what ``target`` names, or all. bytes_per_s: scrub."""
+    aim = (target, pool) if bytes_per_s is None else (pool, None)
+    path = files.find_files(*aim)
     if path is not None:
         allow(pool)
-        return files.verify(path, output, bytes_per_s=bytes_per_s)
-    verdicts = []
-    if target is not None and pool is None and is_address(target):
+        files.verify(path, output, bytes_per_s=bytes_per_s)
+        return
+    if target is not None and pool is None and (is_address(target) or _is_whole_mirror(target)):
         target, pool = None, target
-    elsewhere = _of_mirror(target, pool)
-    if elsewhere is not None:
-        if bytes_per_s is not None:
-            raise UsageError(
-                f"{elsewhere[1]}: scrub takes pools only; portus verify reads a mirror"
-            )
-        for verdict in (*_verified_mirror(*elsewhere), *_verified_files(*elsewhere)):
-            verdicts.append(verdict)
-            _say(verdict, output)
-        return _ended(verdicts, elsewhere[1], output)
-    for chosen, only in _chosen(target, pool):
-        with bar(os.path.basename(chosen.path)) as advanced:
-            verdict = _verify(chosen, only, advanced, output, bytes_per_s)
+    if bytes_per_s is not None and pool is not None and is_store(pool):
+        raise UsageError(f"{pool}: scrub takes pools only; portus verify reads a mirror")
+    verdicts = []
+    for verdict in _verdicts(target, pool, bytes_per_s, output):
         verdicts.append(verdict)
-        _say(verdict, output)
-    return _ended(verdicts, pool, output)
-
-
-def _ended(verdicts: Sequence[Verdict], pool: str | None, output: Output) -> int:
+        _show(verdict, output)
     if not verdicts:
         where = find_pool(pool, mirrors=True)
         raise UsageError(f"{where}: there is no pool to verify; nothing was saved there")
     codes = [verdict.code for verdict in verdicts]
-    healthy = not any(codes)
-    output.document({"healthy": healthy, "pools": [_document(each) for each in verdicts]})
+    output.document(
+        {"healthy": not any(codes), "pools": [_document(verdict) for verdict in verdicts]}
+    )
     damaged = any(each.code == FOUND and each.error is None for each in verdicts)
-    return FOUND if damaged else max(codes, default=0)
+    output.code = FOUND if damaged else max(codes)
 
 
-def _of_mirror(target: str | None, pool: str | None) -> tuple[str | None, str] | None:
-    """What is meant in which mirror; None for a pool. A URL that is the mirror's own has it all."""
-    if target is None or pool is not None:
-        return (target, pool) if pool is not None and is_store(pool) else None
+def _is_whole_mirror(target: str) -> bool:
+    """Return whether a URL is that of mirrors, and not of a model in one."""
     if not is_store(target):
-        return None
+        return False
     with Mirrors(parse(target)) as mirrors:
-        if mirrors.models():
-            return None, target
-    target, url = aimed(target, None)
-    assert url is not None
-    return target, url
+        return bool(mirrors.models())
 
 
-def _verified_mirror(target: str | None, url: str) -> Iterator[Verdict]:
-    """Each version of the mirrors at ``url``, or those that ``target`` means, by itself: a manifest
-    that is damaged says nothing of others."""
-    with open_pools(url, target, mirrors=True) as pools:
-        for found in pools.versions() if target is None else pools.select(target):
-            verdict = Verdict(f"{found.path}: {found.info.model}@{found.info.step}", 1)
-            start = time.monotonic()
-            try:
-                with bar(f"{found.info.model}@{found.info.step}") as advanced:
-                    progress = partial(_count, verdict, advanced)
-                    look = CheckOptions(progress=progress)
-                    verdict.findings = check_medium(found.reader.medium, found.reader.locks, look)
-                    _check_files(url, found)
-            except PortusError as error:
-                verdict.error = error
-            verdict.passed_s = time.monotonic() - start
+def _verdicts(
+    target: str | None, pool: str | None, bytes_per_s: int | None, output: Output
+) -> Iterator[Verdict]:
+    """Check each pool, or the versions that ``target`` means; of mirrors each version by itself,
+    since a damaged manifest says nothing of others, and each file."""
+    mirror = None
+    if target is None:
+        place = find_pool(pool, mirrors=True)
+        if place.kind is not PlaceKind.MIRROR:
+            for each in pools_at(place):
+                yield _verified(each, None, output, bytes_per_s)
+            return
+        mirror = place
+    with PlacePools(mirror) if mirror else open_pools(pool, target or "") as pools:
+        chosen: dict[Place, set[int]] = {}
+        for found in pools.versions() if mirror else pools.select():
+            if not found.is_mirrored:
+                chosen.setdefault(found.pool, set()).add(found.info.id)
+                continue
+            verdict = Verdict(f"{found.pool}: {found.title}", 1)
+            with verdict.reached(found.title) as progress:
+                reader, look = found.open()[0], CheckOptions(progress=progress)
+                verdict.findings = check_medium(reader.medium, reader.locks, look)
+                _check_files(found)
             yield verdict
+    for each, ids in chosen.items():
+        yield _verified(each, ids, output, bytes_per_s)
+    if mirror:
+        yield from _verified_files(mirror.path)
 
 
-def _check_files(url: str, found: FoundVersion) -> None:
+def _check_files(found: FoundVersion) -> None:
     """Raise ``CorruptionError`` for a file of a mirrored version that nobody else could use."""
-    with Mirrors(parse(url)) as mirrors:
+    with Mirrors(parse(found.pool.path)) as mirrors:
         mirror = mirrors.of(found.info.model)
         added = mirror.read().version(found.info.token)
         if added is not None:
             mirror.check_files(added, Stop())
 
 
-def _verified_files(target: str | None, url: str) -> Iterator[Verdict]:
-    """Each file of the runs that save to directories."""
+def _verified_files(url: str) -> Iterator[Verdict]:
+    """Check each file of the runs that save to directories."""
     address = parse(url)
-    if target is not None or address.kind is StoreKind.HOST:
+    if address.kind is StoreKind.HOST:
         return
     with closing(open_file_store(address)) as store:
         for model in models(store, key=configured_key()):
             mirrored = MirroredFiles(store, model, url)
-            for said in [each for each in mirrored.read().files if not each.link]:
-                verdict, start = Verdict(f"{url}: {model}: {said.path}", 1), time.monotonic()
-                try:
-                    with bar(said.path) as advanced:
-
-                        def read(
-                            count: int,
-                            verdict: Verdict = verdict,
-                            advanced: Progress = advanced,
-                            size: int = said.size,
-                        ) -> None:
-                            _count(verdict, advanced, verdict.size + count, size)
-
-                        mirrored.check(said, read)
-                except PortusError as error:
-                    verdict.error = error
-                verdict.passed_s = time.monotonic() - start
+            for file in [each for each in mirrored.read().files if not each.link]:
+                verdict = Verdict(f"{url}: {model}: {file.path}", 1)
+                with verdict.reached(file.path) as progress:
+                    mirrored.check(file, adding(progress, file.size))
                 yield verdict
 
 
-def _count(verdict: Verdict, advanced: Progress, done: int, total: int) -> None:
-    verdict.size = done
-    advanced(done, total)
-
-
-def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[Place, Only]]:
-    """The pool files, and what to look at in each."""
-    if target is None:
-        for each in pools_at(find_pool(pool)):
-            yield each, lambda info: True
-        return
-    chosen: dict[Place, set[int]] = {}
-    with open_pools(pool, target) as pools:
-        for found in pools.select(target):
-            chosen.setdefault(found.pool, set()).add(found.info.id)
-    for each, ids in chosen.items():
-        yield each, lambda info, ids=ids: info.id in ids  # type: ignore[misc]
-
-
-def _verify(
-    pool: Place, only: Only, advanced: Progress, output: Output, bytes_per_s: int | None
+def _verified(
+    pool: Place, wanted: set[int] | None, output: Output, bytes_per_s: int | None
 ) -> Verdict:
-    verdict, start = Verdict(pool.path), time.monotonic()
+    """Check a pool file; of its versions those with the ids ``wanted``, or all."""
+    verdict, ids = Verdict(pool.path), set[int]()
 
-    ids: set[int] = set()
+    def only(info: VersionInfo) -> bool:
+        if wanted is not None and info.id not in wanted:
+            return False
+        ids.add(info.id)
+        return True
 
-    def counted(info: VersionInfo) -> bool:
-        wanted = only(info)
-        if wanted:
-            ids.add(info.id)
-        return wanted
+    def tell(finding: Finding) -> None:
+        if finding.severity is Severity.ERROR:
+            output.note(f"portus: {pool}: {finding}")
 
-    look = CheckOptions(progress=partial(_count, verdict, advanced), only=counted)
-    try:
-        with contextlib.ExitStack() as stack:
-            # A file is opened by the check: a pool whose first pages are damaged has findings too.
-            reader = None if not pool.is_host else stack.enter_context(closing(open_place(pool)))
-            if bytes_per_s is not None:
-                look = replace(look, told=lambda finding: _tell(pool, finding, output))
-                verdict.findings = scrub(reader or pool, bytes_per_s, look)
-            elif reader is not None:
-                verdict.findings = check_medium(reader.medium, reader.locks, look)
-            else:
-                verdict.findings = check_file(pool.path, look)
-        verdict.removed = _removed(pool, ids)
-    except PortusError as error:
-        verdict.error = error
+    with verdict.reached(os.path.basename(pool.path)) as progress, contextlib.ExitStack() as stack:
+        look = CheckOptions(progress=progress, only=only)
+        # A file is opened by the check: a pool whose first pages are damaged has findings too.
+        reader = stack.enter_context(closing(open_place(pool))) if pool.is_host else None
+        if bytes_per_s is not None:
+            verdict.findings = scrub_pool(reader or pool, bytes_per_s, replace(look, told=tell))
+        elif reader is not None:
+            verdict.findings = check_medium(reader.medium, reader.locks, look)
+        else:
+            verdict.findings = check_file(pool.path, look)
+        with contextlib.suppress(CorruptionError), closing(open_place(pool)) as newest:
+            verdict.removed = len(ids - newest.catalogue().ids())
     verdict.versions = len(ids)
-    verdict.passed_s = time.monotonic() - start
     return verdict
 
 
-def _removed(pool: Place, ids: set[int]) -> int:
-    """How many of the versions the newest commit that can be read has no more."""
-    with contextlib.suppress(CorruptionError), closing(open_place(pool)) as reader:
-        return len(ids - reader.catalogue().ids())
-    return 0
-
-
-def _tell(pool: Place, finding: Finding, output: Output) -> None:
-    if finding.severity is Severity.ERROR:
-        output.note(f"portus: {pool}: {finding}")
-
-
-def _say(verdict: Verdict, output: Output) -> None:
+def _show(verdict: Verdict, output: Output) -> None:
     if verdict.error is not None:
         output.note(f"portus: {said(verdict.error)}")
         return
     for finding in verdict.findings:
         output.line(f"{finding.severity.value} {finding}")
-    speed = verdict.size / max(verdict.passed_s, 1e-9)
+    result = {FOUND: "DAMAGED", MEND: "NEEDS REPAIR"}.get(verdict.code, "healthy")
     removed = (
         f" ({verdict.removed} of them removed by the newest commit, and kept until the next one)"
         if verdict.removed
         else ""
     )
     output.line(
-        f"{verdict.path}: {verdict.result}; {count_text(verdict.versions, 'version')}{removed}, "
+        f"{verdict.path}: {result}; {count_text(verdict.versions, 'version')}{removed}, "
         f"{size_text(verdict.size)} read in {verdict.passed_s:.1f} s "
-        f"({size_text(int(speed))}/s)"
+        f"({size_text(verdict.size / max(verdict.passed_s, 1e-9))}/s)"
     )
 
 

@@ -7,28 +7,14 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
+from portus.client.leaving.written import WrittenExport
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.elsewhere import fill
 from portus.client.loading.outline import leaves_of
 from portus.errors import UsageError, printable
-
-
-@dataclass(slots=True)
-class WrittenExport:
-    """``size``: of the files, in bytes. ``shared``: names of tensors that share memory in the
-    source, and are written separately. ``left_out``: of values that are no tensors. ``no_weights``:
-    of tensors that are none."""
-
-    size: int = 0
-    tensors: int = 0
-    shared: list[list[str]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    no_weights: list[str] = field(default_factory=list)
-
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,8 +38,6 @@ def write(
     file names. Raises ``UsageError`` for a file with objects of other classes than ``weights_only``
     allows, ``CorruptionError``, ``MediumError``.
     """
-    if is_torch and strip:
-        raise UsageError("--strip is for .safetensors files")
     try:
         state = load_file(path, list(names) or None, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
