@@ -96,12 +96,12 @@ _WHERE: Final = (
 )
 _OR_MIRROR: Final = f"{_WHERE}; or a mirror, such as s3://bucket/prefix or file:///path"
 
-Pool = Annotated[str | None, _option("--pool -p PATH", _WHERE)]
-PoolArgument = Annotated[
-    str | None, _argument("[POOL]", "the same as --pool; or a directory of files")
-]
-PoolOrMirror = Annotated[str | None, _option("--pool -p PATH|MIRROR", _OR_MIRROR)]
-MirrorArgument = Annotated[str | None, _argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR")]
+Text = str | None
+Texts = list[str] | None
+Pool = Annotated[Text, _option("--pool -p PATH", _WHERE)]
+PoolArgument = Annotated[Text, _argument("[POOL]", "the same as --pool; or a directory of files")]
+PoolOrMirror = Annotated[Text, _option("--pool -p PATH|MIRROR", _OR_MIRROR)]
+MirrorArgument = Annotated[Text, _argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR")]
 AsJson = Annotated[bool, _option("--json", "print one JSON document to stdout")]
 Target = Annotated[
     str, _argument("MODEL[@STEP]", "a version, a file, a pointer, or MIRROR/MODEL[@STEP]")
@@ -110,8 +110,7 @@ Targets = Annotated[
     list[str], _argument("MODEL[@STEP]...", "versions, files, pointers, or MIRROR/MODEL[@STEP]")
 ]
 OptionalTarget = Annotated[
-    str | None,
-    _argument("[MODEL[@STEP]]", "a model, a version, a file or a directory; default: all"),
+    Text, _argument("[MODEL[@STEP]]", "a model, a version, a file or a directory; default: all")
 ]
 
 
@@ -151,12 +150,12 @@ def show(target: Target, pool: PoolOrMirror = None, as_json: AsJson = False) -> 
 @app.command(epilog=EXIT_CODES)
 def report(
     run: Annotated[
-        str | None,
+        Text,
         _argument("[RUN]", "the run's directory, its pool, one of its checkpoints, or its name"),
     ] = None,
     pool: Pool = None,
-    html: Annotated[str | None, _option("--html FILE", "also write an HTML page")] = None,
-    png: Annotated[str | None, _option("--png FILE", "also write a plot")] = None,
+    html: Annotated[Text, _option("--html FILE", "also write an HTML page")] = None,
+    png: Annotated[Text, _option("--png FILE", "also write a plot")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of a run went, and which steps each restart lost.
@@ -201,7 +200,7 @@ def scrub(
 def rescue(
     place: Annotated[str, _argument("POOL", "a pool file with any name, or a device")],
     into: Annotated[
-        str | None, _option("--into NEW", "write the intact versions to a new pool file")
+        Text, _option("--into NEW", "write the intact versions to a new pool file")
     ] = None,
     in_place: Annotated[
         bool, _option("--in-place", "repair the pool itself; copy it first")
@@ -227,11 +226,9 @@ def export(
     target: Target,
     out: Annotated[str, _argument("OUT", "a .safetensors or .pt file, or a directory")],
     pool: PoolOrMirror = None,
-    file: Annotated[
-        str | None, _option("--file NAME", "the one file to take, if it has several")
-    ] = None,
+    file: Annotated[Text, _option("--file NAME", "the one file to take, if it has several")] = None,
     names: Annotated[
-        list[str] | None, _option("--names -n PATTERN", "only matching names, such as 'model.*'")
+        Texts, _option("--names -n PATTERN", "only matching names, such as 'model.*'")
     ] = None,
     strip: Annotated[str, _option("--strip PREFIX", "remove this prefix from names")] = "",
     force: Annotated[bool, _option("--force -f", "replace OUT if it exists")] = False,
@@ -270,13 +267,13 @@ def export(
 def pull(
     mirror: Annotated[str, _argument("MIRROR[/MODEL]", "all models of a mirror, or one")],
     directory: Annotated[
-        str | None,
+        Text,
         _argument(
             "[DIR]", "the run's directory, made if there is none; default: the current directory"
         ),
     ] = None,
     pool: Annotated[
-        str | None, _option("--pool -p PATH", "where the pools go; default: .portus in DIR")
+        Text, _option("--pool -p PATH", "where the pools go; default: .portus in DIR")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -303,7 +300,7 @@ def rm(
         ),
     ] = False,
     keep: Annotated[
-        str | None,
+        Text,
         _option(
             "--keep N|KEEP",
             "keep only the newest N of a directory, or of a model, or what a policy keeps, "
@@ -326,7 +323,7 @@ def rm(
 @app.command(epilog=EXIT_CODES)
 def doctor(
     places: Annotated[
-        list[str] | None,
+        Texts,
         _argument(
             "[PLACE...]",
             "pools, directories, DAX devices or addresses of storage hosts to look at; "
@@ -360,7 +357,7 @@ def gc(
     place: PoolArgument = None,
     pool: PoolOrMirror = None,
     missing: Annotated[
-        list[str] | None,
+        Texts,
         _option(
             "--missing DIR", "delete versions whose pointers were in DIR, or below, and are gone"
         ),
@@ -384,74 +381,60 @@ def gc(
         gc.run(place or pool, output, missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
 
 
-_SecretFile = Annotated[
-    str | None, _option("--secret-file PATH", "a file with one secret, or lines TENANT SECRET")
-]
-_TlsCert = Annotated[
-    str | None, _option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)")
-]
-_TlsKey = Annotated[str | None, _option("--tls-key PEM", "the key of that certificate")]
-_Quota = Annotated[
-    str | None, _option("--quota SIZE", "the most that each tenant may store, such as 500G")
-]
-_QuotaFile = Annotated[
-    str | None, _option("--quota-file PATH", "a file of lines TENANT SIZE, instead of --quota")
-]
-_Metrics = Annotated[
-    str | None, _option("--metrics [HOST:]PORT", "serve Prometheus metrics and /healthz here")
-]
-_AdminPath = Annotated[str | None, _option("--admin PATH", "the socket for `portus admin`")]
-_Scrub = Annotated[
-    str | None, _option("--scrub SIZE/s", "reread the pools for bit rot at this rate")
-]
-_Memory = Annotated[
-    str | None,
-    _option("--memory SIZE", "the most memory that all clients together may take; default: 1G"),
-]
-_Connections = Annotated[
-    int | None,
-    _option("--connections COUNT", "the most connections of all clients together; default: 1024"),
-]
-_Listen = Annotated[
-    list[str] | None,
-    _option(
-        "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117"
-    ),
-]
-_HostMirror = Annotated[
-    str | None, _option("--mirror URL", "mirror committed versions to this URL, per tenant")
-]
-_HostReplica = Annotated[
-    str | None, _option("--replica ADDRESS", "the host that takes over if this one is lost")
-]
-_HostTransport = Annotated[
-    str, _option("--transport auto|tcp|verbs", "verbs: refuse to start without RDMA")
-]
-_HostMirrorWait = Annotated[
-    float, _option("--mirror-wait SECONDS", "how long shutdown waits for the mirror or the replica")
-]
-
-
 @app.command(epilog=EXIT_CODES)
 def serve(
     place: Annotated[
         str, _argument("POOL", "a pool directory, a pool file, a DAX device, or memory:SIZE")
     ],
-    listen: _Listen = None,
-    secret_file: _SecretFile = None,
-    tls_cert: _TlsCert = None,
-    tls_key: _TlsKey = None,
-    quota: _Quota = None,
-    quota_file: _QuotaFile = None,
-    metrics: _Metrics = None,
-    admin_path: _AdminPath = None,
-    scrub: _Scrub = None,
-    memory: _Memory = None,
-    connections: _Connections = None,
-    mirror: _HostMirror = None,
-    replica: _HostReplica = None,
-    mirror_wait: _HostMirrorWait = 60.0,
-    transport: _HostTransport = "auto",
+    listen: Annotated[
+        Texts,
+        _option(
+            "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117"
+        ),
+    ] = None,
+    secret_file: Annotated[
+        Text, _option("--secret-file PATH", "a file with one secret, or lines TENANT SECRET")
+    ] = None,
+    tls_cert: Annotated[
+        Text, _option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)")
+    ] = None,
+    tls_key: Annotated[Text, _option("--tls-key PEM", "the key of that certificate")] = None,
+    quota: Annotated[
+        Text, _option("--quota SIZE", "the most that each tenant may store, such as 500G")
+    ] = None,
+    quota_file: Annotated[
+        Text, _option("--quota-file PATH", "a file of lines TENANT SIZE, instead of --quota")
+    ] = None,
+    metrics: Annotated[
+        Text, _option("--metrics [HOST:]PORT", "serve Prometheus metrics and /healthz here")
+    ] = None,
+    admin_path: Annotated[Text, _option("--admin PATH", "the socket for `portus admin`")] = None,
+    scrub: Annotated[
+        Text, _option("--scrub SIZE/s", "reread the pools for bit rot at this rate")
+    ] = None,
+    memory: Annotated[
+        Text,
+        _option("--memory SIZE", "the most memory that all clients together may take; default: 1G"),
+    ] = None,
+    connections: Annotated[
+        int | None,
+        _option(
+            "--connections COUNT", "the most connections of all clients together; default: 1024"
+        ),
+    ] = None,
+    mirror: Annotated[
+        Text, _option("--mirror URL", "mirror committed versions to this URL, per tenant")
+    ] = None,
+    replica: Annotated[
+        Text, _option("--replica ADDRESS", "the host that takes over if this one is lost")
+    ] = None,
+    mirror_wait: Annotated[
+        float,
+        _option("--mirror-wait SECONDS", "how long shutdown waits for the mirror or the replica"),
+    ] = 60.0,
+    transport: Annotated[
+        str, _option("--transport auto|tcp|verbs", "verbs: refuse to start without RDMA")
+    ] = "auto",
 ) -> None:
     """Serve pools to trainers on other machines, until SIGTERM.
 

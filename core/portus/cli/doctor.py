@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import numpy as np
 
 from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
-from portus.cli.output import Json, Output, count_text, said, size_text
+from portus.cli.output import Output, count_text, said, size_text
 from portus.cli.pools import PlacePools, find_pool, refuse_pointer
 from portus.errors import PortusError, UsageError, masked
 from portus.image.image import Image
@@ -63,75 +64,80 @@ class Speeds:
     spare: dict[str, int]
 
 
-def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
-    """Look and measure; the exit code, 0 even if there is something to do."""
-    meant, failed = _all_meant(places)
-    frameworks = list(adapters(entry_points(group=ADAPTERS)))
-    pools = list(pools_here() if not places else _pools_of_all(meant))
-    machine = [*Machine().found(), *loopback.found()]
-    lines = [f"{'place':17} {place}: not measured: {why}" for place, why in failed.items()]
-    measured = []
-    for place in _places_of(meant) if places else _usual_places():
+def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
+    """Look and measure. There may be something to do without an exit code that says so."""
+    pools: list[Place] = []
+    to_measure: dict[str, None] = {}
+    failed: dict[str, str] = {}
+    for text in places:
         try:
-            measured.append(measure(place, size))
+            pool, place = _meant(text)
+        except PortusError as error:
+            failed[masked(text, is_address="://" in text)] = said(error)
+            continue
+        pools.append(pool)
+        if place is not None:
+            to_measure[place] = None
+    frameworks = list(adapters(entry_points(group=ADAPTERS)))
+    if places:
+        looked_at = [finding for pool in pools for finding in _pools_of(pool)]
+        looked_at = list({each.name: each for each in looked_at}.values())
+    else:
+        looked_at, to_measure = list(pools_here()), dict.fromkeys(_usual_places())
+    machine = [*Machine().found(), *loopback.found()]
+    shown = [MachineFinding("place", each, f"not measured: {why}") for each, why in failed.items()]
+    measured = []
+    for place in to_measure:
+        try:
+            speeds = measure(place, size)
         except PortusError as error:
             failed[place] = said(error)
-            lines.append(f"{'place':17} {place}: cannot be measured: {failed[place]}")
+            shown.append(MachineFinding("place", place, f"cannot be measured: {failed[place]}"))
         else:
-            lines += [*_file_texts(measured[-1]), _speed_text(measured[-1])]
-            lines += _space_texts(place)
-    found = [*frameworks, *pools, *machine]
-    advice = [*_advice(found), *(text for each in measured for text in _advice_of(each))]
+            measured.append(speeds)
+            shown += _shown_speeds(speeds)
+    found = [*frameworks, *looked_at, *machine]
+    advice = [f"{each.topic} {each.name}: {each.advice}" for each in found if each.advice]
+    advice += [
+        f"{each.place}: a pool there survives its process, but not a power loss"
+        for each in measured
+        if each.volatile
+    ]
     output.line(f"{count_text(len(advice), 'thing')} to do:" if advice else "ready: nothing to do")
     for line in advice:
         output.line(f"- {line}")
-    output.line("")
-    for line in (*_lines(frameworks), *lines, *_lines(pools), *_lines(machine)):
-        output.line(line)
-    failed.update((each.pool.path, _ELSEWHERE) for each in meant if each.pool.is_host)
-    output.document(_document(found, measured, failed, advice))
-    return 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Meant:
-    """What a user means by a place. ``pool``: to look at; ``place``: a directory or a device to
-    measure; None: what is there is not on this machine."""
-
-    pool: Place
-    place: str | None
+    output.line()
+    for each in (*frameworks, *shown, *looked_at, *machine):
+        output.line(f"{each.topic:17} {each.name:16} {each.text}")
+    failed.update((pool.path, _ELSEWHERE) for pool in pools if pool.is_host)
+    output.document(
+        {
+            "found": [asdict(each) for each in found],
+            "places": [asdict(each) for each in measured],
+            "not_measured": dict(failed),
+            "advice": advice,
+        }
+    )
 
 
 _ELSEWHERE: Final = "on a storage host, not measured from here: run `portus doctor` on its machine"
 
 
-def _all_meant(places: Sequence[str]) -> tuple[list[_Meant], dict[str, str]]:
-    """What is meant by each; and why nothing, where that is so."""
-    meant: dict[_Meant, None] = {}
-    failed = {}
-    for place in places:
-        try:
-            meant[_meant(place)] = None
-        except PortusError as error:
-            failed[masked(place, is_address="://" in place)] = said(error)
-    return list(meant), failed
-
-
-def _meant(text: str) -> _Meant:
-    """A pool file is measured in its directory, and a directory with ``.portus`` in there. Raises
-    ``UsageError`` for what is no place of this machine, nor a storage host."""
+def _meant(text: str) -> tuple[Place, str | None]:
+    """Return the pool to look at, and the directory or device to measure, or None if that is not on
+    this machine. A pool file is measured in its directory, and a directory with ``.portus`` in
+    there. Raises ``UsageError`` for what is no place of this machine, nor a storage host."""
     if is_store(text):
         raise UsageError(f"it is a mirror. portus mirror status {text} compares it with its pool")
-    pool = Place.named(text, "PLACE")
+    pool, path = Place.named(text, "PLACE"), os.path.expanduser(text)
     if pool.is_host:
-        return _Meant(pool, None)
-    path = os.path.expanduser(text)
+        return pool, None
     if pool.kind is PlaceKind.DEVICE:
-        return _Meant(pool, path)
+        return pool, path
     if os.path.isdir(path):
         inside = os.path.join(path, DEFAULT_DIRECTORY)
         is_run = os.path.isdir(inside) and not pools_at(pool)
-        return _Meant(Place.named(inside), inside) if is_run else _Meant(pool, path)
+        return (Place.named(inside), inside) if is_run else (pool, path)
     refuse_pointer(pool)
     if not os.path.isfile(path):
         found = "something else" if os.path.exists(path) else "nothing"
@@ -139,12 +145,7 @@ def _meant(text: str) -> _Meant:
             f"expected a pool file, a directory, a DAX device or the address of a storage host, "
             f"found {found} of this name"
         )
-    return _Meant(pool, os.path.dirname(path) or os.curdir)
-
-
-def _places_of(meant: Sequence[_Meant]) -> list[str]:
-    """What is measured, once each."""
-    return list(dict.fromkeys(each.place for each in meant if each.place is not None))
+    return pool, os.path.dirname(path) or os.curdir
 
 
 def measure(place: str, size: int) -> Speeds:
@@ -170,16 +171,15 @@ def measure(place: str, size: int) -> Speeds:
         def move() -> None:
             ctypes.memmove(target.ctypes.data, source.ctypes.data, size)
 
-        calls: list[Callable[[], None]] = [load, move]
-        if info.writable:
-            calls.append(save)
-        for call in calls:
-            call()  # the first touch of everything is another question
+        calls = [load, move, *([save] if info.writable else [])]
         took_s: dict[Callable[[], None], list[float]] = {call: [] for call in calls}
-        for _ in range(ROUNDS):
+        for _ in range(1 + ROUNDS):
             for call in calls:
-                took_s[call].append(_timed(call))
-        speed = {call: int(size / statistics.median(took_s[call])) for call in calls}
+                start = time.perf_counter()
+                call()
+                took_s[call].append(time.perf_counter() - start)
+        # The first round touches everything for the first time: that is another question.
+        speed = {call: int(size / statistics.median(took_s[call][1:])) for call in calls}
         return Speeds(
             place=place,
             medium=info.kind.value,
@@ -248,19 +248,19 @@ def _opened(place: str, size: int) -> Iterator[Medium]:
 
 
 def adapters(points: Iterable[EntryPoint]) -> Iterator[MachineFinding]:
-    """What adapters say of themselves. Each point is a function that returns triples of name, text
-    and advice."""
+    """Yield what adapters report about themselves. Each point is a function that returns triples of
+    name, text and advice."""
     for point in points:
         try:
             found = [MachineFinding(point.name, *each) for each in point.load()()]
-        except Exception as error:  # an adapter that is broken is something to tell
+        except Exception as error:  # an adapter that is broken is a finding
             advice = "install portus-checkpoint again"
             found = [MachineFinding(point.name, "-", f"cannot be queried: {error!r}", advice)]
         yield from found
 
 
 def pools_here() -> Iterator[MachineFinding]:
-    """The pools that commands mean here."""
+    """Yield the pools that commands mean here."""
     try:
         place = find_pool(None)
     except UsageError:
@@ -269,19 +269,12 @@ def pools_here() -> Iterator[MachineFinding]:
             "doctor POOL looks at another pool"
         )
         yield MachineFinding("pool", "-", text)
-        return
-    yield from _pools_of(place)
-
-
-def _pools_of_all(meant: Sequence[_Meant]) -> Iterator[MachineFinding]:
-    found = [finding for each in meant for finding in _pools_of(each.pool)]
-    yield from {each.name: each for each in found}.values()
+    else:
+        yield from _pools_of(place)
 
 
 def _pools_of(place: Place) -> Iterator[MachineFinding]:
-    """The pools of a place: the space that saves have, how many checkpoints of the newest one's
-    size that is, and whether the checkpoint files are on their file system. Of a device without a
-    pool the machine tells."""
+    """Yield the pools of a place. Of a device without a pool the machine tells."""
     if place.is_host:
         yield MachineFinding("pool", place.path, _ELSEWHERE)
         return
@@ -290,13 +283,14 @@ def _pools_of(place: Place) -> Iterator[MachineFinding]:
         with PlacePools(place) as pools:
             for pool, reader, catalogue in pools.catalogues():
                 is_seen = True
-                yield _pool_text(pool, reader, catalogue)
+                yield _pool(pool, reader, catalogue)
             for pool, error in pools.failed.items():
                 if pool.kind is not PlaceKind.DEVICE:
                     is_seen = True
                     advice = f"portus verify --pool {pool}"
-                    text = f"cannot be read: {said(error)}"
-                    yield MachineFinding("pool", pool.path, text, advice)
+                    yield MachineFinding(
+                        "pool", pool.path, f"cannot be read: {said(error)}", advice
+                    )
     except PortusError as error:
         yield MachineFinding("pool", place.path, f"cannot be looked at: {said(error)}")
         return
@@ -304,96 +298,58 @@ def _pools_of(place: Place) -> Iterator[MachineFinding]:
         yield MachineFinding("pool", place.path, "no pool in it yet")
 
 
-def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> MachineFinding:
-    inside = max(0, reader.medium.size - reader.kept_bytes())
-    is_device = pool.kind is PlaceKind.DEVICE
-    outside = 0 if is_device else _free_on_disk(pool.path)
-    text = f"{size_text(inside)} free in it"
-    if not is_device:
+def _pool(pool: Place, reader: PoolReader, catalogue: Catalogue) -> MachineFinding:
+    """Return the space that saves have in a pool and on its file system, and how many checkpoints
+    of the newest one's size that is."""
+    free = max(0, reader.medium.size - reader.kept_bytes())
+    text = f"{size_text(free)} free in it"
+    if pool.kind is not PlaceKind.DEVICE:
+        outside = _free_on_disk(pool.path)
         text += f", {size_text(outside)} on its file system"
+        free += outside
     infos = [entry.info for entry in catalogue.entries()]
     if not infos:
         return MachineFinding("pool", pool.path, f"empty; {text}")
     size = max(infos, key=lambda info: info.commit).size
-    fit = (inside + outside) // max(1, size)
+    fit = free // max(1, size)
     text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
-    advice = (
-        "" if fit >= 2 else "free space, or keep fewer checkpoints: saves need space for two more"
-    )
+    advice = "free space, or keep fewer checkpoints: saves need space for two more"
     return MachineFinding("pool", pool.path, text, "" if fit >= 2 else advice)
 
 
-def _lines(found: Sequence[MachineFinding]) -> list[str]:
-    return [f"{each.topic:17} {each.name:16} {each.text}" for each in found]
-
-
-def _space_texts(place: str) -> Iterator[str]:
-    if os.path.isdir(place):
-        with contextlib.suppress(OSError):
-            space = os.statvfs(place)
-            free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-            yield f"{'space':17} {place:16} {size_text(free)} free of {size_text(whole)}"
-
-
 def _free_on_disk(path: str) -> int:
-    """Bytes that this user may still write there."""
+    """Return the bytes that this user may still write there."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 def _usual_places() -> list[str]:
-    """Where pools are by default (or would be), and memory."""
+    """Return where pools are by default, or would be, and memory."""
     pools = Place.named(None)
     place = os.getcwd() if pools.is_host else pools.path
     while not os.path.exists(place):
         place = os.path.dirname(place)
     if os.path.isfile(place):
         place = os.path.dirname(place)
-    return list(dict.fromkeys([place, *(["/dev/shm"] if os.path.isdir("/dev/shm") else [])]))
+    return [place, *(["/dev/shm"] if os.path.isdir("/dev/shm") else [])]
 
 
-def _timed(call: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _speed_text(speeds: Speeds) -> str:
+def _shown_speeds(speeds: Speeds) -> Iterator[MachineFinding]:
+    """Yield what is shown of a place that was measured."""
+    place = speeds.place
+    for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):
+        if found:  # how checkpoint files are written there
+            each = ", ".join(f"{way} {size_text(speed)}/s" for way, speed in found.items())
+            yield MachineFinding("files", place, f"{name}: {each}; Portus takes the first")
     volatile = ", VOLATILE" if speeds.volatile else ""
     save = f"save {size_text(speeds.save)}/s, " if speeds.save else ""
-    return (
-        f"{'place':17} {speeds.place:16} {speeds.medium}, torn at {speeds.granularity} bytes"
-        f"{volatile}; {save}load {size_text(speeds.load)}/s; memory {size_text(speeds.memory)}/s"
+    yield MachineFinding(
+        "place",
+        place,
+        f"{speeds.medium}, torn at {speeds.granularity} bytes{volatile}; {save}"
+        f"load {size_text(speeds.load)}/s; memory {size_text(speeds.memory)}/s",
     )
-
-
-def _file_texts(speeds: Speeds) -> Iterator[str]:
-    """How checkpoint files are written there, by what was measured."""
-    for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):
-        if found:
-            each = ", ".join(f"{way} {size_text(speed)}/s" for way, speed in found.items())
-            yield f"{'files':17} {speeds.place:16} {name}: {each}; Portus takes the first"
-
-
-def _advice(found: Sequence[MachineFinding]) -> list[str]:
-    return [f"{each.topic} {each.name}: {each.advice}" for each in found if each.advice]
-
-
-def _advice_of(speeds: Speeds) -> list[str]:
-    if speeds.volatile:
-        return [f"{speeds.place}: a pool there survives its process, but not a power loss"]
-    return []
-
-
-def _document(
-    found: Sequence[MachineFinding],
-    measured: Sequence[Speeds],
-    failed: dict[str, str],
-    advice: list[str],
-) -> dict[str, Json]:
-    return {
-        "found": [dict(asdict(each)) for each in found],
-        "places": [dict(asdict(each)) for each in measured],
-        "not_measured": dict(failed),
-        "advice": list(advice),
-    }
+    if os.path.isdir(place):
+        whole = shutil.disk_usage(place).total
+        text = f"{size_text(_free_on_disk(place))} free of {size_text(whole)}"
+        yield MachineFinding("space", place, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -111,7 +112,7 @@ class Output:
         if sys.stdout.isatty():
             Console().print(table)
             return
-        console = Console(width=_WIDE, force_terminal=False, color_system=None)
+        console = Console(file=io.StringIO(), width=_WIDE, force_terminal=False)
         with console.capture() as captured:
             console.print(table, crop=False)
         _print("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -12,17 +12,17 @@ from portus.cli.training import (
     WHERE,
     WHY,
     JournaledRun,
+    highest,
     intervals,
     parts,
     restart_rows,
     saves_of,
     seconds_text,
-    shared_bytes,
     state_text,
     summary,
     training_of,
-    written_bytes,
 )
+from portus.journal.lines import Decided, Saved
 
 WIDTH: Final = 48
 """Characters of a bar."""
@@ -53,6 +53,16 @@ def run(
         output.note(f"written: {path}")
 
 
+_OF_SAVES: Final = ("step", "blocked_s", "copy_s", "commit_s", "total_s", "cost_s")
+_OF_INTERVALS: Final = (
+    "interval", "reason", "overhead", "max_overhead", "step_s", "cost_s", "save_s", "mtbf_s",
+)  # fmt: skip
+
+
+def _fields(line: Saved | Decided, names: Sequence[str]) -> dict[str, Json]:
+    return {name: getattr(line, name) for name in names}
+
+
 def document(seen: JournaledRun) -> dict[str, Json]:
     """The report for machines."""
     its = seen.account
@@ -77,8 +87,8 @@ def document(seen: JournaledRun) -> dict[str, Json]:
             "failed": its.failed,
             "blocked_s": its.blocked_s,
             "copy_s": its.copy_s,
-            "written_bytes": written_bytes(seen),
-            "shared_bytes": shared_bytes(seen),
+            "written_bytes": seen.written_bytes,
+            "shared_bytes": seen.shared_bytes,
         },
         "restarts": [
             {
@@ -95,13 +105,8 @@ def document(seen: JournaledRun) -> dict[str, Json]:
         "versions": [
             {
                 "time_s": each.time_s,
-                "step": each.line.step,
                 "steps_done": each.at,
-                "blocked_s": each.line.blocked_s,
-                "copy_s": each.line.copy_s,
-                "commit_s": each.line.commit_s,
-                "total_s": each.line.total_s,
-                "cost_s": each.line.cost_s,
+                **_fields(each.line, _OF_SAVES),
                 "written_bytes": each.line.copied_bytes,
                 "shared_bytes": each.line.shared_bytes,
             }
@@ -111,14 +116,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
             {
                 "time_s": each.time_s,
                 "steps_done": each.at,
-                "interval": each.line.interval,
-                "reason": each.line.reason,
-                "overhead": each.line.overhead,
-                "max_overhead": each.line.max_overhead,
-                "step_s": each.line.step_s,
-                "cost_s": each.line.cost_s,
-                "save_s": each.line.save_s,
-                "mtbf_s": each.line.mtbf_s,
+                **_fields(each.line, _OF_INTERVALS),
             }
             for each in its.choices
         ],
@@ -175,18 +173,14 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
     total = sum(map(len, sessions))
     if len(sessions) > WIDTH // 4:
         sessions = [[value for session in sessions for value in session]]
-    few = [_few(each, max(1, round(WIDTH * len(each) / max(WIDTH, total)))) for each in sessions]
+    few = [
+        highest(each, max(1, round(WIDTH * len(each) / max(WIDTH, total))), float)
+        for each in sessions
+    ]
     top = max(value for each in few for value in each) or 1.0
     return " ".join(
         "".join(_BLOCKS[max(1, round(8 * value / top))] for value in each) for each in few
     )
-
-
-def _few(values: Sequence[float], most: int) -> list[float]:
-    count = min(most, len(values))
-    return [
-        max(values[len(values) * n // count : len(values) * (n + 1) // count]) for n in range(count)
-    ]
 
 
 def _share(value: float, whole: float) -> str:

@@ -18,6 +18,7 @@ from portus.cli.training import (
     WHERE,
     WHY,
     JournaledRun,
+    highest,
     intervals,
     parts,
     restart_rows,
@@ -256,9 +257,4 @@ def _line(points: Sequence[Point], end: float, top: float, color: str, width: in
 
 
 def _fewer(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
-    """The highest of each few, if there are too many."""
-    count = min(most, len(points))
-    groups = (
-        points[len(points) * n // count : len(points) * (n + 1) // count] for n in range(count)
-    )
-    return [max(group, key=lambda point: point[1]) for group in groups]
+    return highest(points, most, lambda point: point[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -44,21 +44,23 @@ WHY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class JournaledRun:
-    """A run and what its journals say."""
+    """A run and what its journals say. ``written_bytes``: what its saves stored; ``shared_bytes``:
+    what they found in an older version."""
 
     name: str
     journals: tuple[FoundJournal, ...]
     account: Account
+    written_bytes: int
+    shared_bytes: int
 
     @property
     def title(self) -> str:
-        """What a user calls it: the directory of its checkpoints, with the project's, where the
-        name was made of that; else its name."""
+        """The directory of its checkpoints, with the project's, where the name was made of that;
+        else its name."""
         within = os.path.dirname(os.path.dirname(os.path.abspath(self.journals[0].path)))
         root = os.path.dirname(within)
-        if os.path.basename(within) != DEFAULT_DIRECTORY:
-            return self.name
-        if not os.path.isdir(os.path.join(root, self.name)):
+        is_path = os.path.isdir(os.path.join(root, self.name))
+        if os.path.basename(within) != DEFAULT_DIRECTORY or not is_path:
             return self.name
         below = f"/{self.name}".removesuffix("/checkpoints")
         return f"{os.path.basename(root)}{below}" or self.name
@@ -71,31 +73,37 @@ class JournaledRun:
 
 
 def training_of(run: str | None, pool: str | None, output: Output) -> JournaledRun:
-    """The training that ``run`` means; None: the only one there is. What cannot be read beside it
-    is said. Raises ``UsageError`` if there is none, or several, and what reading raises."""
-    aim = _aimed(run, pool)
-    found, failed = runs_in(aim.directories)
-    chosen = _chosen(aim, found)
+    """Return the training that ``run`` means; None: the only one there is. Says what cannot be read
+    beside it. Raises ``UsageError`` if there is none, or several, and what reading raises."""
+    directories, where, name, path = _looked_in(run, pool)
+    found, failed = runs_in(directories)
+    chosen = _chosen(name, path, found)
     if failed and not chosen:
         raise failed[0]
     for damage in failed:
         output.note(f"portus: skipped: {said(damage)}")
     if not found:
         raise UsageError(
-            f"{aim.where}: there is no journal yet. One begins with the first step of a training "
+            f"{where}: there is no journal yet. One begins with the first step of a training "
             "that saves here, unless it sets journal=False"
         )
     if not chosen:
         raise UsageError(
-            f"{aim.where}: there is no journal of a run {aim.name!r}; there are {sorted(found)}"
+            f"{where}: there is no journal of a run {name!r}; there are {sorted(found)}"
         )
     if len(chosen) > 1:
         raise UsageError(
-            f"{aim.where}: expected one run, found {sorted(chosen)}. Name one: portus report "
-            f"{shlex.quote(min(chosen))} --pool {shlex.quote(aim.where)}"
+            f"{where}: expected one run, found {sorted(chosen)}. Name one: portus report "
+            f"{shlex.quote(min(chosen))} --pool {shlex.quote(where)}"
         )
     [name] = chosen
-    return _accounted(name, found[name], aim.where)
+    journals = found[name]
+    made = account([line for each in journals for line in each.lines])
+    if made is None:
+        raise UsageError(f"{where}: the journal of {name!r} has no session that can be read")
+    own = [each for each in (account(journal.lines) for journal in journals) if each is not None]
+    written, shared = sum(e.copied_bytes for e in own), sum(e.shared_bytes for e in own)
+    return JournaledRun(name, tuple(journals), made, written, shared)
 
 
 def runs_in(
@@ -115,37 +123,53 @@ def runs_in(
     return found, failed
 
 
-@dataclass(frozen=True, slots=True)
-class _Aim:
-    """What RUN means. ``directories``: of journals; ``where``: what to call their place; ``name``:
-    the run that is meant there; ``path``: what its checkpoints are at; None each if not known."""
+def _looked_in(run: str | None, pool: str | None) -> tuple[list[str], str, str | None, str | None]:
+    """Return the directories of journals in which ``run`` is looked for, what to call their place,
+    and the name that it is, or the path of its checkpoints, if it may be one.
 
-    directories: list[str]
-    where: str
-    name: str | None = None
-    path: str | None = None
+    It is a name, a checkpoint, a directory, or a place of pools; what is there counts before a
+    name, unless a pool is named.
+    """
+    name = path = None
+    if run is None or is_address(run):
+        place = find_pool(pool) if run is None else Place.named(run)
+        return directories_of(place), place.path, name, path
+    path = os.path.abspath(os.path.expanduser(run))
+    if not os.path.exists(path):
+        if os.path.isabs(os.path.expanduser(run)):
+            raise UsageError(f"{path}: there is no run here: nothing has this name")
+        place, name, path = find_pool(pool), run, None
+    elif pool is None and os.path.isdir(path):
+        inside = _in_directory(path)
+        if inside or Place.by_variable() is None:
+            return inside, path, None, path
+        place, name = find_pool(None), run
+    elif pool is None and _is_pool(path):
+        place, path = Place.named(path), None
+    else:
+        place, name = find_pool(pool, near=path), run
+    return directories_of(place), place.path, name, path
 
 
-def _chosen(aim: _Aim, found: dict[str, list[FoundJournal]]) -> set[str]:
-    """The runs that are meant: by name, else by their files, else all."""
-    if aim.name in found:
-        return {aim.name}
-    if aim.path is None:
-        return set(found) if aim.name is None else set()
-    path = os.path.realpath(aim.path)
-    files = {name: _files(journals) for name, journals in found.items()}
-    exact = {name for name, paths in files.items() if path in paths}
-    if exact:
-        return exact
-    inside = {name for name, paths in files.items() if any(_is_below(each, path) for each in paths)}
-    if inside:
-        return inside
-    beside = {
-        name
-        for name, paths in files.items()
-        if any(_is_below(path, os.path.dirname(each)) for each in paths)
-    }
-    return beside or set(found)
+def _chosen(
+    name: str | None, path: str | None, found: dict[str, list[FoundJournal]]
+) -> Collection[str]:
+    """Return the runs that are meant: by name, else by their files, else all."""
+    if name in found:
+        return [name]
+    if path is None:
+        return found if name is None else ()
+    real = os.path.realpath(path)
+    files = {each: _files(journals) for each, journals in found.items()}
+    for is_meant in (
+        lambda file: file == real,
+        lambda file: _is_below(file, real),
+        lambda file: _is_below(real, os.path.dirname(file)),
+    ):
+        meant = {each for each, paths in files.items() if any(map(is_meant, paths))}
+        if meant:
+            return meant
+    return found
 
 
 def _files(journals: Iterable[FoundJournal]) -> set[str]:
@@ -167,43 +191,10 @@ def _is_below(path: str, directory: str) -> bool:
     return os.path.commonpath([path, directory]) == directory
 
 
-def _accounted(name: str, journals: Sequence[FoundJournal], where: str) -> JournaledRun:
-    made = account([line for each in journals for line in each.lines])
-    if made is None:
-        raise UsageError(f"{where}: the journal of {name!r} has no session that can be read")
-    return JournaledRun(name, tuple(journals), made)
-
-
-def _aimed(run: str | None, pool: str | None) -> _Aim:
-    """A name, a checkpoint, a directory, or a place of pools; what is there counts before a name,
-    unless a pool is named."""
-    if run is not None and is_address(run):
-        return _Aim(directories_of(Place.named(run)), run)
-    if run is None:
-        place = find_pool(pool)
-        return _Aim(directories_of(place), place.path)
-    path = os.path.abspath(os.path.expanduser(run))
-    if not os.path.exists(path):
-        if os.path.isabs(os.path.expanduser(run)):
-            raise UsageError(f"{path}: there is no run here: nothing has this name")
-        place = find_pool(pool)
-        return _Aim(directories_of(place), place.path, name=run)
-    inside = _in_directory(path) if pool is None and os.path.isdir(path) else []
-    if inside or (pool is None and os.path.isdir(path) and Place.by_variable() is None):
-        return _Aim(inside, path, path=path)
-    if pool is None and _is_pool(path):
-        return _Aim(directories_of(Place.named(path)), path)
-    place = find_pool(pool, near=path)
-    return _Aim(directories_of(place), place.path, name=run, path=path)
-
-
 def _is_pool(path: str) -> bool:
     """True for a pool, and not for a checkpoint, at ``path``."""
-    if os.path.isdir(path):
-        return False
-    if path.endswith(SUFFIX) or is_device(path):
-        return True
-    return names_in(journal_directory(path)) != []
+    is_pool = path.endswith(SUFFIX) or is_device(path) or names_in(journal_directory(path)) != []
+    return is_pool and not os.path.isdir(path)
 
 
 def _in_directory(path: str) -> list[str]:
@@ -235,21 +226,6 @@ def parts(its: Account) -> list[tuple[str, float]]:
     """The parts of the time, in seconds, in the order of ``WHERE``."""
     values = (its.kept_s, its.lost_s, its.saves_s, its.down_s, its.other_s)
     return list(zip(WHERE, values, strict=True))
-
-
-def written_bytes(seen: JournaledRun) -> int:
-    """What its saves stored."""
-    return _of_all(seen, lambda each: each.copied_bytes)
-
-
-def shared_bytes(seen: JournaledRun) -> int:
-    """What its saves found in an older version."""
-    return _of_all(seen, lambda each: each.shared_bytes)
-
-
-def _of_all(seen: JournaledRun, size: Callable[[Account], int]) -> int:
-    accounts = [account(each.lines) for each in seen.journals]
-    return sum(size(each) for each in accounts if each is not None)
 
 
 Points = list[tuple[float, float]]
@@ -284,6 +260,7 @@ def intervals(its: Account) -> list[Points]:
     return found
 
 
+Value = TypeVar("Value")
 Placed = TypeVar("Placed", CommittedSave, IntervalDecision)
 
 
@@ -320,7 +297,7 @@ def state_text(seen: JournaledRun) -> str:
 def summary(seen: JournaledRun) -> list[tuple[str, str]]:
     """What there is to say in a line each."""
     its = seen.account
-    copied, shared = written_bytes(seen), shared_bytes(seen)
+    copied, shared = seen.written_bytes, seen.shared_bytes
     lines = [
         ("run", seen.name),
         ("goodput", f"{its.goodput:.1%} of {seconds_text(its.wall_s)}; {its.goodput_up:.1%} of the "
@@ -359,3 +336,10 @@ def restart_rows(its: Account) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def highest(values: Sequence[Value], most: int, key: Callable[[Value], float]) -> list[Value]:
+    """Return the highest of each few values, if there are more than ``most``."""
+    count = min(most, len(values))
+    bounds = [len(values) * n // count for n in range(count + 1)] if count else []
+    return [max(values[a:b], key=key) for a, b in itertools.pairwise(bounds)]
