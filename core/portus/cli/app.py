@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import typer
@@ -50,19 +48,13 @@ class _Commands(TyperGroup):
                 formatter.write_dl(list(lines.items()))
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
-        with _masking():
+        try:
             return super().invoke(ctx)
-
-
-@contextlib.contextmanager
-def _masking() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        said = getattr(error, "message", None)  # of any error of the parser
-        if isinstance(said, str):
-            error.message = masked(said)  # type: ignore[attr-defined]
-        raise
+        except Exception as error:
+            said = getattr(error, "message", None)  # of any error of the parser
+            if isinstance(said, str):
+                error.message = masked(said)  # type: ignore[attr-defined]
+            raise
 
 
 app: Final = typer.Typer(

@@ -19,6 +19,7 @@ from portus.cli.output import (
     count_text,
     error_document,
     exit_code,
+    fields,
     moment_text,
     newest_rows,
     path_text,
@@ -89,14 +90,8 @@ class FoundFile:
     @property
     def document(self) -> dict[str, Json]:
         """The file for machines."""
-        return {
-            "path": self.path,
-            "step": self.step,
-            "size": self.size,
-            "time": moment_text(self.time_ns),
-            "time_ns": self.time_ns,
-            "leads_to": self.leads_to,
-        }
+        own = fields(self, "path", "step", "size", "time_ns", "leads_to")
+        return {**own, "time": moment_text(self.time_ns)}
 
 
 def find_files(target: str | None, pool: str | None) -> str | None:
@@ -274,10 +269,7 @@ def show_outline(outline: FileOutline, output: Output) -> dict[str, Json]:
     if outline.others:
         output.line()
         output.table(("NAME", "VALUE"), outline.others)
-    tensors: list[Json] = [
-        {"name": e.name, "dtype": e.dtype, "shape": e.shape, "size": e.size}
-        for e in outline.tensors
-    ]
+    tensors: list[Json] = [fields(e, "name", "dtype", "shape", "size") for e in outline.tensors]
     return {"tensors": tensors, "others": dict(outline.others)}
 
 

@@ -7,6 +7,7 @@ such bytes at the wrong place within a page, and reports success.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import mmap
@@ -35,7 +36,7 @@ _ON_DEMAND: Final = "with on-demand paging"
 
 
 def found() -> Iterator[MachineFinding]:
-    """What each active port can, and whether its bytes arrive. Nothing without any."""
+    """Yield what each active port can, and whether its bytes arrive. Nothing without any."""
     active = ports()
     if not active:
         return
@@ -47,7 +48,8 @@ def found() -> Iterator[MachineFinding]:
     yield MachineFinding("RDMA device", "pyverbs", f"loaded, with {verbs.constants.__name__}")
     for port in active:
         try:
-            yield from _of(port)
+            with contextlib.closing(Domain(port)) as domain:
+                yield from _tried(port, domain)
         except TransportError as error:
             advice = "trainers reach this host over sockets until that is fixed"
             yield MachineFinding(TOPIC, port.device, f"cannot be tried: {error}", advice)
@@ -75,35 +77,31 @@ def misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
     return wrong
 
 
-def _of(port: Port) -> Iterator[MachineFinding]:
-    domain = Domain(port)
-    try:
-        limits = domain.limits
-        text = f"port {port.number} has {_address(port.gid)}; at most {limits.regions} regions, of "
-        yield MachineFinding(
-            "RDMA limits", port.device, f"{text}{size_text(limits.region_size)} each"
-        )
-        wrong = _tried(domain, on_demand=False)
-        text = f"{2 * len(PLACES) - sum(wrong)} of {2 * len(PLACES)} transfers arrived whole"
-        bad = "do not use this device: PORTUS_TRANSPORT=tcp, portus serve --transport tcp"
-        yield MachineFinding(TOPIC, port.device, text, bad if any(wrong) else "")
-        if not limits.on_demand:
-            yield MachineFinding(TOPIC, port.device, f"{_ON_DEMAND}: not offered, and not needed")
-            return
-        writes, reads = _tried(domain, on_demand=True)
-        if writes or reads:
-            text = f"{_ON_DEMAND} {writes} of {len(PLACES)} writes and {reads} of {len(PLACES)} "
-            text += "reads go to the wrong place, and report success. Portus never uses it"
-            advice = "let no other program use on-demand paging there; a newer kernel may be right"
-            yield MachineFinding(TOPIC, port.device, text, advice)
-        else:
-            yield MachineFinding(TOPIC, port.device, f"{_ON_DEMAND}: right, and not used by Portus")
-    finally:
-        domain.close()
+def _tried(port: Port, domain: Domain) -> Iterator[MachineFinding]:
+    limits, device, count = domain.limits, port.device, len(PLACES)
+    address = ipaddress.IPv6Address(port.gid)
+    text = f"port {port.number} has {address.ipv4_mapped or address}; at most {limits.regions} "
+    text += f"regions, of {size_text(limits.region_size)} each"
+    yield MachineFinding("RDMA limits", device, text)
+    wrong = sum(_wrong(domain, on_demand=False))
+    text = f"{2 * count - wrong} of {2 * count} transfers arrived whole"
+    bad = "do not use this device: PORTUS_TRANSPORT=tcp, portus serve --transport tcp"
+    yield MachineFinding(TOPIC, device, text, bad if wrong else "")
+    if not limits.on_demand:
+        yield MachineFinding(TOPIC, device, f"{_ON_DEMAND}: not offered, and not needed")
+        return
+    writes, reads = _wrong(domain, on_demand=True)
+    if not writes and not reads:
+        yield MachineFinding(TOPIC, device, f"{_ON_DEMAND}: right, and not used by Portus")
+        return
+    text = f"{_ON_DEMAND} {writes} of {count} writes and {reads} of {count} reads go to the wrong "
+    text += "place, and report success. Portus never uses it"
+    advice = "let no other program use on-demand paging there; a newer kernel may be right"
+    yield MachineFinding(TOPIC, device, text, advice)
 
 
-def _tried(domain: Domain, *, on_demand: bool) -> tuple[int, int]:
-    """How many writes and how many reads went wrong. Raises ``TransportError``."""
+def _wrong(domain: Domain, *, on_demand: bool) -> tuple[int, int]:
+    """Return how many writes and how many reads went wrong. Raises ``TransportError``."""
     pairs = [domain.queue_pair(), domain.queue_pair()]
     for pair, other in itertools.permutations(pairs):
         pair.connect(other.endpoint, remote=True)
@@ -138,8 +136,3 @@ def _wait(pair: Pair) -> None:
         if time.monotonic() > until_s:
             raise TransportError(f"nothing arrived in {_WAIT_S_MAX:.0f} s")
         time.sleep(0.0005)
-
-
-def _address(gid: bytes) -> str:
-    address = ipaddress.IPv6Address(gid)
-    return str(address.ipv4_mapped or address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ class Machine:
         yield self.shelves()
 
     def dax_devices(self) -> Iterator[MachineFinding]:
-        """Each DAX device, whether a driver serves it or not."""
+        """Yield each DAX device, whether a driver serves it or not."""
         places = _entries(self.root / "sys/bus/dax/devices")
         for place in places:
             path = f"/dev/{place.name}"
@@ -61,30 +62,27 @@ class Machine:
                 text = f"{_number(place / 'size')} bytes, served by no driver"
                 advice = f"daxctl reconfigure-device --mode=devdax {place.name}"
                 yield MachineFinding("DAX device", path, text, advice)
-                continue
-            facts = device_facts(path)
-            if facts is not None:
+            elif (facts := device_facts(path)) is not None:
                 yield MachineFinding("DAX device", path, *_device_text(facts))
         if not places:
-            text = "none: pools are in files"
-            yield MachineFinding("DAX device", "-", text)
+            yield MachineFinding("DAX device", "-", "none: pools are in files")
 
     def namespaces(self) -> Iterator[MachineFinding]:
-        """Each NVDIMM namespace with something in it, and how far a store is safe."""
+        """Yield each NVDIMM namespace with something in it, and how far a store is safe."""
         for region in _entries(self.root / "sys/bus/nd/devices", "region"):
             domain = _text(region / "persistence_domain") or "unknown"
             for place in _entries(region, "namespace"):
                 size = _number(place / "size")
                 mode = _MODES.get(_text(place / "mode"), "raw")
                 text = f"{size} bytes, {mode}, persistence domain {domain}"
-                if size and mode == "raw":
-                    advice = (
-                        f"ndctl create-namespace -f -e {place.name} -m devdax -M mem (all of it "
-                        "for one pool), or -m fsdax (for a file system with -o dax)"
+                advice = (
+                    f"ndctl create-namespace -f -e {place.name} -m devdax -M mem (all of it "
+                    "for one pool), or -m fsdax (for a file system with -o dax)"
+                )
+                if size:
+                    yield MachineFinding(
+                        "NVDIMM namespace", place.name, text, advice if mode == "raw" else ""
                     )
-                    yield MachineFinding("NVDIMM namespace", place.name, text, advice)
-                elif size:
-                    yield MachineFinding("NVDIMM namespace", place.name, text)
 
     def libpmem(self) -> MachineFinding:
         """Whether caches can be written back, and how."""
@@ -98,52 +96,77 @@ class Machine:
         return MachineFinding("libpmem", "libpmem.so.1", f"loaded; this processor has {how}")
 
     def rdma(self) -> Iterator[MachineFinding]:
-        """Each RDMA device, and whether this process could use it."""
+        """Yield each RDMA device, and whether this process could use it."""
+        topic = "RDMA device"
         places = _entries(self.root / "sys/class/infiniband")
         for place in places:
+            is_soft = (place / "parent").exists()  # the network device under it
             for port in _entries(place / "ports"):
                 state = _text(port / "state").rpartition(": ")[2] or "unknown"
                 rate, link = _text(port / "rate"), _text(port / "link_layer")
-                soft = ", in software (Soft-RoCE)" if _is_soft(place) else ""
+                soft = ", in software (Soft-RoCE)" if is_soft else ""
                 text = f"port {port.name} {state}, {link}, {rate}{soft}"
                 advice = "" if state == "ACTIVE" else f"bring the link of {place.name} up"
-                yield MachineFinding("RDMA device", place.name, text, advice)
+                yield MachineFinding(topic, place.name, text, advice)
         if not places:
-            yield MachineFinding("RDMA device", "-", "none: storage hosts are reached over sockets")
+            yield MachineFinding(topic, "-", "none: storage hosts are reached over sockets")
             return
         if importlib.util.find_spec("pyverbs") is None:
-            yield _no_pyverbs()
-        yield _memlock()
+            advice = (
+                "apt-get install python3-pyverbs, and put a folder on PYTHONPATH that holds a link "
+                "`pyverbs` to /usr/lib/python3/dist-packages/pyverbs (Python of the system's "
+                "version)"
+            )
+            yield MachineFinding(topic, "pyverbs", "is not installed", advice)
+        import resource  # not on every platform, as RDMA is not
+
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if soft_limit == resource.RLIM_INFINITY:
+            yield MachineFinding(topic, "locked memory", "unlimited")
+            return
+        advice = "ulimit -l unlimited (LimitMEMLOCK=infinity for a service): tensors are registered"
+        yield MachineFinding(topic, "locked memory", f"limited to {soft_limit} bytes", advice)
 
     def gpus(self) -> Iterator[MachineFinding]:
-        """NVIDIA devices, and whether a network card can read their memory."""
-        entries = _entries(self.root / "dev", "nvidia")
-        devices = [each for each in entries if each.name.removeprefix("nvidia").isdigit()]
-        for device in devices:
-            yield MachineFinding("GPU", f"/dev/{device.name}", _driver(self.root))
+        """Yield NVIDIA devices, and whether a network card can read their memory."""
+        names = [each.name for each in _entries(self.root / "dev", "nvidia")]
+        devices = [name for name in names if name.removeprefix("nvidia").isdigit()]
+        driver = _text(self.root / "proc/driver/nvidia/version").partition("\n")[0]
+        driver = driver.removeprefix("NVRM version: ").strip() or "its driver reports nothing"
+        for name in devices:
+            yield MachineFinding("GPU", f"/dev/{name}", driver)
         if not devices:
             yield MachineFinding("GPU", "-", "none that a driver of NVIDIA serves")
             return
-        why_no_dmabuf = _why_no_dmabuf(self.cuda)
+        why, advice = _why_no_dmabuf(self.cuda), ""
         peer = (self.root / "sys/module/nvidia_peermem").exists()
-        yield MachineFinding("GPU", "memory", *_device_memory_text(why_no_dmabuf, peer=peer))
+        if not why:
+            other = ", or else by nvidia_peermem" if peer else ""
+            text = f"a network card can read it as a dmabuf{other}"
+        elif peer:
+            text = f"a network card can read it by nvidia_peermem; no dmabuf: {why}"
+        else:
+            text = "staged in pinned memory of this machine; to a storage host over the socket"
+            text = f"{text}; no nvidia_peermem; no dmabuf: {why}"
+            advice = (
+                "modprobe nvidia_peermem, or NVIDIA's open kernel modules, whose driver gives "
+                "dmabufs (Linux 5.12, CUDA 11.7); only with RDMA"
+            )
+        yield MachineFinding("GPU", "memory", text, advice)
 
     def helper(self) -> MachineFinding:
-        """The compiled helper that copies and hashes without Python's lock."""
+        """Return whether the compiled helper copies and hashes without Python's lock."""
         if native.helper() is not None:
             return MachineFinding("copy helper", "_native.so", "in use")
         text = "not in use: copies are made by Python, and slow small-step training more"
-        return MachineFinding(
-            "copy helper", "-", text, "install a C compiler, and portus-checkpoint again"
-        )
+        advice = "install a C compiler, and portus-checkpoint again"
+        return MachineFinding("copy helper", "-", text, advice)
 
     def shelves(self) -> MachineFinding:
-        """How a shelf finds what was changed in its views."""
-        how = tells()
+        """Return how a shelf finds what was changed in its views."""
+        how, text = tells(), "reports which pages of an array were changed"
         if how is not Tells.NOTHING:
-            return MachineFinding(
-                "shelf", how.value, "reports which pages of an array were changed"
-            )
+            return MachineFinding("shelf", how.value, text)
         text = "this system does not report which pages were changed: each commit compares all"
         return MachineFinding("shelf", "-", text)
 
@@ -156,41 +179,18 @@ def _device_text(facts: DeviceFacts) -> tuple[str, str]:
     except MediumError as error:
         advice = f"give this user access: chgrp, chmod g+rw {facts.path}, by a rule of udev"
         return f"{text}; cannot be opened: {error.strerror}", advice
-    try:
-        if is_blank(medium):
-            return f"{text}; blank", f'a pool is made there by Checkpointer("{facts.path}")'
-        held = len(PoolReader(medium, ProcessLocks()).catalogue().ids())
-        return f"{text}; a pool with {held} versions", ""
-    except PortusError as error:
-        return f"{text}; {error}", ""
-    finally:
-        medium.close()
-
-
-def _no_pyverbs() -> MachineFinding:
-    advice = (
-        "apt-get install python3-pyverbs, and put a folder on PYTHONPATH that holds a link "
-        "`pyverbs` to /usr/lib/python3/dist-packages/pyverbs (Python of the system's version)"
-    )
-    return MachineFinding("RDMA device", "pyverbs", "is not installed", advice)
-
-
-def _memlock() -> MachineFinding:
-    import resource  # not on every platform, as RDMA is not
-
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return MachineFinding("RDMA device", "locked memory", "unlimited")
-    advice = "ulimit -l unlimited (LimitMEMLOCK=infinity for a service): tensors are registered"
-    return MachineFinding("RDMA device", "locked memory", f"limited to {soft} bytes", advice)
-
-
-def _is_soft(place: Path) -> bool:
-    return (place / "parent").exists()  # the network device under it
+    with contextlib.closing(medium):
+        try:
+            if is_blank(medium):
+                return f"{text}; blank", f'a pool is made there by Checkpointer("{facts.path}")'
+            held = len(PoolReader(medium, ProcessLocks()).catalogue().ids())
+            return f"{text}; a pool with {held} versions", ""
+        except PortusError as error:
+            return f"{text}; {error}", ""
 
 
 def _why_no_dmabuf(cuda: Callable[[], Driver]) -> str:
-    """ "" if the memory of every GPU can be had as one."""
+    """Return "" if the memory of every GPU can be had as one."""
     try:
         found = cuda()
         count = found.count()
@@ -200,26 +200,6 @@ def _why_no_dmabuf(cuda: Callable[[], Driver]) -> str:
     if not count:
         return "the CUDA driver lets this process see no device"
     return f"the driver gives none of device {', '.join(lacking)}" if lacking else ""
-
-
-def _device_memory_text(why_no_dmabuf: str, *, peer: bool) -> tuple[str, str]:
-    """Return how device memory leaves the machine, and advice, which is empty if there is none."""
-    if not why_no_dmabuf:
-        other = ", or else by nvidia_peermem" if peer else ""
-        return f"a network card can read it as a dmabuf{other}", ""
-    if peer:
-        return f"a network card can read it by nvidia_peermem; no dmabuf: {why_no_dmabuf}", ""
-    advice = (
-        "modprobe nvidia_peermem, or NVIDIA's open kernel modules, whose driver gives dmabufs "
-        "(Linux 5.12, CUDA 11.7); only with RDMA"
-    )
-    text = "staged in pinned memory of this machine; to a storage host over the socket"
-    return f"{text}; no nvidia_peermem; no dmabuf: {why_no_dmabuf}", advice
-
-
-def _driver(root: Path) -> str:
-    line = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
-    return line.removeprefix("NVRM version: ").strip() or "its driver reports nothing"
 
 
 def _cpu_flags(root: Path) -> frozenset[str]:

@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from portus.cli.output import Json, Output, Row, age_text, count_text, newest_rows, size_text
+from portus.cli.output import (
+    Json,
+    Output,
+    Row,
+    age_text,
+    count_text,
+    fields,
+    newest_rows,
+    size_text,
+)
 from portus.cli.pools import FoundVersion, version_document
 from portus.errors import PortusError
 from portus.index.place import Place
@@ -111,15 +120,9 @@ def _file_row(run: str, file: Filed) -> Row:
 
 
 def _file_document(file: Filed) -> Json:
-    return {
-        "path": file.path,
-        "object": file.name,
-        "digest": file.digest.hex(),
-        "size": file.size,
-        "step": file.step,
-        "time_ns": file.time_ns,
-        "link": file.link or None,
-    }
+    own = fields(file, "path", "size", "step", "time_ns")
+    others = {"object": file.name, "digest": file.digest.hex(), "link": file.link or None}
+    return {**own, **others}
 
 
 def gc(place: Place, *, dry_run: bool, output: Output) -> None:

@@ -182,6 +182,11 @@ def error_document(error: PortusError) -> dict[str, Json]:
     return {"kind": type(error).__name__, "message": said(error), "exit_code": exit_code(error)}
 
 
+def fields(source: object, *names: str) -> dict[str, Json]:
+    """Return attributes for machines, by their names."""
+    return {name: getattr(source, name) for name in names}
+
+
 def said(error: PortusError) -> str:
     """Return an error in one line, without the number of an ``OSError``."""
     text = error.strerror if isinstance(error, MediumError) and error.strerror else str(error)

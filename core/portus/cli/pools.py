@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from portus.cli.output import Json, moment_text
+from portus.cli.output import Json, fields, moment_text
 from portus.client.files.home import open_place
 from portus.client.files.host import HostPool
 from portus.client.files.reference import read as pointer_at
@@ -233,15 +233,9 @@ def pointers_of(table: FileTable, token: bytes) -> list[str]:
 def version_document(info: VersionInfo) -> dict[str, Json]:
     """Return a version for machines."""
     return {
-        "model": info.model,
-        "id": info.id,
-        "commit": info.commit,
-        "step": info.step,
+        **fields(info, "model", "id", "commit", "step", "time_ns", "size", "inexact"),
         "token": info.token.hex(),
         "time": moment_text(info.time_ns),
-        "time_ns": info.time_ns,
-        "size": info.size,
-        "inexact": info.inexact,
         "metrics": dict(info.metrics),
     }
 

@@ -7,22 +7,21 @@ from typing import Final
 
 from portus.cli import report_page, report_picture
 from portus.cli.in_place import file_in_place
-from portus.cli.output import Json, Output, moment_text
+from portus.cli.output import Json, Output, fields, moment_text
 from portus.cli.training import (
     WHERE,
     WHY,
     JournaledRun,
+    by_session,
     highest,
     intervals,
     parts,
     restart_rows,
-    saves_of,
     seconds_text,
     state_text,
     summary,
     training_of,
 )
-from portus.journal.lines import Decided, Saved
 
 WIDTH: Final = 48
 """Characters of a bar."""
@@ -53,18 +52,8 @@ def run(
         output.note(f"written: {path}")
 
 
-_OF_SAVES: Final = ("step", "blocked_s", "copy_s", "commit_s", "total_s", "cost_s")
-_OF_INTERVALS: Final = (
-    "interval", "reason", "overhead", "max_overhead", "step_s", "cost_s", "save_s", "mtbf_s",
-)  # fmt: skip
-
-
-def _fields(line: Saved | Decided, names: Sequence[str]) -> dict[str, Json]:
-    return {name: getattr(line, name) for name in names}
-
-
 def document(seen: JournaledRun) -> dict[str, Json]:
-    """The report for machines."""
+    """Return the report for machines."""
     its = seen.account
     return {
         "run": seen.name,
@@ -83,22 +72,15 @@ def document(seen: JournaledRun) -> dict[str, Json]:
             "seconds_each": its.step_s,
         },
         "saves": {
-            "committed": its.committed,
-            "failed": its.failed,
-            "blocked_s": its.blocked_s,
-            "copy_s": its.copy_s,
-            "written_bytes": seen.written_bytes,
-            "shared_bytes": seen.shared_bytes,
+            **fields(its, "committed", "failed", "blocked_s", "copy_s"),
+            **fields(seen, "written_bytes", "shared_bytes"),
         },
         "restarts": [
             {
                 "at": moment_text(each.time_ns),
                 "went_on_from_step": each.resumed_step,
-                "lost_steps": each.lost_steps,
-                "lost_s": each.lost_s,
                 "exact": each.is_exact,
-                "killed": each.killed,
-                "down_s": each.down_s,
+                **fields(each, "lost_steps", "lost_s", "killed", "down_s"),
             }
             for each in its.restarts
         ],
@@ -106,7 +88,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
             {
                 "time_s": each.time_s,
                 "steps_done": each.at,
-                **_fields(each.line, _OF_SAVES),
+                **fields(each.line, "step", "blocked_s", "copy_s", "commit_s", "total_s", "cost_s"),
                 "written_bytes": each.line.copied_bytes,
                 "shared_bytes": each.line.shared_bytes,
             }
@@ -116,7 +98,8 @@ def document(seen: JournaledRun) -> dict[str, Json]:
             {
                 "time_s": each.time_s,
                 "steps_done": each.at,
-                **_fields(each.line, _OF_INTERVALS),
+                **fields(each.line, "interval", "reason", "overhead", "max_overhead"),
+                **fields(each.line, "step_s", "cost_s", "save_s", "mtbf_s"),
             }
             for each in its.choices
         ],
@@ -134,14 +117,11 @@ def _show(seen: JournaledRun, output: Output) -> None:
     output.line()
     output.table(
         ("WHERE THE TIME WENT", "", ">SHARE", ">TIME"),
-        [
-            (WHERE[name], bar(value, its.wall_s), _share(value, its.wall_s), seconds_text(value))
-            for name, value in parts(its)
-        ],
+        [(WHERE[name], *bar(value, its.wall_s), seconds_text(value)) for name, value in parts(its)],
     )
     steps = [[value for _, value in points[:-1]] for points in intervals(its)]
     _show_course("steps between saves", steps, lambda value: f"{value:.0f}", output)
-    blocked = [[each.line.blocked_s for each in saves] for saves in saves_of(its)]
+    blocked = [[each.line.blocked_s for each in saves] for saves in by_session(its.saves)]
     _show_course("blocked by a save", blocked, seconds_text, output)
     if its.choices:
         newest = its.choices[-1].line
@@ -161,10 +141,12 @@ def _show_course(
         output.line(f"  {sparks(sessions)}")
 
 
-def bar(value: float, whole: float) -> str:
-    """A bar as long as the share is."""
-    eighths = round(8 * WIDTH * min(1.0, value / whole)) if whole else 0
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+def bar(value: float, whole: float) -> tuple[str, str]:
+    """Return a bar as long as the share is, and the share."""
+    share = value / whole if whole else 0.0
+    eighths = round(8 * WIDTH * min(1.0, share))
+    drawn = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    return drawn, f"{share:.1%}" if whole else ""
 
 
 def sparks(sessions: Sequence[Sequence[float]]) -> str:
@@ -181,10 +163,6 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
     return " ".join(
         "".join(_BLOCKS[max(1, round(8 * value / top))] for value in each) for each in few
     )
-
-
-def _share(value: float, whole: float) -> str:
-    return f"{value / whole:.1%}" if whole else ""
 
 
 def _write(path: str, data: bytes) -> None:

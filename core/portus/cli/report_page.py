@@ -18,11 +18,11 @@ from portus.cli.training import (
     WHERE,
     WHY,
     JournaledRun,
+    by_session,
     highest,
     intervals,
     parts,
     restart_rows,
-    saves_of,
     seconds_text,
     state_text,
     summary,
@@ -170,7 +170,7 @@ def _saves(its: Account) -> str:
     top = max([*(max(each.line.blocked_s, each.line.copy_s) for each in its.saves), 1e-9])
     end = max(its.wall_s, 1e-9)
     marks = ""
-    for saves in saves_of(its):
+    for saves in by_session(its.saves):
         most = max(1, POINTS_MAX * len(saves) // len(its.saves))
         copied = _fewer([(each.time_s, each.line.copy_s) for each in saves], most)
         blocked = _fewer([(each.time_s, each.line.blocked_s) for each in saves], most)

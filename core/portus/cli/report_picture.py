@@ -8,9 +8,9 @@ from typing import Final
 from portus.cli.training import (
     WHERE,
     JournaledRun,
+    by_session,
     intervals,
     parts,
-    saves_of,
     seconds_text,
 )
 
@@ -48,7 +48,7 @@ def picture(seen: JournaledRun) -> bytes:
         at = before.end_s / unit_s
         course.plot([at, at], [before.end, spell.base], color=_COLORS["lost"], linewidth=2.5)
     course.set_title(f"steps: {its.steps} kept, {its.lost_steps} lost (red)")
-    for number, session in enumerate(saves_of(its)):
+    for number, session in enumerate(by_session(its.saves)):
         moments = [each.time_s / unit_s for each in session]
         for name, color, values in (
             ("blocked", "lost", [each.line.blocked_s for each in session]),

@@ -9,7 +9,16 @@ from typing import Final
 import msgspec
 
 from portus.cli import files
-from portus.cli.output import Json, Output, Row, age_text, count_text, moment_text, size_text
+from portus.cli.output import (
+    Json,
+    Output,
+    Row,
+    age_text,
+    count_text,
+    fields,
+    moment_text,
+    size_text,
+)
 from portus.cli.pools import (
     FoundVersion,
     allow,
@@ -191,19 +200,9 @@ def _tensor_size(spec: TensorSpec) -> int:
 
 def _tensor_document(spec: TensorSpec, record: VersionRecord) -> dict[str, Json]:
     born = int(record.storages["born"][spec.storage]) if spec.storage >= 0 else None
-    return {
-        "name": spec.name,
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "strides": list(spec.strides),
-        "offset": spec.offset,
-        "storage": spec.storage,
-        "size": _tensor_size(spec),
-        "kind": spec.kind.value,
-        "requires_grad": spec.requires_grad,
-        "device": spec.device,
-        "born": born,
-    }
+    names = ("name", "dtype", "shape", "strides", "offset", "storage", "requires_grad", "device")
+    others = {"size": _tensor_size(spec), "kind": spec.kind.value, "born": born}
+    return {**fields(spec, *names), **others}
 
 
 def _kind(node: object) -> str:

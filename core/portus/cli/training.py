@@ -109,7 +109,7 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
 def runs_in(
     directories: Iterable[str],
 ) -> tuple[dict[str, list[FoundJournal]], list[PortusError]]:
-    """The journals of each run in these directories of journals, and why others cannot be read."""
+    """Return the journals of each run in these directories, and why others cannot be read."""
     found: dict[str, list[FoundJournal]] = {}
     failed: list[PortusError] = []
     for directory in directories:
@@ -173,7 +173,7 @@ def _chosen(
 
 
 def _files(journals: Iterable[FoundJournal]) -> set[str]:
-    """Where the checkpoints of a run were put, without symbolic links."""
+    """Return where the checkpoints of a run were put, without symbolic links."""
     return {
         os.path.realpath(os.path.join(os.path.dirname(each.path), line.file))
         for each in journals
@@ -183,7 +183,7 @@ def _files(journals: Iterable[FoundJournal]) -> set[str]:
 
 
 def files_of(journals: Iterable[FoundJournal]) -> list[str]:
-    """The checkpoints of a run that are where they were put."""
+    """Return the checkpoints of a run that are where they were put."""
     return sorted(path for path in _files(journals) if os.path.exists(path))
 
 
@@ -192,7 +192,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _is_pool(path: str) -> bool:
-    """True for a pool, and not for a checkpoint, at ``path``."""
+    """Return whether a pool, and not a checkpoint, is at ``path``."""
     is_pool = path.endswith(SUFFIX) or is_device(path) or names_in(journal_directory(path)) != []
     return is_pool and not os.path.isdir(path)
 
@@ -223,17 +223,12 @@ def _inside(directory: str) -> list[str]:
 
 
 def parts(its: Account) -> list[tuple[str, float]]:
-    """The parts of the time, in seconds, in the order of ``WHERE``."""
+    """Return the parts of the time, in seconds, in the order of ``WHERE``."""
     values = (its.kept_s, its.lost_s, its.saves_s, its.down_s, its.other_s)
     return list(zip(WHERE, values, strict=True))
 
 
 Points = list[tuple[float, float]]
-
-
-def saves_of(its: Account) -> list[list[CommittedSave]]:
-    """The versions of each session: nothing is drawn from one to the next."""
-    return _by_session(its.saves)
 
 
 def intervals(its: Account) -> list[Points]:
@@ -244,17 +239,14 @@ def intervals(its: Account) -> list[Points]:
         for each, spell in zip(its.sessions, its.spells, strict=True)
     }
     found: list[Points] = []
-    for choices in _by_session(its.choices):
+    for choices in by_session(its.choices):
         points = [(each.time_s, float(each.line.interval)) for each in choices]
         end_s = max(ends[choices[0].line.session], points[-1][0])
         found.append([*points, (end_s, points[-1][1])])
     if found:
         return found
-    for saves in saves_of(its):
-        gaps = [
-            (before.time_s, float(save.at - before.at))
-            for before, save in itertools.pairwise(saves)
-        ]
+    for saves in by_session(its.saves):
+        gaps = [(a.time_s, float(b.at - a.at)) for a, b in itertools.pairwise(saves)]
         if gaps:
             found.append([*gaps, (saves[-1].time_s, gaps[-1][1])])
     return found
@@ -264,7 +256,8 @@ Value = TypeVar("Value")
 Placed = TypeVar("Placed", CommittedSave, IntervalDecision)
 
 
-def _by_session(placed: Iterable[Placed]) -> list[list[Placed]]:
+def by_session(placed: Iterable[Placed]) -> list[list[Placed]]:
+    """Return what belongs to each session: nothing is drawn from one to the next."""
     found: dict[str, list[Placed]] = {}
     for each in placed:
         found.setdefault(each.line.session, []).append(each)
@@ -272,7 +265,7 @@ def _by_session(placed: Iterable[Placed]) -> list[list[Placed]]:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration, for people."""
+    """Return a duration for people."""
     if 0 < seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
@@ -283,7 +276,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def state_text(seen: JournaledRun) -> str:
-    """Whether it runs, and when it was seen last."""
+    """Return whether a run is active, and when it was seen last."""
     its = seen.account
     last = its.sessions[-1]
     time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
@@ -295,7 +288,7 @@ def state_text(seen: JournaledRun) -> str:
 
 
 def summary(seen: JournaledRun) -> list[tuple[str, str]]:
-    """What there is to say in a line each."""
+    """Return the names and texts of the lines above a report."""
     its = seen.account
     copied, shared = seen.written_bytes, seen.shared_bytes
     lines = [
@@ -320,7 +313,7 @@ def summary(seen: JournaledRun) -> list[tuple[str, str]]:
 
 
 def restart_rows(its: Account) -> list[tuple[str, ...]]:
-    """The newest restarts, for people."""
+    """Return the newest restarts for people."""
     rows: list[tuple[str, ...]] = []
     for number, each in list(enumerate(its.restarts, 1))[-RESTARTS_MAX:]:
         origin = "the start" if each.resumed_step is None else f"step {each.resumed_step}"

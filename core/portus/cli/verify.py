@@ -20,6 +20,7 @@ from portus.cli.output import (
     count_text,
     error_document,
     exit_code,
+    fields,
     said,
     size_text,
 )
@@ -235,20 +236,14 @@ def _show(verdict: Verdict, output: Output) -> None:
 
 def _document(verdict: Verdict) -> dict[str, Json]:
     return {
-        "path": verdict.path,
+        **fields(verdict, "path", "versions", "removed", "size"),
         "healthy": verdict.code == 0,
-        "versions": verdict.versions,
-        "removed": verdict.removed,
-        "size": verdict.size,
         "seconds": round(verdict.passed_s, 3),
         "error": None if verdict.error is None else error_document(verdict.error),
         "findings": [
             {
-                "invariant": finding.invariant,
+                **fields(finding, "invariant", "where", "expected", "found"),
                 "rule": RULES[finding.invariant],
-                "where": finding.where,
-                "expected": finding.expected,
-                "found": finding.found,
                 "severity": finding.severity.value,
             }
             for finding in verdict.findings
