@@ -58,7 +58,7 @@ DDP = """
         def on_train_batch_start(self, trainer, *_):
             self.drawn.append((trainer.global_step, random.random(), torch.rand(1).item()))
             [auto] = [each for each in trainer.callbacks if isinstance(each, PortusCheckpoint)]
-            self.next.append(auto.cadence.next_step)
+            self.next.append(auto.cadence._next)
 
     class Look(Callback):
         # Another rank than the one that saves looks at the path at once.

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from portus.cadence.bounded import Costs, Rule, Tuner
-from portus.cadence.checkfreq import Profile, Released, algorithm_1
-from portus.cadence.failures import daly_s
+from portus.cadence.checkfreq import Profile
 from tests.bench.pages import table, written
+from tests.bench.published import Released, algorithm_1, daly_s
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 HOUR: Final = 3600.0

@@ -122,7 +122,7 @@ def by_cadence(say: Say, place: str) -> None:
             cadence.load_state_dict(state["cadence"])
             first = state["step"]
         say(f"from {first}")
-        spans = deque([cadence.next_step] * 2, maxlen=2)
+        spans = deque([cadence._next] * 2, maxlen=2)
         with open(Path(place, "seen"), "r+b") as file, mmap.mmap(file.fileno(), 0) as seen:
             for step in range(first, STEPS):
                 training.step(step)
@@ -130,7 +130,7 @@ def by_cadence(say: Say, place: str) -> None:
                 if cadence.should_save():
                     more = {"step": step + 1, "cadence": cadence.state_dict()}
                     checkpointer.save({**training.state(), **more}, step + 1)
-                    spans.append(cadence.next_step - cadence._clock.steps)
+                    spans.append(cadence._next - cadence._clock.steps)
         say(f"loss {training.loss().hex()}")
 
 

@@ -116,7 +116,7 @@ class Training:
     @property
     def interval(self) -> int:
         """Steps until the next save is due."""
-        return self.cadence.next_step - self.cadence._clock.steps
+        return self.cadence._next - self.cadence._clock.steps
 
     def saving(self) -> float:
         """Seconds from a save until the next one is due: that save, and its steps."""

@@ -64,7 +64,6 @@ NO_EXTENTS: Final[Rows] = np.empty(0, EXTENT.dtype)
 class AuditMethod(str, enum.Enum):
     """How a save was audited."""
 
-    NONE = ""
     KERNEL = "kernel"
     HASH = "hash"
     PROBE = "probe"

@@ -44,12 +44,6 @@ PATIENT_THREAD_MIN: Final = 1 << 20
 SECOND_THREAD_MIN: Final = 32 << 20
 """Bytes from which a second thread is worth its start, while somebody waits."""
 
-PATIENT: Final = 10
-"""Niceness of the thread that works while nobody waits, on top of what the process has."""
-
-SECOND: Final = 9
-"""Niceness of that second thread, likewise. Both numbers are those of ``native.c``."""
-
 # The fields of ``struct hash``, in order. Builds for x86 that pick the best instructions of the
 # processor at run time export that choice under a second name.
 _FUNCTIONS: Final = (

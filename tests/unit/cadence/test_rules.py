@@ -12,9 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from portus.cadence.bounded import Costs, Rule, Tuner, decide, overhead
-from portus.cadence.checkfreq import IntervalChoice, Profile, Released, SnapshotPlace, algorithm_1
-from portus.cadence.failures import daly_s, slowdown, young_s
+from portus.cadence.checkfreq import Profile, SnapshotPlace
 from portus.errors import UsageError
+from tests.bench.published import (
+    IntervalChoice,
+    Released,
+    algorithm_1,
+    daly_s,
+    slowdown,
+    young_s,
+)
 
 MS = Fraction(1, 1000)
 INTERVALS = range(1, 50_000)

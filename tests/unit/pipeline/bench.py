@@ -64,9 +64,9 @@ WAYS = [
 ]
 
 
-def audited(way: AuditMethod, late: Late, stop: Stop) -> Audit | None:
+def audited(way: AuditMethod | None, late: Late, stop: Stop) -> Audit | None:
     """An audit of that way, whatever it costs."""
-    if way is AuditMethod.NONE:
+    if way is None:
         return None
     if way is AuditMethod.PROBE:
         return Probed(late)
@@ -105,7 +105,7 @@ class Bench:
         step: int = 0,
         *,
         late: bool = True,
-        audit: AuditMethod = AuditMethod.NONE,
+        audit: AuditMethod | None = None,
     ) -> Save:
         steady = self.steady if self.steady is not None else np.full(len(arrays), not late)
         snapshot = Snapshot(

@@ -23,6 +23,10 @@ from portus.transport.local import PurePython, best_engine
 
 Compile = Callable[[str], Path]
 
+PATIENT, SECOND = 10, 9
+"""How much lower the priority of the helper's threads is, as in ``native.c``: of the one that works
+while nobody waits, and of the second one."""
+
 
 def test_the_helper_of_this_source_is_accepted(compiled: Compile, native_text: str) -> None:
     assert native.load(str(compiled(native_text))) is not None
@@ -204,10 +208,10 @@ def test_a_thread_of_low_priority_works_until_somebody_waits_then_two() -> None:
     _soon(lambda: stop.done > 64 << 20)
     patient = _started()
     assert len(patient) <= len(before) + 1  # less, if one of an earlier test has just ended
-    assert min(native.PATIENT, 19 - os.getpriority(os.PRIO_PROCESS, 0)) in patient
+    assert min(PATIENT, 19 - os.getpriority(os.PRIO_PROCESS, 0)) in patient
     assert not spent
     stop.awaited = True
-    _soon(lambda: native.SECOND in _started())
+    _soon(lambda: SECOND in _started())
     stop.set()
     thread.join()
     _soon(lambda: len(_started()) <= len(before))

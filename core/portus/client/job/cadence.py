@@ -136,12 +136,6 @@ class Cadence:
             )
         return cls(every, max_overhead=max_overhead, mtbf=mtbf)
 
-    @property
-    def next_step(self) -> int:
-        """The step at which the next save is due, or a time is looked at again, counted from the
-        creation of this object."""
-        return self._next
-
     def should_save(self) -> bool:
         """True if the state should be saved now. Call it after each step, on all ranks.
 

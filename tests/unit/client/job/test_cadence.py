@@ -199,7 +199,7 @@ def test_a_resumed_training_goes_on_with_its_interval() -> None:
     training = Training(max_overhead=0.05)
     training.run(90)
     state = training.cadence.state_dict()
-    assert training.cadence.next_step == 102
+    assert training.cadence._next == 102
     resumed = Training(max_overhead=0.05)
     resumed.cadence.load_state_dict(state)
     resumed.run(40)
@@ -233,10 +233,10 @@ def test_what_was_measured_elsewhere_is_void(
 def test_a_state_of_a_newer_portus_is_refused_and_nothing_changed() -> None:
     training = Training()
     training.run(70)
-    state, next_step = training.cadence.state_dict(), training.cadence.next_step
+    state, next_step = training.cadence.state_dict(), training.cadence._next
     with pytest.raises(UsageError, match="made by a newer one"):
         training.cadence.load_state_dict({**state, "format": 99, "left": 1})
-    assert training.cadence.next_step == next_step
+    assert training.cadence._next == next_step
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_saves_of_a_checkpointer_are_seen_and_nothing_stays_behind(tmp_path: Pat
                 checkpointer.save({**state, "cadence": cadence.state_dict()}, steps)
         assert cadence.decision.costs.save_s >= cadence.decision.costs.stall_s > 0
         found: Any = checkpointer.load()
-        assert found["cadence"]["left"] == cadence.next_step - steps
+        assert found["cadence"]["left"] == cadence._next - steps
         measured_on: Any = cadence.state_dict()["measured_on"]
         assert measured_on["medium"].startswith("file")
     del cadence
