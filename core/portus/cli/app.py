@@ -1,8 +1,10 @@
 """The commands and their options. Each command is imported when it is run."""
 
+# ruff: noqa: B008  # as typer takes options
+
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 from typer import Argument, Option
@@ -70,16 +72,18 @@ app: Final = typer.Typer(
 )
 
 
-def _option(names: str, text: str) -> Any:
+def _option(names: str, text: str, default: object = None, **more: Any) -> Any:
     """Return an option; ``names`` are as in the usage, such as ``--pool -p PATH``."""
     *flags, value = names.split()
-    if value.startswith("-"):
-        return Option(*flags, value, help=text)
-    return Option(*flags, metavar=value, help=text)
+    return Option(default, *flags, metavar=value, help=text, **more)
 
 
-def _argument(name: str, text: str) -> Any:
-    return Argument(metavar=name, help=text)
+def _flag(names: str, text: str) -> Any:
+    return Option(False, *names.split(), help=text)
+
+
+def _argument(name: str, text: str, default: object = ...) -> Any:
+    return Argument(default, metavar=name, help=text)
 
 
 _WHERE: Final = (
@@ -90,26 +94,20 @@ _OR_MIRROR: Final = f"{_WHERE}; or a mirror, such as s3://bucket/prefix or file:
 
 Text = str | None
 Texts = list[str] | None
-Pool = Annotated[Text, _option("--pool -p PATH", _WHERE)]
-PoolArgument = Annotated[Text, _argument("[POOL]", "the same as --pool; or a directory of files")]
-PoolOrMirror = Annotated[Text, _option("--pool -p PATH|MIRROR", _OR_MIRROR)]
-MirrorArgument = Annotated[Text, _argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR")]
-AsJson = Annotated[bool, _option("--json", "print one JSON document to stdout")]
-Target = Annotated[
-    str, _argument("MODEL[@STEP]", "a version, a file, a pointer, or MIRROR/MODEL[@STEP]")
-]
-Targets = Annotated[
-    list[str], _argument("MODEL[@STEP]...", "versions, files, pointers, or MIRROR/MODEL[@STEP]")
-]
-OptionalTarget = Annotated[
-    Text, _argument("[MODEL[@STEP]]", "a model, a version, a file or a directory; default: all")
-]
+_POOL = _option("--pool -p PATH", _WHERE)
+_POOL_ARGUMENT = _argument("[POOL]", "the same as --pool; or a directory of files", None)
+_POOL_OR_MIRROR = _option("--pool -p PATH|MIRROR", _OR_MIRROR)
+_MIRROR_ARGUMENT = _argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR", None)
+_AS_JSON = _flag("--json", "print one JSON document to stdout")
+_TARGET = _argument("MODEL[@STEP]", "a version, a file, a pointer, or MIRROR/MODEL[@STEP]")
+_TARGETS = _argument("MODEL[@STEP]...", "versions, files, pointers, or MIRROR/MODEL[@STEP]")
+_OPTIONAL_TARGET = _argument(
+    "[MODEL[@STEP]]", "a model, a version, a file or a directory; default: all", None
+)
 
 
 @app.callback(invoke_without_command=True)
-def _portus(
-    version: Annotated[bool, _option("--version", "print the version and exit")] = False,
-) -> None:
+def _portus(version: bool = _flag("--version", "print the version and exit")) -> None:
     if version:
         print(__version__)
         raise typer.Exit
@@ -117,10 +115,10 @@ def _portus(
 
 @app.command(epilog=EXIT_CODES)
 def ls(
-    place: PoolArgument = None,
-    pool: PoolOrMirror = None,
-    every: Annotated[bool, _option("--all -a", "list all versions of each model")] = False,
-    as_json: AsJson = False,
+    place: Text = _POOL_ARGUMENT,
+    pool: Text = _POOL_OR_MIRROR,
+    every: bool = _flag("--all -a", "list all versions of each model"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
     their versions, and the directories of the pointers to them."""
@@ -131,7 +129,7 @@ def ls(
 
 
 @app.command(epilog=EXIT_CODES)
-def show(target: Target, pool: PoolOrMirror = None, as_json: AsJson = False) -> None:
+def show(target: str = _TARGET, pool: Text = _POOL_OR_MIRROR, as_json: bool = _AS_JSON) -> None:
     """Show what is in a torch file; or the versions of a model, or everything in one version."""
     with reported(as_json) as output:
         from portus.cli import show
@@ -141,14 +139,13 @@ def show(target: Target, pool: PoolOrMirror = None, as_json: AsJson = False) -> 
 
 @app.command(epilog=EXIT_CODES)
 def report(
-    run: Annotated[
-        Text,
-        _argument("[RUN]", "the run's directory, its pool, one of its checkpoints, or its name"),
-    ] = None,
-    pool: Pool = None,
-    html: Annotated[Text, _option("--html FILE", "also write an HTML page")] = None,
-    png: Annotated[Text, _option("--png FILE", "also write a plot")] = None,
-    as_json: AsJson = False,
+    run: Text = _argument(
+        "[RUN]", "the run's directory, its pool, one of its checkpoints, or its name", None
+    ),
+    pool: Text = _POOL,
+    html: Text = _option("--html FILE", "also write an HTML page"),
+    png: Text = _option("--png FILE", "also write a plot"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Show where the time of a run went, and which steps each restart lost.
 
@@ -163,7 +160,7 @@ def report(
 
 @app.command(epilog=EXIT_CODES)
 def verify(
-    target: OptionalTarget = None, pool: PoolOrMirror = None, as_json: AsJson = False
+    target: Text = _OPTIONAL_TARGET, pool: Text = _POOL_OR_MIRROR, as_json: bool = _AS_JSON
 ) -> None:
     """Read every byte of a torch file, of those below a directory, or of a pool, and check every
     rule of the format. Exit code 1 if damage was found."""
@@ -175,10 +172,10 @@ def verify(
 
 @app.command(epilog=EXIT_CODES)
 def scrub(
-    place: PoolArgument = None,
-    pool: Pool = None,
-    rate: Annotated[str, _option("--rate SIZE/s", "read at most this much per second")] = "50M/s",
-    as_json: AsJson = False,
+    place: Text = _POOL_ARGUMENT,
+    pool: Text = _POOL,
+    rate: str = _option("--rate SIZE/s", "read at most this much per second", "50M/s"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Read every byte as verify does, but slowly, and from the disk rather than the page cache.
     Exit code 4 if damage was found."""
@@ -190,14 +187,10 @@ def scrub(
 
 @app.command(epilog=EXIT_CODES)
 def rescue(
-    place: Annotated[str, _argument("POOL", "a pool file with any name, or a device")],
-    into: Annotated[
-        Text, _option("--into NEW", "write the intact versions to a new pool file")
-    ] = None,
-    in_place: Annotated[
-        bool, _option("--in-place", "repair the pool itself; copy it first")
-    ] = False,
-    as_json: AsJson = False,
+    place: str = _argument("POOL", "a pool file with any name, or a device"),
+    into: Text = _option("--into NEW", "write the intact versions to a new pool file"),
+    in_place: bool = _flag("--in-place", "repair the pool itself; copy it first"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """List the versions that a damaged pool still holds, or rebuild a pool from them.
 
@@ -215,19 +208,17 @@ def rescue(
 
 @app.command(epilog=EXIT_CODES)
 def export(
-    target: Target,
-    out: Annotated[str, _argument("OUT", "a .safetensors or .pt file, or a directory")],
-    pool: PoolOrMirror = None,
-    file: Annotated[Text, _option("--file NAME", "the one file to take, if it has several")] = None,
-    names: Annotated[
-        Texts, _option("--names -n PATTERN", "only matching names, such as 'model.*'")
-    ] = None,
-    strip: Annotated[str, _option("--strip PREFIX", "remove this prefix from names")] = "",
-    force: Annotated[bool, _option("--force -f", "replace OUT if it exists")] = False,
-    shard_size: Annotated[
-        str, _option("--shard-size SIZE", "the most bytes of each file, if OUT is a directory")
-    ] = "5GB",
-    as_json: AsJson = False,
+    target: str = _TARGET,
+    out: str = _argument("OUT", "a .safetensors or .pt file, or a directory"),
+    pool: Text = _POOL_OR_MIRROR,
+    file: Text = _option("--file NAME", "the one file to take, if it has several"),
+    names: Texts = _option("--names -n PATTERN", "only matching names, such as 'model.*'"),
+    strip: str = _option("--strip PREFIX", "remove this prefix from names", ""),
+    force: bool = _flag("--force -f", "replace OUT if it exists"),
+    shard_size: str = _option(
+        "--shard-size SIZE", "the most bytes of each file, if OUT is a directory", "5GB"
+    ),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Write a version, verified, as the file that it is, byte for byte; or a version or a file as
     safetensors or as a torch file.
@@ -257,17 +248,12 @@ def export(
 
 @app.command(epilog=EXIT_CODES)
 def pull(
-    mirror: Annotated[str, _argument("MIRROR[/MODEL]", "all models of a mirror, or one")],
-    directory: Annotated[
-        Text,
-        _argument(
-            "[DIR]", "the run's directory, made if there is none; default: the current directory"
-        ),
-    ] = None,
-    pool: Annotated[
-        Text, _option("--pool -p PATH", "where the pools go; default: .portus in DIR")
-    ] = None,
-    as_json: AsJson = False,
+    mirror: str = _argument("MIRROR[/MODEL]", "all models of a mirror, or one"),
+    directory: Text = _argument(
+        "[DIR]", "the run's directory, made if there is none; default: the current directory", None
+    ),
+    pool: Text = _option("--pool -p PATH", "where the pools go; default: .portus in DIR"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Fetch what a run on a machine with an empty disk would fetch.
 
@@ -282,24 +268,18 @@ def pull(
 
 @app.command(epilog=EXIT_CODES)
 def rm(
-    targets: Targets,
-    pool: PoolOrMirror = None,
-    yes: Annotated[bool, _option("--yes -y", "delete a whole model without asking")] = False,
-    force: Annotated[
-        bool,
-        _option(
-            "--force -f", "also delete marks of protected tables, and files that a link leads to"
-        ),
-    ] = False,
-    keep: Annotated[
-        Text,
-        _option(
-            "--keep N|KEEP",
-            "keep only the newest N of a directory, or of a model, or what a policy keeps, "
-            "such as last=2,every=1000,within=24h,best=val_loss:min:3",
-        ),
-    ] = None,
-    as_json: AsJson = False,
+    targets: list[str] = _TARGETS,
+    pool: Text = _POOL_OR_MIRROR,
+    yes: bool = _flag("--yes -y", "delete a whole model without asking"),
+    force: bool = _flag(
+        "--force -f", "also delete marks of protected tables, and files that a link leads to"
+    ),
+    keep: Text = _option(
+        "--keep N|KEEP",
+        "keep only the newest N of a directory, or of a model, or what a policy keeps, "
+        "such as last=2,every=1000,within=24h,best=val_loss:min:3",
+    ),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Delete a torch file; or versions, and the pointers to them; or a pointer, and its version if
     no other one leads there.
@@ -314,15 +294,13 @@ def rm(
 
 @app.command(epilog=EXIT_CODES)
 def doctor(
-    places: Annotated[
-        Texts,
-        _argument(
-            "[PLACE...]",
-            "pools, directories, DAX devices or addresses of storage hosts to look at; "
-            "default: $PORTUS_POOL, else the nearest .portus, and /dev/shm",
-        ),
-    ] = None,
-    as_json: AsJson = False,
+    places: Texts = _argument(
+        "[PLACE...]",
+        "pools, directories, DAX devices or addresses of storage hosts to look at; "
+        "default: $PORTUS_POOL, else the nearest .portus, and /dev/shm",
+        None,
+    ),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Say what to change here, and how fast this machine is: verdict first."""
     with reported(as_json) as output:
@@ -333,9 +311,9 @@ def doctor(
 
 @app.command("format", epilog=EXIT_CODES)
 def format_(
-    device: Annotated[str, _argument("DEVICE", "a DAX device, such as /dev/dax0.0")],
-    force: Annotated[bool, _option("--force -f", "overwrite what the device holds")] = False,
-    as_json: AsJson = False,
+    device: str = _argument("DEVICE", "a DAX device, such as /dev/dax0.0"),
+    force: bool = _flag("--force -f", "overwrite what the device holds"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Make an empty pool on a DAX device."""
     with reported(as_json) as output:
@@ -346,20 +324,15 @@ def format_(
 
 @app.command(epilog=EXIT_CODES)
 def gc(
-    place: PoolArgument = None,
-    pool: PoolOrMirror = None,
-    missing: Annotated[
-        Texts,
-        _option(
-            "--missing DIR", "delete versions whose pointers were in DIR, or below, and are gone"
-        ),
-    ] = None,
-    yes: Annotated[bool, _option("--yes -y", "delete them without asking")] = False,
-    empty: Annotated[bool, _option("--empty", "also remove pool files that end up empty")] = False,
-    dry_run: Annotated[
-        bool, _option("--dry-run", "only show what would be deleted and given back")
-    ] = False,
-    as_json: AsJson = False,
+    place: Text = _POOL_ARGUMENT,
+    pool: Text = _POOL_OR_MIRROR,
+    missing: Texts = _option(
+        "--missing DIR", "delete versions whose pointers were in DIR, or below, and are gone"
+    ),
+    yes: bool = _flag("--yes -y", "delete them without asking"),
+    empty: bool = _flag("--empty", "also remove pool files that end up empty"),
+    dry_run: bool = _flag("--dry-run", "only show what would be deleted and given back"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Remove what processes that were killed left in a directory of files; of a pool, return free
     space to the disk.
@@ -375,58 +348,36 @@ def gc(
 
 @app.command(epilog=EXIT_CODES)
 def serve(
-    place: Annotated[
-        str, _argument("POOL", "a pool directory, a pool file, a DAX device, or memory:SIZE")
-    ],
-    listen: Annotated[
-        Texts,
-        _option(
-            "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117"
-        ),
-    ] = None,
-    secret_file: Annotated[
-        Text, _option("--secret-file PATH", "a file with one secret, or lines TENANT SECRET")
-    ] = None,
-    tls_cert: Annotated[
-        Text, _option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)")
-    ] = None,
-    tls_key: Annotated[Text, _option("--tls-key PEM", "the key of that certificate")] = None,
-    quota: Annotated[
-        Text, _option("--quota SIZE", "the most that each tenant may store, such as 500G")
-    ] = None,
-    quota_file: Annotated[
-        Text, _option("--quota-file PATH", "a file of lines TENANT SIZE, instead of --quota")
-    ] = None,
-    metrics: Annotated[
-        Text, _option("--metrics [HOST:]PORT", "serve Prometheus metrics and /healthz here")
-    ] = None,
-    admin_path: Annotated[Text, _option("--admin PATH", "the socket for `portus admin`")] = None,
-    scrub: Annotated[
-        Text, _option("--scrub SIZE/s", "reread the pools for bit rot at this rate")
-    ] = None,
-    memory: Annotated[
-        Text,
-        _option("--memory SIZE", "the most memory that all clients together may take; default: 1G"),
-    ] = None,
-    connections: Annotated[
-        int | None,
-        _option(
-            "--connections COUNT", "the most connections of all clients together; default: 1024"
-        ),
-    ] = None,
-    mirror: Annotated[
-        Text, _option("--mirror URL", "mirror committed versions to this URL, per tenant")
-    ] = None,
-    replica: Annotated[
-        Text, _option("--replica ADDRESS", "the host that takes over if this one is lost")
-    ] = None,
-    mirror_wait: Annotated[
-        float,
-        _option("--mirror-wait SECONDS", "how long shutdown waits for the mirror or the replica"),
-    ] = 60.0,
-    transport: Annotated[
-        str, _option("--transport auto|tcp|verbs", "verbs: refuse to start without RDMA")
-    ] = "auto",
+    place: str = _argument("POOL", "a pool directory, a pool file, a DAX device, or memory:SIZE"),
+    listen: Texts = _option(
+        "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117"
+    ),
+    secret_file: Text = _option(
+        "--secret-file PATH", "a file with one secret, or lines TENANT SECRET"
+    ),
+    tls_cert: Text = _option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)"),
+    tls_key: Text = _option("--tls-key PEM", "the key of that certificate"),
+    quota: Text = _option("--quota SIZE", "the most that each tenant may store, such as 500G"),
+    quota_file: Text = _option(
+        "--quota-file PATH", "a file of lines TENANT SIZE, instead of --quota"
+    ),
+    metrics: Text = _option("--metrics [HOST:]PORT", "serve Prometheus metrics and /healthz here"),
+    admin_path: Text = _option("--admin PATH", "the socket for `portus admin`"),
+    scrub: Text = _option("--scrub SIZE/s", "reread the pools for bit rot at this rate"),
+    memory: Text = _option(
+        "--memory SIZE", "the most memory that all clients together may take; default: 1G"
+    ),
+    connections: int | None = _option(
+        "--connections COUNT", "the most connections of all clients together; default: 1024"
+    ),
+    mirror: Text = _option("--mirror URL", "mirror committed versions to this URL, per tenant"),
+    replica: Text = _option("--replica ADDRESS", "the host that takes over if this one is lost"),
+    mirror_wait: float = _option(
+        "--mirror-wait SECONDS", "how long shutdown waits for the mirror or the replica", 60.0
+    ),
+    transport: str = _option(
+        "--transport auto|tcp|verbs", "verbs: refuse to start without RDMA", "auto"
+    ),
 ) -> None:
     """Serve pools to trainers on other machines, until SIGTERM.
 
@@ -479,18 +430,15 @@ _admin: Final = typer.Typer(
 )
 app.add_typer(_admin, name="admin")
 
-HostArgument = Annotated[
-    str,
-    _argument(
-        "ADDRESS", "the host's address, also as HOST:PORT, or the PATH given to serve --admin"
-    ),
-]
-TenantArgument = Annotated[str, _argument("TENANT", "the tenant's name")]
-Off = Annotated[bool, _option("--off", "allow saves again")]
+_HOST_ARGUMENT = _argument(
+    "ADDRESS", "the host's address, also as HOST:PORT, or the PATH given to serve --admin"
+)
+_TENANT_ARGUMENT = _argument("TENANT", "the tenant's name")
+_OFF = _flag("--off", "allow saves again")
 
 
 @_admin.command("show", epilog=EXIT_CODES)
-def admin_show(host: HostArgument, as_json: AsJson = False) -> None:
+def admin_show(host: str = _HOST_ARGUMENT, as_json: bool = _AS_JSON) -> None:
     """List tenants with their bytes and quotas, and connections with their claims and pins."""
     with reported(as_json) as output:
         from portus.cli import admin
@@ -500,9 +448,9 @@ def admin_show(host: HostArgument, as_json: AsJson = False) -> None:
 
 @_admin.command("kick", epilog=EXIT_CODES)
 def admin_kick(
-    host: HostArgument,
-    who: Annotated[str, _argument("TENANT|PEER", "as `portus admin show` lists them")],
-    as_json: AsJson = False,
+    host: str = _HOST_ARGUMENT,
+    who: str = _argument("TENANT|PEER", "as `portus admin show` lists them"),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Close one connection, or all of a tenant. Saves in flight fail; clients may reconnect."""
     with reported(as_json) as output:
@@ -513,7 +461,10 @@ def admin_kick(
 
 @_admin.command("read-only", epilog=EXIT_CODES)
 def admin_read_only(
-    host: HostArgument, tenant: TenantArgument, off: Off = False, as_json: AsJson = False
+    host: str = _HOST_ARGUMENT,
+    tenant: str = _TENANT_ARGUMENT,
+    off: bool = _OFF,
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Refuse a tenant's saves and removals, until --off or a restart."""
     with reported(as_json) as output:
@@ -524,13 +475,10 @@ def admin_read_only(
 
 @_admin.command("drain", epilog=EXIT_CODES)
 def admin_drain(
-    host: HostArgument,
-    off: Off = False,
-    wait_s: Annotated[
-        float,
-        Option("--wait", metavar="SECONDS", min=0, help="how long to wait for saves in flight"),
-    ] = 60.0,
-    as_json: AsJson = False,
+    host: str = _HOST_ARGUMENT,
+    off: bool = _OFF,
+    wait_s: float = _option("--wait SECONDS", "how long to wait for saves in flight", 60.0, min=0),
+    as_json: bool = _AS_JSON,
 ) -> None:
     """Accept no new saves, and wait for those in flight. Then the host can be stopped.
 
@@ -543,7 +491,9 @@ def admin_drain(
 
 
 @_admin.command("reopen", epilog=EXIT_CODES)
-def admin_reopen(host: HostArgument, tenant: TenantArgument, as_json: AsJson = False) -> None:
+def admin_reopen(
+    host: str = _HOST_ARGUMENT, tenant: str = _TENANT_ARGUMENT, as_json: bool = _AS_JSON
+) -> None:
     """Reopen a pool that refuses writes after a disk error, if every byte of it is intact.
 
     Reads the whole pool. Then the host closes the tenant's connections, and clients reconnect.
@@ -555,7 +505,7 @@ def admin_reopen(host: HostArgument, tenant: TenantArgument, as_json: AsJson = F
 
 
 @_admin.command("reload", epilog=EXIT_CODES)
-def admin_reload(host: HostArgument, as_json: AsJson = False) -> None:
+def admin_reload(host: str = _HOST_ARGUMENT, as_json: bool = _AS_JSON) -> None:
     """Make the host reread its secrets, quotas and certificates, as SIGHUP does."""
     with reported(as_json) as output:
         from portus.cli import admin
@@ -574,7 +524,7 @@ app.add_typer(_mirror, name="mirror")
 
 @_mirror.command("status", epilog=EXIT_CODES)
 def mirror_status(
-    mirror: MirrorArgument = None, pool: Pool = None, as_json: AsJson = False
+    mirror: Text = _MIRROR_ARGUMENT, pool: Text = _POOL, as_json: bool = _AS_JSON
 ) -> None:
     """Show what is mirrored, which writer mirrors it, and what the mirror still lacks."""
     with reported(as_json) as output:
@@ -585,7 +535,7 @@ def mirror_status(
 
 @_mirror.command("repair", epilog=EXIT_CODES)
 def mirror_repair(
-    mirror: MirrorArgument = None, pool: Pool = None, as_json: AsJson = False
+    mirror: Text = _MIRROR_ARGUMENT, pool: Text = _POOL, as_json: bool = _AS_JSON
 ) -> None:
     """Read every byte of a mirror, and replace damaged parts from the pool.
 
