@@ -56,8 +56,9 @@ def found() -> Iterator[MachineFinding]:
 
 
 def misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
-    """How many of the transfers at ``PLACES`` left other bytes than they should have. Each region
-    has ``SIZE`` bytes of this process; writes: from near to far, else reads the other way."""
+    """Return how many of the transfers at ``PLACES`` left other bytes than they should have.
+
+    Each region has ``SIZE`` bytes of this process. writes: from near to far, else reads back."""
     source, target = (near, far) if writes else (far, near)
     wrong = 0
     for number, (offset, length) in enumerate(PLACES):

@@ -44,7 +44,7 @@ class Machine:
     cuda: Callable[[], Driver] = driver
 
     def found(self) -> Iterator[MachineFinding]:
-        """Everything, topic by topic."""
+        """Yield everything, topic by topic."""
         yield from self.dax_devices()
         yield from self.namespaces()
         yield self.libpmem()
@@ -85,7 +85,7 @@ class Machine:
                     )
 
     def libpmem(self) -> MachineFinding:
-        """Whether caches can be written back, and how."""
+        """Return whether caches can be written back, and how."""
         flags = _cpu_flags(self.root)
         how = next((each for each in _FLUSHES if each in flags), "no flush that we know of")
         try:

@@ -10,7 +10,7 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from portus.cli.output import Json, moment_text, size_text
@@ -84,16 +84,18 @@ _COLOR: Final = {name: f"var(--{name})" for name in WHERE}
 
 
 def page(seen: JournaledRun, made: dict[str, Json]) -> str:
-    """The whole page. ``made``: the document for machines, which is put at its end."""
+    """Return the whole page. made: the document for machines, which is at its end."""
     its = seen.account
     title = html.escape(f"{seen.title}: goodput {its.goodput:.1%}")
+    pairs = [(html.escape(name), html.escape(text)) for name, text in summary(seen)]
+    facts = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in pairs)
     body = [
         f"<h1>{html.escape(seen.title)}</h1>",
         f'<p class="soft">begun {moment_text(its.begun_ns)}; {html.escape(state_text(seen))}</p>',
         f'<p class="goodput" id="goodput">{its.goodput:.1%}</p>',
         '<p class="soft">goodput: the share of wall time spent on steps that are kept, as long as '
         "these take without saves</p>",
-        _facts(seen),
+        f"<dl>{facts}</dl>",
         _section("Where the time went", _where(its)),
         _section("Steps over time, and what restarts lost", _course(its)),
         f'<div class="pair">{_section("What a save took", _saves(its))}'
@@ -120,24 +122,20 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
 
 
-def _facts(seen: JournaledRun) -> str:
-    rows = [f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(seen)]
-    return f"<dl>{''.join(rows)}</dl>"
-
-
 def _where(its: Account) -> str:
     whole = its.wall_s or 1.0
-    bars, keys = [], []
-    for name, value in parts(its):
-        color = _COLOR[name]
-        bars.append(f'<div style="flex:{value / whole:.6f} 0 0;background:{color}"></div>')
-        text = f"{WHERE[name]}: {value / whole:.1%}, {seconds_text(value)}"
-        keys.append(f'<span><i style="background:{color}"></i>{html.escape(text)}</span>')
-    return f'<div class="bar">{"".join(bars)}</div><div class="key">{"".join(keys)}</div>'
+    bars = "".join(
+        f'<div style="flex:{value / whole:.6f} 0 0;background:{_COLOR[name]}"></div>'
+        for name, value in parts(its)
+    )
+    return f'<div class="bar">{bars}</div>' + _key(
+        (_COLOR[name], f"{WHERE[name]}: {value / whole:.1%}, {seconds_text(value)}")
+        for name, value in parts(its)
+    )
 
 
 def _course(its: Account) -> str:
-    """Steps up as time goes, and red where a restart went on from an older place."""
+    """Return steps over time, in red where a restart resumed from an older place."""
     marks, end = [], max(its.wall_s, 1e-9)
     top = max([1, *(each.end for each in its.spells)])
     for spell in its.spells:
@@ -154,13 +152,7 @@ def _course(its: Account) -> str:
         if before.end > spell.base:
             lost = [(before.end_s, float(before.end)), (before.end_s, float(spell.base))]
             marks.append(_line(lost, end, top, "var(--lost)", width=3))
-    key = _key(
-        (
-            ("var(--kept)", "steps"),
-            ("var(--lost)", "lost"),
-            ("var(--line)", "a restart"),
-        )
-    )
+    key = _key((("var(--kept)", "steps"), ("var(--lost)", "lost"), ("var(--line)", "a restart")))
     return _plot("".join(marks), end, top, lambda value: f"{value:.0f}") + key
 
 
@@ -198,20 +190,19 @@ def _steps(its: Account) -> str:
 
 
 def _reasons(its: Account) -> str:
-    rows = []
-    for each in its.choices[-ROWS_MAX:]:
-        line = each.line
-        rows.append(
-            (
-                seconds_text(each.time_s),
-                str(each.at),
-                str(line.interval),
-                WHY.get(line.reason, line.reason),
-                "" if line.step_s is None else seconds_text(line.step_s),
-                "" if line.cost_s is None else seconds_text(max(0.0, line.cost_s)),
-                f"{line.overhead:.2%} of {line.max_overhead:.2%}",
-            )
+    rows = [
+        (
+            seconds_text(each.time_s),
+            str(each.at),
+            str(line.interval),
+            WHY.get(line.reason, line.reason),
+            "" if line.step_s is None else seconds_text(line.step_s),
+            "" if line.cost_s is None else seconds_text(max(0.0, line.cost_s)),
+            f"{line.overhead:.2%} of {line.max_overhead:.2%}",
         )
+        for each in its.choices[-ROWS_MAX:]
+        for line in [each.line]
+    ]
     heads = ("after", "at step", "interval", "because of", "a step", "a save costs", "overhead")
     return _table(heads, rows)
 
@@ -224,13 +215,16 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def _key(entries: Sequence[tuple[str, str]]) -> str:
-    spans = (f'<span><i style="background:{color}"></i>{text}</span>' for color, text in entries)
+def _key(entries: Iterable[tuple[str, str]]) -> str:
+    spans = (
+        f'<span><i style="background:{color}"></i>{html.escape(text)}</span>'
+        for color, text in entries
+    )
     return f'<div class="key">{"".join(spans)}</div>'
 
 
 def _plot(marks: str, end: float, top: float, text: Callable[[float], str]) -> str:
-    """Lines in a frame, with the ends and the middle of both axes in words."""
+    """Return lines in a frame, with the ends and the middle of both axes in words."""
     up = "".join(f"<span>{html.escape(text(top * share))}</span>" for share in (1, 0.5, 0))
     along = "".join(
         f"<span>{html.escape(seconds_text(end * n / 2) if n else '0')}</span>" for n in range(3)

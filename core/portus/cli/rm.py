@@ -62,8 +62,8 @@ def run(
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[PoolWriter]:
-    """A pool file opened for writing; at the end what nothing reaches is given back to the file
-    system. Raises ``BusyError`` naming who writes it."""
+    """Open a pool file for writing; at the end give what nothing reaches back to the file system.
+    Raises ``BusyError`` naming who writes it."""
     writer = WRITERS.open(path, timeout_s=WAIT_S, mapped=False)  # else holes would be filled
     last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
     try:
@@ -76,7 +76,7 @@ def writing(path: str) -> Iterator[PoolWriter]:
 
 @contextlib.contextmanager
 def _opened(place: Place) -> Iterator[Pool]:
-    """A pool to remove versions from; at the end its free space is given back."""
+    """Open a pool to remove versions from; at the end give its free space back."""
     if not place.is_host:
         with writing(place.path) as writer:
             yield writer
@@ -96,7 +96,7 @@ def _remove_files(paths: Sequence[str]) -> None:
 
 
 def _remove_pointer(path: str, output: Output) -> list[Json]:
-    """Remove a pointer, and its version if it was the last one; the version, for machines."""
+    """Remove a pointer, and its version if it was the last one; return that for machines."""
 
     def led(reader: PoolReader, entry: VersionEntry, said: Reference) -> FoundVersion:
         place = Place.named(reader.medium.info.name)

@@ -27,7 +27,7 @@ from portus.cli.pools import (
     table_in,
     version_document,
 )
-from portus.cli.tables import batches_of
+from portus.cli.trees import batches_of
 from portus.client.loading.contents import Storages
 from portus.client.loading.open_file import VersionFile, file_in, table_of
 from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index

@@ -1,19 +1,21 @@
-"""Versions of shelves and of embedding tables as safetensors and as torch files: streamed."""
+"""Versions of shelves and of embedding tables: which batches they are of; and as safetensors and
+as torch files, streamed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import msgspec
 
 from portus.cli.in_place import check_room
 from portus.cli.pools import FoundVersion
 from portus.cli.progress import adding, bar
-from portus.cli.tables import batches_of
 from portus.client.leaving import safetensors
 from portus.client.leaving.written import WrittenExport
 from portus.client.loading.contents import Storages, tensor_bytes
@@ -26,6 +28,22 @@ from portus.image.safetensors import DTYPES
 from portus.index.log import logged
 from portus.index.records import decode_layout
 from portus.spec import TensorSpec
+
+_BATCHES: Final = {"batch": "tables", "dense_batch": "dense part"}
+"""What of a version of protected tables has the numbers of its batches, and whose they are."""
+
+
+def batches_of(tensors: Sequence[TensorSpec], storages: Storages) -> dict[str, int]:
+    """Return the batches of a version of protected tables, whose step is that of the version, and
+    whose log goes beyond it; nothing of other versions, and of damaged ones."""
+    specs = {each.name: each for each in tensors if each.dtype == "int64" and not each.shape}
+    found: dict[str, int] = {}
+    if _BATCHES.keys() <= specs.keys():
+        with contextlib.suppress(CorruptionError):
+            for name, part in _BATCHES.items():
+                [data] = tensor_bytes(storages, specs[name], tempfile.gettempdir())
+                found[part] = int.from_bytes(data, "little", signed=True)
+    return found
 
 
 def write(

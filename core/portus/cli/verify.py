@@ -32,7 +32,7 @@ from portus.index.check import RULES, CheckOptions, Finding, Severity, check_fil
 from portus.index.directory import pools_at
 from portus.index.place import Place, PlaceKind
 from portus.index.scrub import scrub as scrub_pool
-from portus.mirror.address import StoreKind, is_store, parse
+from portus.mirror.address import is_store, parse
 from portus.mirror.files import MirroredFiles
 from portus.mirror.mirror import models
 from portus.mirror.mirrors import Mirrors
@@ -170,10 +170,7 @@ def _check_files(found: FoundVersion) -> None:
 
 def _verified_files(url: str) -> Iterator[Verdict]:
     """Check each file of the runs that save to directories."""
-    address = parse(url)
-    if address.kind is StoreKind.HOST:
-        return
-    with closing(open_file_store(address)) as store:
+    with closing(open_file_store(parse(url))) as store:
         for model in models(store, key=configured_key()):
             mirrored = MirroredFiles(store, model, url)
             for file in [each for each in mirrored.read().files if not each.link]:
