@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from portus.cli import files, trees
 from portus.cli.exact import VersionFiles, files_of
@@ -30,12 +30,6 @@ from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
-
-PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "model.safetensors.", "state_dict.", "model.")
-"""What stands before the names of weights: in checkpoints of Accelerate, of Lightning, and in
-most others."""
-
-Tensor = TypeVar("Tensor")
 
 _NAMED_MAX: Final = 5
 """Names that a message lists."""
@@ -232,7 +226,7 @@ def _converted(path: str, options: ExportOptions, title: str) -> WrittenExport:
                 strip=options.strip,
                 is_torch=options.is_torch,
                 limit=options.limit if is_directory else None,
-                weights_of=partial(_weights, options=options),
+                only_weights=is_directory and not options.names and not options.strip,
             )
     except (UsageError, CorruptionError) as error:
         raise type(error)(str(error).replace(path, title)) from error
@@ -274,19 +268,6 @@ def _refuse_kind(options: ExportOptions) -> None:
 def _refuse_there(options: ExportOptions) -> None:
     if os.path.lexists(options.out) and not options.force:
         raise UsageError(f"{options.out} already exists; --force replaces it")
-
-
-def _weights(
-    tensors: dict[str, Tensor], options: ExportOptions
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights, by the names that a model has for them, and the names of the rest; for
-    anything but a directory of which nobody said more, all tensors."""
-    if not options.is_directory or options.names or options.strip:
-        return tensors, []
-    known = (prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors))
-    prefix = next(known, "")
-    rest = [name for name in tensors if not name.startswith(prefix)]
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, rest
 
 
 def _show(

@@ -40,7 +40,6 @@ from portus.image.torch_zip import ZIP
 from portus.index.directory import pools_at
 from portus.index.keep import Keep
 from portus.index.place import DEFAULT_DIRECTORY, Place
-from portus.index.scrub import Pace
 from portus.media.local import LocalFiles
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> None
         document, start, by = each.document, time.monotonic(), ""
         try:
             by = _CHECKS[verified_by(each.path, has_digests(each.path))]
-            pace = None if bytes_per_s is None else Pace(bytes_per_s, time.sleep)
+            pace = None if bytes_per_s is None else _Pace(bytes_per_s)
             size = verify_file(each.path, pace)
         except PortusError as error:
             codes.append(exit_code(error))
@@ -199,6 +198,18 @@ def verified_by(path: str, has_digests: bool) -> str:
         return "digests"
     with open(path, "rb") as file:
         return "structure" if is_safetensors(file.read(LENGTH_SIZE + 1)) else "crc32"
+
+
+class _Pace:
+    """Wait where more was read than ``bytes_per_s`` allow."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s: Final = bytes_per_s
+        self._due_s = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._due_s += count / self._bytes_per_s
+        time.sleep(max(0.0, self._due_s - time.monotonic()))
 
 
 def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Json]:

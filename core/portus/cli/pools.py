@@ -26,7 +26,9 @@ from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.mirror.address import is_store, parse
 from portus.mirror.fetching import missing
+from portus.mirror.mirror import Mirror
 from portus.mirror.mirrors import Mirrors, meant
+from portus.mirror.objects import Added
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
@@ -168,8 +170,11 @@ class PlacePools(contextlib.ExitStack):
                 mirror = mirrors.of(model)
                 for added in missing(mirror.read(), ()):
                     info = added.info(model, next(numbers), added.commit)
-                    opening = functools.partial(self.enter_context, mirror.opened_as(added))
+                    opening = functools.partial(self._open, mirror, added)
                     yield FoundVersion(self.place, info, functools.cache(opening))
+
+    def _open(self, mirror: Mirror, added: Added) -> tuple[PoolReader, VersionEntry]:
+        return self.enter_context(mirror.opened_as(added))
 
     def select(self) -> list[FoundVersion]:
         """Return the versions that ``target`` means: ``MODEL`` or ``MODEL@STEP``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -167,3 +168,5 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
 def _write(path: str, data: bytes) -> None:
     with file_in_place(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -15,6 +16,10 @@ from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.elsewhere import fill
 from portus.client.loading.outline import leaves_of
 from portus.errors import UsageError, printable
+
+PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "model.safetensors.", "state_dict.", "model.")
+"""What stands before the names of weights: in checkpoints of Accelerate, of Lightning, and in
+most others."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,16 +32,16 @@ def write(
     strip: str,
     is_torch: bool,
     limit: int | None,
-    weights_of: Callable[[Tensors], tuple[Tensors, list[str]]],
+    only_weights: bool,
 ) -> WrittenExport:
     """Write what ``names`` say of the torch file at ``path`` to ``out``, verified and synced.
 
-    names: shell patterns of key paths; none means all. strip: taken off the front of names. limit:
-    ``out`` is a directory, of files of so many bytes at most; None: a file. Protected tables are
-    read from their own pool. weights_of: the weights
-    among tensors by name, and the names of the others, which are left out. Runs no code that the
-    file names. Raises ``UsageError`` for a file with objects of other classes than ``weights_only``
-    allows, ``CorruptionError``, ``MediumError``.
+    names: shell patterns of key paths; none means all. strip: removed from the beginning of names.
+    limit: ``out`` is a directory, of files of so many bytes at most; None: a file. only_weights:
+    leave other tensors out, and give weights the names that a model has for them. Protected tables
+    are read from their own pool. Runs no code that the file names. Raises ``UsageError`` for a file
+    with objects of other classes than ``weights_only`` allows, ``CorruptionError``,
+    ``MediumError``.
     """
     try:
         state = load_file(path, list(names) or None, map_location="cpu", weights_only=True)
@@ -49,9 +54,12 @@ def write(
         ) from error
     state = fill(state)
     found = leaves_of(state)
-    tensors, no_weights = weights_of(
-        {name: value for name, value in found if isinstance(value, torch.Tensor)}
-    )
+    tensors = {name: value for name, value in found if isinstance(value, torch.Tensor)}
+    no_weights: list[str] = []
+    if only_weights:
+        prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in tensors)), "")
+        no_weights = [name for name in tensors if not name.startswith(prefix)]
+        tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     if not tensors:
         raise UsageError(f"{printable(path)} has no tensor of such a name; portus show lists them")
     done = WrittenExport(tensors=len(tensors), shared=_shared(tensors), no_weights=no_weights)
