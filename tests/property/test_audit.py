@@ -225,9 +225,8 @@ def searched(way: AuditMethod | None, seed: int, cases: int) -> Search:
             search.model(random.Random(f"{seed} {number}"), 50)
     finally:
         fence.close()
-    print(
-        f"{way.value if way else None}: {search.cases} cases, {search.voided} voided, torn {search.torn}"
-    )
+    name = way.value if way else None
+    print(f"{name}: {search.cases} cases, {search.voided} voided, torn {search.torn}")
     return search
 
 

@@ -21,13 +21,13 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from portus.client.state.state import Flattener, flatten, key_paths, unflatten
+from portus.client.state.state import Flattener, flatten, unflatten
 from portus.client.state.tensors import DTYPES
 from portus.client.state.tree import WRAPPERS
 from portus.errors import CorruptionError, UsageError
 from portus.spec import TensorKind, TensorSpec
 from tests.unit.client import kinds
-from tests.unit.client.same import assert_same, copies, round_trip
+from tests.unit.client.same import assert_same, copies, key_paths, round_trip
 
 # --- states ---
 

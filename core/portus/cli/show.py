@@ -30,7 +30,7 @@ from portus.cli.pools import (
 from portus.cli.trees import batches_of
 from portus.client.loading.contents import Storages
 from portus.client.loading.open_file import VersionFile, file_in, table_of
-from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
+from portus.client.state.tree import decode, named_leaves, tensor_index
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
 from portus.image.metadata_file import NAME as METADATA
@@ -158,7 +158,6 @@ def _show_tree(reader: PoolReader, record: VersionRecord, output: Output) -> dic
     changed = logged(reader.medium, record)
     root = decode(changed.tree or bytes(reader.payload(record.tree, RecordKind.TREE)))
     batches = batches_of(tensors, Storages(reader, record, changed))
-    leaves = list(leaf_nodes(root))
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
         output.line(f"log     {text}, in {size_text(record.log.extent.length)}")
@@ -169,7 +168,7 @@ def _show_tree(reader: PoolReader, record: VersionRecord, output: Output) -> dic
     first: dict[int, str] = {}  # of each storage
     rows: list[Row] = []
     others: list[Json] = []
-    for path, (_, node) in zip(distinct([path for path, _ in leaves]), leaves, strict=True):
+    for path, node in named_leaves(root):
         index, kind = tensor_index(node), _kind(node)
         if index is None:
             rows.append((path, kind, "", "", _value_text(node)))

@@ -20,7 +20,7 @@ from portus.client.leaving import safetensors
 from portus.client.leaving.written import WrittenExport
 from portus.client.loading.contents import Storages, tensor_bytes
 from portus.client.loading.patterns import matcher
-from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
+from portus.client.state.tree import decode, named_leaves, tensor_index
 from portus.errors import CorruptionError, UsageError
 from portus.format.arrays import read_shape
 from portus.format.layout import RecordKind
@@ -126,10 +126,9 @@ def _tensors(
     arrays: bool,
 ) -> tuple[Mapping[str, TensorSpec], list[str]]:
     """Return the tensors to write by the name they get, and the key paths of what is left out."""
-    leaves = list(leaf_nodes(root))
     tensors: dict[str, TensorSpec] = {}
     left_out = []
-    for path, (_, node) in zip(distinct([path for path, _ in leaves]), leaves, strict=True):
+    for path, node in named_leaves(root):
         if keep is not None and not keep(path):
             continue
         spec = _tensor_of(node, specs, arrays=arrays)

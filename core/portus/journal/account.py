@@ -318,20 +318,12 @@ def _account(
     lost_s = sum(each.lost_s for each in restarts)
     folds = [each.session.folded for each in placed if each.session.folded is not None]
     saves = [
-        CommittedSave(
-            time_s=each.moment_s(line.at_s),
-            at=each.base + line.steps,
-            line=line,
-        )
+        CommittedSave(time_s=each.moment_s(line.at_s), at=each.base + line.steps, line=line)
         for each in placed
         for line in each.session.saved
     ]
     choices = [
-        IntervalDecision(
-            time_s=each.moment_s(line.at_s),
-            at=each.base + line.steps,
-            line=line,
-        )
+        IntervalDecision(time_s=each.moment_s(line.at_s), at=each.base + line.steps, line=line)
         for each in placed
         for line in each.session.decided
     ]

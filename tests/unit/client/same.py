@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from portus.client.state.state import FlatState, flatten, unflatten
+from portus.client.state.tree import decode, named_leaves, said_at
 from tests.unit.client import kinds
 
 
@@ -23,6 +24,12 @@ def round_trip(state: object) -> Any:
     """``state`` taken apart and made again, over a copy of every storage."""
     flat = flatten(state)
     return unflatten(flat.tree, flat.tensors, copies(flat))
+
+
+def key_paths(tree: bytes) -> list[str]:
+    """The key path of every leaf, in order."""
+    with said_at(""):
+        return [path for path, _ in named_leaves(decode(tree))]
 
 
 def copies(flat: FlatState) -> list[torch.UntypedStorage | None]:

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAv
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from portus.client.state.state import flatten, key_paths, unflatten
+from portus.client.state.state import flatten, unflatten
 from tests.unit.client import kinds
-from tests.unit.client.same import assert_same, copies
+from tests.unit.client.same import assert_same, copies, key_paths
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers",

@@ -21,8 +21,7 @@ from portus.client.state.tensors import TensorTable
 from portus.client.state.tree import (
     children,
     decode,
-    distinct,
-    leaf_nodes,
+    named_leaves,
     said_at,
     tensor_index,
     wrapper,
@@ -106,19 +105,12 @@ def unflatten(
     """
     root = decode(tree)
     with _no_collection(), torch.inference_mode(False), torch.no_grad(), said_at(""):
-        paths = iter(distinct([path for path, _ in leaf_nodes(root)]))
+        paths = iter([path for path, _ in named_leaves(root)])
         reader = TreeReader(
             tensors, storages, paths, keep, hole, stand_ins=stand_ins, unknown=unknown
         )
         state: object = reader.value(root, "", 0)
     return _nothing(root) if state is DROPPED else state
-
-
-def key_paths(tree: bytes) -> list[str]:
-    """The key path of every leaf, in order. Raises ``CorruptionError``."""
-    root = decode(tree)
-    with said_at(""):
-        return distinct([path for path, _ in leaf_nodes(root)])
 
 
 def _nothing(root: object) -> object:
@@ -143,9 +135,7 @@ def _names(walk: TreeWriter, tree: bytes) -> list[str]:
     """The distinct key paths of the tensors."""
     if len({*walk.names, *walk.others}) == len(walk.names) + len(walk.others):
         return walk.names
-    found = list(leaf_nodes(decode(tree)))
-    named = zip(distinct([path for path, _ in found]), found, strict=True)
-    indices = ((tensor_index(node), path) for path, (_, node) in named)
+    indices = ((tensor_index(node), path) for path, node in named_leaves(decode(tree)))
     return [path for _, path in sorted((i, path) for i, path in indices if i is not None)]
 
 

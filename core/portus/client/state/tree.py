@@ -206,8 +206,8 @@ def object_paths(tree: bytes) -> dict[str, str]:
     for path, node in leaf_nodes(root, whole=True):
         is_object = wrapper(node) is not None
         owners += [path] * sum(1 for _ in leaf_nodes(node)) if is_object else [None]
-    paths = distinct([path for path, _ in leaf_nodes(root)])
-    return {path: owner for path, owner in zip(paths, owners, strict=True) if owner is not None}
+    named = zip(named_leaves(root), owners, strict=True)
+    return {path: owner for (path, _), owner in named if owner is not None}
 
 
 def is_tensor(node: object) -> bool:
@@ -215,7 +215,15 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, dict) and len(node) == 1 and "$tensor" in node
 
 
-def distinct(paths: list[str]) -> list[str]:
+def named_leaves(root: object) -> list[tuple[str, object]]:
+    """Return the leaves of a tree, and the key paths of each, made distinct. Raises as
+    ``leaf_nodes``."""
+    leaves = list(leaf_nodes(root))
+    names = _distinct([path for path, _ in leaves])
+    return [(name, node) for name, (_, node) in zip(names, leaves, strict=True)]
+
+
+def _distinct(paths: list[str]) -> list[str]:
     """``paths`` with ``#2``, ``#3``... after those that came before."""
     if len(set(paths)) == len(paths):
         return paths

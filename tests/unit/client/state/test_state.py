@@ -29,14 +29,14 @@ import torch
 from torch import nn
 
 from portus.client.state import classes
-from portus.client.state.state import Flattener, flatten, key_paths, unflatten
+from portus.client.state.state import Flattener, flatten, unflatten
 from portus.client.state.tensors import DTYPES
 from portus.client.state.tree import DEPTH_MAX
 from portus.client.state.tree_writer import INLINE_MAX
 from portus.errors import CorruptionError, UsageError
 from portus.spec import TensorKind
 from tests.unit.client import kinds
-from tests.unit.client.same import assert_same, copies, raw_bytes, round_trip
+from tests.unit.client.same import assert_same, copies, key_paths, raw_bytes, round_trip
 
 
 def stream(data: bytes, position: int = 0, **attributes: object) -> io.BytesIO:
