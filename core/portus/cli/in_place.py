@@ -22,6 +22,7 @@ def file_in_place(out: str) -> Iterator[str]:
     with _beside(out) as temporary:
         yield temporary
         os.replace(temporary, out)
+        sync_directory(os.path.dirname(temporary))
 
 
 @contextlib.contextmanager
@@ -49,6 +50,7 @@ def directory_in_place(
             if there:
                 os.rename(out, old)
             os.rename(temporary, out)
+            sync_directory(os.path.dirname(out))  # before what was there is removed
         finally:
             if os.path.isdir(old) and not os.path.lexists(out):
                 os.rename(old, out)
@@ -62,7 +64,6 @@ def _beside(out: str) -> Iterator[str]:
     temporary = os.path.join(directory, hidden(name, f".{os.getpid()}.portus"))
     try:
         yield temporary
-        sync_directory(directory)
     except MediumError:
         raise
     except OSError as error:
