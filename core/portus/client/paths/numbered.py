@@ -85,7 +85,11 @@ class DirectoryCheckpointer(ClosingCheckpointer):
         self._is_closed = False
         if self._mirror is not None:
             self._saver.make_room = self._mirror.yield_space
-            self._mirror.fetch()
+            try:
+                self._mirror.fetch()
+            except BaseException:
+                self.close()
+                raise
 
     def save(
         self,

@@ -653,6 +653,18 @@ def test_the_directory_of_a_checkpointer_has_a_mirror_with_the_same_files(
     assert bucket.files() == {"step-00000003.pt": 3, "step-00000004.pt": 4}
 
 
+def test_a_checkpointer_that_cannot_fetch_leaves_nothing_open(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    with portus.Checkpointer("run", mirror=bucket.address) as checkpointer:
+        checkpointer.save({"step": 1}, 1)
+    bucket.store.put("run/files/step-00000001.pt", [b"damaged"])
+    shutil.rmtree("run")
+    with pytest.raises(CorruptionError):
+        portus.Checkpointer("run", mirror=bucket.address)
+    assert not process._open
+
+
 def test_a_checkpointer_that_loads_takes_nothing_from_the_one_that_saves(
     bucket: Bucket, tmp_path: Path
 ) -> None:
