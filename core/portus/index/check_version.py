@@ -17,7 +17,7 @@ from portus.format.checksum import UNIT, digest, storage_digest
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
 from portus.index.check_catalogue import Bounds, Framed, ReachableVersions, Reached, Subject, framed
-from portus.index.findings import Findings
+from portus.index.findings import Findings, Severity
 from portus.index.in_place import InPlace
 from portus.index.log import Entry, entries, logged
 from portus.index.records import (
@@ -416,7 +416,9 @@ class Bytes:
                 for unit in there.units(index):
                     self._reading(len(unit))
             except BusyError:
-                raise
+                errors = (each for each in self._findings.all if each.severity is Severity.ERROR)
+                if not any(errors):  # else the version that has them now may be lost
+                    raise
             except (CorruptionError, MediumError) as error:
                 damaged.append((index, f"storage {index} ({' = '.join(names)})", str(error)))
         return damaged

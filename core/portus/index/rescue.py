@@ -28,6 +28,7 @@ from portus.index.catalogue import Catalogue, read_catalogue, read_version, vers
 from portus.index.check_catalogue import Subject, load
 from portus.index.check_version import Bytes, CheckedVersion
 from portus.index.findings import Findings
+from portus.index.log import logged
 from portus.index.records import (
     NOWHERE,
     Pointer,
@@ -99,6 +100,9 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
     seen = CheckedVersion(VersionEntry(record.info, NOWHERE), record, (), (), every)
     if record.log is not None and record.log.extent.end > medium.size:
         return False
+    with contextlib.suppress(CorruptionError, MediumError):
+        if logged(medium, record).is_left:  # its tables are those of a newer version
+            return False
     bytes_of = Bytes(Subject(medium, b"", findings))
     bytes_of.verify(seen, every, lambda length: None)
     bytes_of.verify_log(seen)
