@@ -9,18 +9,18 @@ small: it is to be changed in place.
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
-from portus.errors import CorruptionError, UsageError
-from portus.format.arrays import ArrayShape, array_over, dtype_node, read_shape
+from portus.errors import UsageError
+from portus.format.arrays import ArrayShape, array_over, dtype_node
 from portus.format.dtypes import ITEM_SIZES
+from portus.format.items import DEPTH_MAX
 from portus.format.text import is_text
 from portus.media.private import Private, Run
 from portus.spec import TensorSpec
@@ -33,10 +33,8 @@ Item = Any
 
 Values = np.ndarray[Any, Any]
 
-_DEPTH_MAX: Final = 90
 _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
-_FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 class Array:
@@ -241,8 +239,8 @@ def _is_dense_tensor(value: Any) -> bool:
 
 def taken(value: object, path: str, depth: int = 0) -> Item:
     """``value`` as an item: arrays are copied. Raises ``UsageError`` naming ``path``."""
-    if depth > _DEPTH_MAX:
-        raise UsageError(f"{path:.200}: nested deeper than {_DEPTH_MAX}; make it flatter")
+    if depth > DEPTH_MAX:
+        raise UsageError(f"{path:.200}: nested deeper than {DEPTH_MAX}; make it flatter")
     if isinstance(value, dict):
         return {_key(k, path): taken(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -365,55 +363,3 @@ def _node(item: Item, arrays: list[Array]) -> object:
     if type(item) is float and not math.isfinite(item):
         return {"$float": "nan" if math.isnan(item) else ("inf" if item > 0 else "-inf")}
     return item
-
-
-def decode(
-    tree: bytes | memoryview, make: Callable[[int, ArrayShape | None], Array]
-) -> dict[str, Item]:
-    """The items of a tree. make: the array of a tensor of the layout; of numpy's with its shape.
-
-    Raises ``CorruptionError`` for a tree that is no shelf's.
-    """
-    try:
-        items = _item(msgspec.json.decode(tree), make, 0)
-    except (msgspec.DecodeError, TypeError, ValueError, LookupError, RecursionError) as error:
-        raise CorruptionError(f"not the tree of a shelf: {error}") from error
-    if not isinstance(items, dict):
-        raise CorruptionError("not the tree of a shelf: it is not a dict")
-    return items
-
-
-def _item(node: Any, make: Callable[[int, ArrayShape | None], Array], depth: int) -> Item:
-    if depth > _DEPTH_MAX + 1:
-        raise CorruptionError(f"a shelf nested deeper than {_DEPTH_MAX}")
-    if isinstance(node, list):
-        return [_item(each, make, depth + 1) for each in node]
-    if not isinstance(node, dict):
-        return node
-    tag = next((key for key in node if key.startswith("$")), None)
-    if tag is None:
-        return {key: _item(value, make, depth + 1) for key, value in node.items()}
-    [content] = node.values()
-    if tag == "$tensor":
-        return make(int(content), None)
-    if tag == "$array":
-        data, dtype, sizes, fortran = content
-        return make(int(data["$tensor"]), read_shape(dtype, sizes, fortran))
-    if tag == "$dict":
-        return {key: _item(value, make, depth + 1) for key, value in content}
-    if tag == "$tuple":
-        return tuple(_item(each, make, depth + 1) for each in content[0])
-    return _value(tag, content)
-
-
-def _value(tag: str, content: Any) -> object:
-    if tag == "$int":
-        return int(content, 16)
-    if tag == "$float":
-        return _FLOATS[content]
-    if tag == "$bytes":
-        try:
-            return base64.b64decode(content[0], validate=True)
-        except binascii.Error as error:
-            raise CorruptionError(f"not base64: {error}") from error
-    raise UsageError(f"unknown tag {tag!r:.40}: this is not a shelf, or a newer Portus wrote it")

@@ -28,6 +28,7 @@ import numpy as np
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.arrays import ArrayShape
 from portus.format.checksum import unit_counts
+from portus.format.items import decode
 from portus.format.layout import WITH_NEXT, RecordKind
 from portus.index.commit_records import NewVersion
 from portus.index.log import Entry, LogWriter, Patch, PatchPlaces, entries, entry_size
@@ -42,7 +43,7 @@ from portus.index.records import (
 )
 from portus.media.private import Run
 from portus.pipeline.parts import StorageRows, exact, rows_of, shared, sources
-from portus.shelf.items import Array, Item, decode, encode, encode_tree, is_plain
+from portus.shelf.items import Array, Item, encode, encode_tree, is_plain
 from portus.spec import PAGE, Extent, TensorSpec
 from portus.transport.base import Source, Stop
 from portus.transport.local import copy, fetch, load_stored
