@@ -17,7 +17,8 @@ from portus.client.fence.fence import Fence
 from portus.client.fence.writers import Stability
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.client.paths.saver import FileSaver
-from portus.client.state.state import flatten
+from portus.client.state.pickling import pickle_state
+from portus.client.state.walk import walked
 from portus.errors import AbandonedError, PortusError
 from portus.pipeline.audit import Audit, Auditor, Late, Probed, Stored
 from portus.pipeline.handle import SaveHandle
@@ -127,7 +128,7 @@ class SlowSaves:
         return stage < Stage.COPIED
 
     def _until_written(self, state: object, awaited: threading.Event) -> Callable[[], object]:
-        memory = [_bytes_of(each) for each in flatten(state).storages]
+        memory = [_bytes_of(each) for each in pickle_state(state).storages]
         before = [each.clone() for each in memory]
 
         def wait() -> None:
@@ -173,7 +174,7 @@ def slow_saves(folder: Path, **settings: Any) -> Iterator[SlowSaves]:
 
 def contents(state: object) -> dict[str, bytes]:
     """The bytes of every tensor of a state, by key path."""
-    flat = flatten(state)
+    flat = walked(state)
     memory = [_bytes_of(each.clone()) for each in flat.storages]
     return {spec.name: memory[spec.storage].numpy().tobytes() for spec in flat.tensors}
 

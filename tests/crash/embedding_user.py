@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from portus.client.loading.restore import load
-from portus.client.state.state import flatten
+from portus.client.state.pickling import pickle_state
+from portus.client.state.walk import walked
 from portus.embedding import store
 from portus.embedding.moment import Moment, Rows
 from portus.embedding.store import TableStore
@@ -124,7 +125,7 @@ class User(Process[State]):
             self.dense_batch = step
         moment = self.moment(step, None if whole or self.is_new else numbers)
         if is_relaxed or sliced:
-            dense = [spec.storage for spec in flatten(tensors).tensors if spec.name == "dense"]
+            dense = [spec.storage for spec in walked(tensors).tensors if spec.name == "dense"]
             moment = replace(moment, left=dense, sliced=sliced)
         else:
             self.dense = {}
@@ -136,7 +137,7 @@ class User(Process[State]):
         self.report((after,))
 
     def moment(self, step: int, numbers: dict[str, torch.Tensor] | None) -> Moment:
-        flat = flatten(self.tensors)
+        flat = walked(self.tensors)
         rows: dict[int, Rows] = {}
         for spec in flat.tensors:
             if numbers is not None and spec.name in numbers:
@@ -144,7 +145,7 @@ class User(Process[State]):
         return Moment(
             step,
             encode_layout(flat.tensors),
-            flat.tree,
+            pickle_state(self.tensors).pickle,
             np.array([each.data_ptr() for each in flat.storages], np.int64),
             np.array([each.nbytes() for each in flat.storages], np.int64),
             None if numbers is None else rows,

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from portus.client.loading.restore import load
-from portus.client.state.state import flatten
+from portus.client.state.pickling import pickle_state
+from portus.client.state.walk import walked
 from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, RowsThere, TensorLocation
 from portus.index.directory import open_writer
 from portus.index.records import encode_layout
@@ -77,7 +78,7 @@ class User(DeviceProcess[State]):
         return place
 
     def index(self, name: str) -> int:
-        return next(each.storage for each in flatten(self.tensors).tensors if each.name == name)
+        return next(each.storage for each in walked(self.tensors).tensors if each.name == name)
 
     def log(self, rows: Mapping[str, Sequence[int]]) -> None:
         """What an update of these rows needs, before it."""
@@ -151,13 +152,13 @@ class User(DeviceProcess[State]):
         self.report((self.state,))
 
     def moment(self, step: int) -> PlacedMoment:
-        flat = flatten(self.tensors)
+        flat = walked(self.tensors)
         index = {each.name: each.storage for each in flat.tensors}
         placed = {index[name]: place for name, place in self.places.items()}
         return PlacedMoment(
             batch=step,
             layout=encode_layout(flat.tensors),
-            tree=flat.tree,
+            tree=pickle_state(self.tensors).pickle,
             address=np.array([each.data_ptr() for each in flat.storages], np.int64),
             length=np.array([each.nbytes() for each in flat.storages], np.int64),
             rows=None if self.is_new else dict.fromkeys(placed, NO_ROWS),

@@ -1,8 +1,7 @@
 """Makes the golden pool of the format of the day: ``python -m tests.golden.make NAME``.
 
 Run it once for each released format, or feature of one, never again for that one: with one of the
-names in ``POOLS``. (Those of logs and of tables are from before pools held files.) It writes,
-beside this file:
+names in ``POOLS``. It writes, beside this file:
 
 ``NAME.portus.gz``    a pool file
 ``NAME.json``         what it lists, and what each version loads as (see ``describe``)
@@ -21,6 +20,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import types
@@ -170,6 +170,7 @@ class Making:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.path = os.path.join(directory, "golden.portus")
+        self.crashed = self.path + ".crashed"
         self.states: dict[str, object] = {}
 
     def save(
@@ -297,9 +298,15 @@ class Making:
                 optimizer.step()
                 if batch == 1:
                     model.state_dict()
-            optimizer.register_step_post_hook(_fail)  # before the batch is over
+            optimizer.register_step_post_hook(self._fail)  # before the batch is over
             with contextlib.suppress(KeyboardInterrupt), tables.batch():
                 optimizer.step()
+        os.replace(self.crashed, self.path)
+
+    def _fail(self, *_: object) -> None:
+        """Keep what a crash would leave; ``close`` commits what was updated."""
+        shutil.copy(self.path, self.crashed)
+        raise KeyboardInterrupt
 
     def listed(self) -> list[dict[str, object]]:
         """Every version in the pool, with its state."""
@@ -313,10 +320,6 @@ class Making:
             {**asdict(info), "token": info.token.hex(), "state": self.states[info.token.hex()]}
             for info in infos
         ]
-
-
-def _fail(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -19,11 +19,11 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "m
 BROAD_EXCEPT = {
     "core/portus_in_torch.py: _register": "an error would break import torch for everybody",
     "core/portus/cli/doctor.py: adapters": "an adapter that is broken is a finding, not an end",
-    "core/portus/client/state/codecs.py: decoded": "code of a user; it is told with its place",
-    "core/portus/client/state/codecs.py: encoded": "code of a user; it is told with its place",
+    "core/portus/client/state/weights_only.py: unpickled": "what torch makes of nonsense; told",
     "core/portus/client/state/pickling.py: _place_of_failure": "looks for the part that fails",
     "core/portus/client/state/pickling.py: pickle_state": "code of a user; told with its place",
     "core/portus/image/key_paths.py: storage_places": "a message without it is better than none",
+    "core/portus/image/key_paths.py: storage_keys": "what is no pickle is a finding of a check",
     "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
     "core/portus/mirror/behind.py: _run": "the top of the thread that copies; it is told",
     "core/portus/client/shards/directories.py: read_metadata": "what torch's metadata hold; told",
@@ -70,7 +70,7 @@ PICKLE = {
     "core/portus/client/loading/torch_file.py": "has torch load a file, by its own rules",
     "core/portus/client/leaving/from_file.py": "loads with weights_only, and saves plain tensors",
     "core/portus/client/loading/outline.py": "shows a file, with weights_only and without bytes",
-    "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
+    "core/portus/client/state/weights_only.py": "loads tables, by torch's rules of weights_only",
     "core/portus/client/shards/rank_contents.py": "saves other values as torch's planner does",
     "core/portus/client/shards/directories.py": "torch's own metadata, as torch loads them",
 }

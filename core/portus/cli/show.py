@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from math import prod
+from math import isfinite, prod
 from typing import Final
-
-import msgspec
 
 from portus.cli import files
 from portus.cli.output import (
@@ -30,14 +28,14 @@ from portus.cli.pools import (
 from portus.cli.trees import batches_of
 from portus.client.loading.contents import Storages
 from portus.client.loading.open_file import VersionFile, file_in, table_of
-from portus.client.state.tree import decode, named_leaves, tensor_index
+from portus.format.arrays import ArrayShape
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
 from portus.image.metadata_file import NAME as METADATA
 from portus.image.rank_file import DISTCP
 from portus.index.log import logged
 from portus.index.reader import PoolReader
-from portus.index.records import VersionRecord, decode_layout
+from portus.index.records import VersionEntry, VersionRecord, decode_layout
 from portus.spec import TensorSpec
 
 _VALUE_MAX: Final = 60
@@ -128,7 +126,7 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
             "directory": directory,
         }
         if table is None:
-            return {**document, **_show_tree(reader, record, output)}
+            return {**document, **_show_leaves(reader, current, record, output)}
         shown: list[Json] = [
             _show_file(each.name, file_in(reader, record, table.files, number), output)
             for number, each in enumerate(table.files)
@@ -152,12 +150,16 @@ def _show_file(name: str, file: VersionFile, output: Output) -> dict[str, Json]:
     return {**document, **files.show_outline(outline_in(file, name), output)}
 
 
-def _show_tree(reader: PoolReader, record: VersionRecord, output: Output) -> dict[str, Json]:
+def _show_leaves(
+    reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
+) -> dict[str, Json]:
     """Show what is in a version of a shelf, or of tables."""
+    from portus.client.loading.restore import leaves_in  # and torch with it
+
     tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
     changed = logged(reader.medium, record)
-    root = decode(changed.tree or bytes(reader.payload(record.tree, RecordKind.TREE)))
     batches = batches_of(tensors, Storages(reader, record, changed))
+    leaves = leaves_in(reader, entry)
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
         output.line(f"log     {text}, in {size_text(record.log.extent.length)}")
@@ -165,31 +167,35 @@ def _show_tree(reader: PoolReader, record: VersionRecord, output: Output) -> dic
         text = ", ".join(f"{each} of the {name}" for name, each in batches.items())
         output.line(f"batch   {text}")
     output.line()
-    first: dict[int, str] = {}  # of each storage
-    rows: list[Row] = []
-    others: list[Json] = []
-    for path, node in named_leaves(root):
-        index, kind = tensor_index(node), _kind(node)
-        if index is None:
-            rows.append((path, kind, "", "", _value_text(node)))
-            others.append({"name": path, "value": msgspec.to_builtins(node)})
-            continue
-        spec, shape = tensors[index], ""
-        if kind == "tensor":
-            kind, shape = spec.dtype, f"[{', '.join(map(str, spec.shape))}]"
-        if spec.storage < 0:
-            rows.append((path, kind, shape, "meta", ""))
-            continue
-        owner = first.setdefault(spec.storage, path)
-        tied = "" if owner == path else f"shares memory with {owner}"
-        rows.append((path, kind, shape, size_text(_tensor_size(spec)), tied))
-    output.table(("NAME", "TYPE", "SHAPE", ">SIZE", ""), rows)
+    first: dict[int, str] = {}
+    heads = ("NAME", "TYPE", "SHAPE", ">SIZE", "")
+    output.table(heads, [_row(path, each, first) for path, each in leaves])
     return {
         "changes": changed.entries,
         "batches": dict(batches),
         "tensors": [_tensor_document(spec, record) for spec in tensors],
-        "leaves": others,
+        "leaves": [
+            {"name": path, "value": _plain(value)}
+            for path, value in leaves
+            if not isinstance(value, (TensorSpec, ArrayShape))
+        ],
     }
+
+
+def _row(path: str, value: object, first: dict[int, str]) -> Row:
+    """first: the first name of each storage, of the rows so far."""
+    if isinstance(value, ArrayShape):
+        return path, str(value.dtype), _shape(value.shape), size_text(value.size), ""
+    if not isinstance(value, TensorSpec):
+        return path, type(value).__name__, "", "", _value_text(value)
+    owner = first.setdefault(value.storage, path)
+    tied = f"shares memory with {owner}" if owner != path and value.storage >= 0 else ""
+    size = size_text(_tensor_size(value)) if value.storage >= 0 else "meta"
+    return path, value.dtype, _shape(value.shape), size, tied
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
 
 
 def _tensor_size(spec: TensorSpec) -> int:
@@ -204,16 +210,15 @@ def _tensor_document(spec: TensorSpec, record: VersionRecord) -> dict[str, Json]
     return {**fields(spec, *names), **others}
 
 
-def _kind(node: object) -> str:
-    if isinstance(node, dict) and len(node) == 1:
-        [tag] = node
-        if isinstance(tag, str) and tag.startswith("$"):
-            return tag[1:]
-    return {type(None): "None", dict: "dict", list: "list"}.get(type(node), type(node).__name__)
+def _plain(value: object) -> Json:
+    """A value as JSON has it; what JSON has not, as Python writes it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    is_json = value is None or type(value) in (bool, int, str)
+    is_json = is_json or (isinstance(value, float) and isfinite(value))
+    return value if is_json else repr(value)  # type: ignore[return-value]
 
 
-def _value_text(node: object) -> str:
-    if isinstance(node, dict) and len(node) == 1 and next(iter(node)).startswith("$"):
-        node = next(iter(node.values()))
-    text = msgspec.json.encode(node).decode()
+def _value_text(value: object) -> str:
+    text = repr(value)
     return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."

@@ -8,10 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import BinaryIO, Final
-
-import msgspec
 
 from portus.cli.in_place import check_room
 from portus.cli.pools import FoundVersion
@@ -20,11 +17,8 @@ from portus.client.leaving import safetensors
 from portus.client.leaving.written import WrittenExport
 from portus.client.loading.contents import Storages, tensor_bytes
 from portus.client.loading.patterns import matcher
-from portus.client.state.tree import decode, named_leaves, tensor_index
 from portus.errors import CorruptionError, UsageError
-from portus.format.arrays import read_shape
 from portus.format.layout import RecordKind
-from portus.image.safetensors import DTYPES
 from portus.index.log import logged
 from portus.index.records import decode_layout
 from portus.spec import TensorSpec
@@ -78,8 +72,9 @@ def write(
                 keep.complain(named(found.info))
             done = WrittenExport(tensors=sum(keep is None or keep(spec.name) for spec in specs))
         else:
-            root = decode(bytes(reader.payload(record.tree, RecordKind.TREE)))
-            tensors, left_out = _tensors(root, specs, keep, strip, arrays=record.log is not None)
+            from portus.client.loading.restore import leaves_in
+
+            tensors, left_out = _tensors(leaves_in(reader, entry), keep, strip)
             if not tensors:
                 text = "has no tensor of such a name; portus show lists them"
                 raise UsageError(f"{found.title} {text}")
@@ -118,47 +113,20 @@ def _write_safetensors(
 
 
 def _tensors(
-    root: object,
-    specs: Sequence[TensorSpec],
-    keep: Callable[[str], bool] | None,
-    strip: str,
-    *,
-    arrays: bool,
+    leaves: Sequence[tuple[str, object]], keep: Callable[[str], bool] | None, strip: str
 ) -> tuple[Mapping[str, TensorSpec], list[str]]:
-    """Return the tensors to write by the name they get, and the key paths of what is left out."""
+    """Return the tensors to write by the name they get, arrays among them, and the key paths of
+    what is left out."""
     tensors: dict[str, TensorSpec] = {}
     left_out = []
-    for path, node in named_leaves(root):
+    for path, value in leaves:
         if keep is not None and not keep(path):
             continue
-        spec = _tensor_of(node, specs, arrays=arrays)
-        if spec is None:
+        if not isinstance(value, TensorSpec) or value.storage < 0:
             left_out.append(path)
             continue
         name = path.removeprefix(strip) or "tensor"
         if name in tensors:
             raise UsageError(f"two tensors would be called {name}; strip less")
-        tensors[name] = spec
+        tensors[name] = value
     return tensors, left_out
-
-
-def _tensor_of(node: object, specs: Sequence[TensorSpec], *, arrays: bool) -> TensorSpec | None:
-    """Return the tensor of a leaf, if it is one. arrays: one of numpy is one too, if it has a
-    storage, and a dtype and an order that tensors have: a shelf has little else."""
-    index = tensor_index(node)
-    if index is None or not isinstance(node, dict) or specs[index].storage < 0:
-        return None
-    own = specs[index]
-    if "$tensor" in node:
-        return own
-    if not arrays or "$array" not in node:
-        return None
-    _, dtype, sizes, fortran = node["$array"]
-    shape = read_shape(dtype, sizes, fortran)
-    offset, gap = divmod(own.offset, shape.dtype.itemsize or 1)
-    is_plain = shape.dtype.name in DTYPES and shape.dtype.isnative
-    if not is_plain or shape.fortran or gap:
-        return None
-    strides = tuple(prod(shape.shape[axis + 1 :]) for axis in range(len(shape.shape)))
-    made = TensorSpec(own.name, shape.dtype.name, shape.shape, strides, own.storage, 0)
-    return msgspec.structs.replace(made, offset=offset)

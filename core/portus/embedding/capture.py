@@ -15,7 +15,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.client.state.state import FlatState, Flattener
+from portus.client.state.pickling import PickledState, pickle_state
+from portus.client.state.walk import walked
+from portus.client.state.weights_only import Loadable
 from portus.embedding.mapped import Mapped
 from portus.embedding.moment import Moment, Rows
 from portus.embedding.placed import NO_ROWS, PlacedMoment, RowsThere
@@ -23,7 +25,6 @@ from portus.embedding.schedulers import settings_of
 from portus.embedding.tables import Table, changed_rows
 from portus.embedding.training import ProtectedTraining
 from portus.index.records import encode_layout
-from portus.spec import TensorSpec
 
 _SLICES_SHARE: Final = 4
 """Of the batches of a gap, one of so many has a slice of the dense part."""
@@ -49,9 +50,9 @@ class Moments:
         """In how many the dense part is written; 0: in one piece, by the entry of its batch."""
         self._dense: _Dense | None = None
         """As it was taken last, if it is written in slices."""
-        self._flattener: Final = Flattener()
-        self._specs: tuple[TensorSpec, ...] | None = None
-        self._layout = b""
+        self._loadable: Final = Loadable()
+        self._pickle = self._layout = b""
+        """Of the state that was taken last."""
         self._counter: Final = torch.tensor(0, device="cpu")
         self.is_whole = True
         """The next moment is taken whole."""
@@ -95,9 +96,11 @@ class Moments:
             self.is_whole = mapped.adopt() or self.is_whole
             self._before = dense, self.is_whole, self.announced
             mapped.measure()
-        flat = self._flattener.flatten(self._state(batch, asks=asks))
+        state = self._state(batch, asks=asks)
+        flat = pickle_state(state)
+        self._describe(state, flat)
         address = np.array([each.data_ptr() for each in flat.storages], np.int64)
-        length = np.array([each.nbytes() for each in flat.storages], np.int64)
+        length = flat.lengths
         index = {each.data_ptr(): place for place, each in enumerate(flat.storages)}
         places, digests = ({}, {}) if mapped is None else mapped.placed(index)
         rows = _changed(self._training.tables, index, places)
@@ -110,8 +113,8 @@ class Moments:
             left = others
         moment = Moment(
             batch=batch,
-            layout=self._layout_of(flat),
-            tree=flat.tree,
+            layout=self._layout,
+            tree=flat.pickle,
             address=address,
             length=length,
             rows=None if self.is_whole else rows,
@@ -167,10 +170,13 @@ class Moments:
         finally:
             self.is_collecting = False
 
-    def _layout_of(self, flat: FlatState) -> bytes:
-        if flat.tensors is not self._specs:
-            self._specs, self._layout = flat.tensors, encode_layout(flat.tensors)
-        return self._layout
+    def _describe(self, state: object, flat: PickledState) -> None:
+        """Make the layout of a state, and see that it can be loaded again; both follow from its
+        pickle. Raises ``UsageError``."""
+        if flat.pickle != self._pickle:
+            self._loadable.check(state, flat)
+            self._layout = encode_layout(walked(state, flat.storages).tensors)
+            self._pickle = flat.pickle
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,7 @@ def _changed(
 
 
 def _copied(
-    flat: FlatState, address: Any, length: Any, tables: Mapping[int, Rows]
+    flat: PickledState, address: Any, length: Any, tables: Mapping[int, Rows]
 ) -> list[torch.Tensor]:
     """Copies of the storages that are no tables, whose addresses take the place of theirs."""
     copies = []

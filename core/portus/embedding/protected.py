@@ -74,7 +74,8 @@ def protect(
     begins when the tables of that batch are durable; the dense part is written in slices, as in
     TrainingCXL, and a resumed run is no longer bit-identical.
     gap: in relaxed mode, the dense part is always less than so many batches older than the tables.
-    extra: returns more state for the dense part: nested dicts and lists, tensors, plain values.
+    extra: returns more state for the dense part: dicts, lists, tensors, plain values, all else that
+    ``torch.load(weights_only=True)`` accepts, and arrays of numpy.
     keep: how many of the newest marks to keep; None keeps all. Each batch at which a ``state_dict``
     is requested has a mark, which the saved state needs, see ``Elsewhere``. The marks between two
     foldings of the log keep one image of the tables, and its log; so with None the pool grows as

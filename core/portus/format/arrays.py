@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from portus.errors import CorruptionError, UsageError
@@ -16,8 +16,7 @@ _PLAIN: Final = re.compile(r"[<>|][biufcSUVmM]\d{1,10}(\[\d{0,9}[A-Za-z]{1,7}\])
 _NAMES_DEPTH_MAX: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayShape:
+class ArrayShape(msgspec.Struct, frozen=True):
     """All of an array but its bytes. ``fortran``: the first index moves fastest."""
 
     dtype: np.dtype[Any]
@@ -33,21 +32,6 @@ class ArrayShape:
     def order(self) -> Literal["C", "F"]:
         """numpy's letter for the order of the bytes."""
         return "F" if self.fortran else "C"
-
-
-def shape_of(array: np.ndarray[Any, Any]) -> ArrayShape:
-    """What to save of ``array`` beside its bytes. Raises ``UsageError`` if it cannot be saved."""
-    dtype_node(array.dtype)
-    if array.dtype.itemsize == 0 and array.size:
-        raise UsageError(f"numpy arrays of {array.dtype} have no bytes to save")
-    flags = array.flags
-    return ArrayShape(array.dtype, array.shape, flags.f_contiguous and not flags.c_contiguous)
-
-
-def copy_bytes(array: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-    """Fill ``target`` (uint8, as long as the array has bytes) with the bytes of ``array``."""
-    shape = shape_of(array)
-    np.copyto(_over(shape, target.data), array)
 
 
 def array_over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, Any]:
@@ -114,19 +98,6 @@ def _field(node: object, depth: int) -> tuple[Any, ...]:
     if not (isinstance(node, list) and 2 <= len(node) <= 3 and isinstance(node[0], str)):
         raise CorruptionError(f"not a field of a numpy dtype: {node!r:.80}")
     return (node[0], _description(node[1], depth + 1), *map(tuple, node[2:]))
-
-
-def scalar_bytes(scalar: np.generic) -> bytes:
-    """The bytes of a numpy scalar."""
-    return scalar.tobytes()
-
-
-def read_scalar(dtype: np.dtype[Any], data: bytes) -> object:
-    """The numpy scalar with these bytes. Raises ``CorruptionError``."""
-    if dtype.itemsize != len(data) or not data:
-        raise CorruptionError(f"numpy scalar needs {dtype.itemsize} bytes, found {len(data)}")
-    scalar: object = np.frombuffer(data, dtype, count=1)[0]
-    return scalar
 
 
 def read_shape(dtype: object, shape: Sequence[object], fortran: object) -> ArrayShape:

@@ -34,10 +34,6 @@ MARKS: Final = 2
 """A compat bit: entries of model indices may have flags. An old program leaves them out of the
 indices that it writes."""
 
-OBJECTS: Final = 4
-"""A compat bit: trees may have the tags ``$bytes_io`` and ``$object``. An old program does not load
-a state that has one."""
-
 METRICS: Final = 8
 """A compat bit: model indices may have metrics behind their entries. An old program leaves them out
 of the indices that it writes."""
@@ -53,7 +49,7 @@ IN_PLACE: Final = 4
 """An incompat bit: storages of a version with a log may be changed in place. An old program would
 take them for damaged, and roll nothing back."""
 
-COMPAT_KNOWN: Final = COPIES | MARKS | OBJECTS | METRICS
+COMPAT_KNOWN: Final = COPIES | MARKS | METRICS
 READ_ONLY_COMPAT_KNOWN: Final = 0
 INCOMPAT_KNOWN: Final = LOGS | BUNCHES | IN_PLACE
 

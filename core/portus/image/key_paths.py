@@ -44,13 +44,30 @@ class _Storage:
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.keys: set[str] = set()
+        """Of the storages so far."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         return type(name, (_Made,), {})
 
     def persistent_load(self, pid: Any) -> Any:
-        return _Storage(str(pid[2]))
+        key = str(pid[2])
+        self.keys.add(key)
+        return _Storage(key)
+
+
+def storage_keys(data: bytes) -> set[str] | None:
+    """The keys of the storages that a pickle of torch names; None if it is no pickle."""
+    unpickler = _Unpickler(io.BytesIO(data))
+    try:
+        unpickler.load()
+    except Exception:
+        return None
+    return unpickler.keys
 
 
 class StoragePlace(NamedTuple):

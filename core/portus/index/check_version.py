@@ -16,6 +16,7 @@ from portus.errors import BusyError, CorruptionError, MediumError
 from portus.format.checksum import UNIT, digest, storage_digest
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
+from portus.image.key_paths import storage_keys
 from portus.index.check_catalogue import Bounds, Framed, ReachableVersions, Reached, Subject, framed
 from portus.index.findings import Findings, Severity
 from portus.index.in_place import InPlace
@@ -43,8 +44,15 @@ Damage = tuple[int, str, str]
 BATCH: Final = 64 << 20
 """Bytes that are read at once: progress moves that often."""
 
+_PICKLE: Final = b"\x80"
+"""How the tree of protected tables begins."""
+
 DAMAGED_MAX: Final = 20
 """Damaged units of one version that are named one by one."""
+
+
+_Tree = Counter[int] | set[str]
+"""How often a tree names which tensor; of a pickle, the keys of its storages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class Versions:
         self._findings: Final = subject.findings
         self._standing: Final = standing
         self._layouts: Final[dict[Pointer, tuple[Framed, Layout | None] | None]] = {}
-        self._trees: Final[dict[Pointer, tuple[Framed, Counter[int] | None] | None]] = {}
+        self._trees: Final[dict[Pointer, tuple[Framed, _Tree | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> CheckedVersion | None:
         """Everything but the bytes of a pinned version. None if its record is lost."""
@@ -167,11 +175,16 @@ class Versions:
         layout = self._once(
             self._layouts, record.layout, RecordKind.LAYOUT, bounds, self._layout_at
         )
-        tree = self._once(self._trees, record.tree, RecordKind.TREE, bounds, self._read_tree)
+        tree: tuple[Framed, _Tree | None] | None = self._once(
+            self._trees, record.tree, RecordKind.TREE, bounds, self._read_tree
+        )
         if layout is not None and layout[1] is not None:
             check_layout(self._findings, where, layout[1], record.storages)
-            if tree is not None and tree[1] is not None:
-                check_tree(self._findings, where, tree[1], len(layout[1].tensors))
+            named = None if tree is None else tree[1]
+            if isinstance(named, Counter):
+                check_tree(self._findings, where, named, len(layout[1].tensors))
+            elif named is not None:
+                check_pickle(self._findings, where, named, len(record.storages))
         both = (("layout", record.layout, layout), ("tree", record.tree, tree))
         return [
             Reached(pointer.offset, pointer.length, found[0].commit, f"{what} of {where}")
@@ -210,8 +223,13 @@ class Versions:
     def _layout_at(self, where: str, payload: memoryview) -> Layout | None:
         return read_layout(self._findings, where, payload)
 
-    def _read_tree(self, where: str, payload: memoryview) -> Counter[int] | None:
-        return read_tree(self._findings, where, payload)
+    def _read_tree(self, where: str, payload: memoryview) -> _Tree | None:
+        if bytes(payload[:1]) != _PICKLE:
+            return read_tree(self._findings, where, payload)
+        keys = storage_keys(bytes(payload))
+        if keys is None:
+            self._findings.error("F15", where, "JSON, or a pickle of torch", "neither")
+        return keys
 
 
 def read_layout(findings: Findings, where: str, payload: memoryview) -> Layout | None:
@@ -266,6 +284,12 @@ def check_tree(findings: Findings, where: str, used: Counter[int], count: int) -
             f"each of {count} tensors once",
             f"otherwise for {odd!r:.100}",
         )
+
+
+def check_pickle(findings: Findings, where: str, keys: set[str], count: int) -> None:
+    """F15 for a pickle: it names each of ``count`` storages, and no other."""
+    odd = sorted(keys ^ set(map(str, range(count))))
+    findings.require(not odd, "F15", f"tree of {where}", f"{count} storages", f"{odd!r:.100}")
 
 
 def bytes_needed(spec: TensorSpec) -> int | None:

@@ -72,7 +72,7 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "F15": (
             "A tree MUST be JSON in UTF-8, and refer to each tensor of the layout once, and to "
-            "no other."
+            "no other; or a pickle of torch that names each storage of the version, and no other."
         ),
         "F16": (
             "The entries of a copies record MUST end with the payload. Each MUST lead to a "

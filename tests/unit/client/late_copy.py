@@ -8,7 +8,7 @@ import torch
 
 from portus.client.fence.fence import Fence
 from portus.client.fence.writers import Stability, classify
-from portus.client.state.state import flatten
+from portus.client.state.pickling import pickle_state
 
 State = dict[str, object]
 Scenario = Callable[[], Iterator[State]]
@@ -25,11 +25,11 @@ class LateCopy:
     """
 
     def __init__(self, state: State, *, everything_late: bool = False) -> None:
-        flat = flatten(state)
+        flat = pickle_state(state)
         flags = bytearray([Stability.STABLE]) * len(flat.storages)
         if not everything_late:
             flags = classify(flat.storages, flat.owned)
-        self._names = {spec.storage: spec.name for spec in reversed(flat.tensors)}
+        self._names = list(map(flat.describer(), range(len(flat.storages))))
         self._sources = flat.storages
         self._wanted = [storage.clone() for storage in flat.storages]
         self._got = [storage.clone() for storage in flat.storages]

@@ -15,26 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from portus.client.state.state import FlatState, flatten, unflatten
-from portus.client.state.tree import decode, named_leaves, said_at
-from tests.unit.client import kinds
-
-
-def round_trip(state: object) -> Any:
-    """``state`` taken apart and made again, over a copy of every storage."""
-    flat = flatten(state)
-    return unflatten(flat.tree, flat.tensors, copies(flat))
-
-
-def key_paths(tree: bytes) -> list[str]:
-    """The key path of every leaf, in order."""
-    with said_at(""):
-        return [path for path, _ in named_leaves(decode(tree))]
-
-
-def copies(flat: FlatState) -> list[torch.UntypedStorage | None]:
-    return [storage.clone() for storage in flat.storages]
-
 
 def raw_bytes(storage: torch.UntypedStorage) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes())
@@ -69,8 +49,6 @@ def assert_same(one: Any, other: Any, path: str = "state") -> None:
         assert_same(
             [one.getvalue(), one.tell(), vars(one)], [other.getvalue(), other.tell(), vars(other)]
         )
-    elif isinstance(one, kinds.Replay):
-        assert_same(one.encoded(), other.encoded(), path)
     elif isinstance(one, slice):
         assert_same([one.start, one.stop, one.step], [other.start, other.stop, other.step], path)
     elif isinstance(one, functools.partial):

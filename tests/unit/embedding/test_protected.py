@@ -20,8 +20,17 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
-from portus.client.state.state import Flattener
-from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, early, fill, fold, protect
+from portus.client.state.pickling import PickledState, pickle_state
+from portus.embedding import (
+    Elsewhere,
+    Protected,
+    RowwiseAdagrad,
+    capture,
+    early,
+    fill,
+    fold,
+    protect,
+)
 from portus.embedding.committer import Committer
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
@@ -1312,15 +1321,13 @@ def test_another_kind_of_dense_optimizer_is_named(name: str, path: Path) -> None
 def test_a_pool_that_does_not_say_of_which_kinds_its_optimizers_are_is_loaded(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flatten = Flattener.flatten
-
-    def without(self: Flattener, state: Any) -> Any:
-        return flatten(self, {key: state[key] for key in state if key != "optimizer_kinds"})
+    def without(state: Any) -> PickledState:
+        return pickle_state({key: state[key] for key in state if key != "optimizer_kinds"})
 
     for batch in range(2):
         small = Small()
         with monkeypatch.context() as patch:
-            patch.setattr(Flattener, "flatten", without)
+            patch.setattr(capture, "pickle_state", without)
             with small.protect(path) as tables:
                 assert (tables.load() is not None) == bool(batch)
                 small.step(1)

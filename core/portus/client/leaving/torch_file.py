@@ -1,4 +1,5 @@
-"""A version of a tree, or a part of it, as a torch file: streamed, and verified on the way.
+"""A version of a shelf or of tables, or a part of it, as a torch file: streamed, and verified on
+the way.
 
 ``torch.save`` wants the state in memory. A torch file is a zip archive, not compressed: the state
 as a pickle that names its storages (``data.pkl``), and a file of bytes for each of them
@@ -12,19 +13,16 @@ Source: https://docs.pytorch.org/docs/stable/notes/serialization.html#torch-save
 
 from __future__ import annotations
 
-import io
-import pickle
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, Final
-
-import torch
+from typing import BinaryIO, Final
 
 from portus.client.loading import restore
 from portus.client.loading.contents import Storages
 from portus.client.loading.restore import Outline
-from portus.errors import CorruptionError, UsageError
+from portus.client.state.pickling import pickle_state
+from portus.errors import CorruptionError
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 
@@ -34,9 +32,6 @@ _ARCHIVE: Final = "archive"
 _ALIGNMENT: Final = 64
 """Of the bytes of a storage, as torch aligns them: whoever maps the file uses them where they lie.
 """
-
-_PROTOCOL: Final = 2
-"""Of the pickle: torch's default, and what ``weights_only`` reads."""
 
 _HEADER: Final = 30
 _WIDE: Final = 20
@@ -73,7 +68,8 @@ def write(
     """
     with restore.outlined(pool, entry, keep) as outline:
         storages = Storages(pool, outline.record, outline.logged)
-        pickled, order = _pickled(outline)
+        found = pickle_state(outline.state)
+        pickled, order = found.pickle, [outline.indices[each._cdata] for each in found.storages]
         lengths = [storages.length(index) for index in order]
         fits(sum(lengths) + len(pickled) + _ROOM * (len(order) + 4))
         with zipfile.ZipFile(target, "w") as archive:
@@ -98,43 +94,6 @@ def _read(storages: Storages, index: int, outline: Outline) -> Iterator[memoryvi
         yield from storages.read(index, 0, storages.length(index))
     except CorruptionError as error:
         raise CorruptionError(f"{outline.name(index)}: {error}") from error
-
-
-def _pickled(outline: Outline) -> tuple[bytes, list[int]]:
-    """The pickle of a state, and which storages of the version its numbers mean, in order."""
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    try:
-        pickler.dump(outline.state)
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        raise UsageError(f"torch cannot write this state to a file: {error}") from error
-    return buffer.getvalue(), [outline.indices[address] for address in pickler.numbers]
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler like that of ``torch.save``: storages are named, and not in the pickle."""
-
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=_PROTOCOL)
-        self._dtypes: Final[dict[int, torch.dtype]] = {}
-        self.numbers: Final[dict[int, str]] = {}
-        """The name of each storage, by address, in order of first use."""
-
-    def persistent_id(self, value: Any) -> tuple[str, Any, str, str, int] | None:
-        """What stands for a storage; None for all else."""
-        if isinstance(value, torch.storage.TypedStorage):
-            dtype, kind = value.dtype, getattr(torch, value._pickle_storage_type())
-            storage = value._untyped_storage
-        elif isinstance(value, torch.UntypedStorage):
-            dtype, kind, storage = torch.uint8, torch.UntypedStorage, value
-        else:
-            return None
-        address = storage._cdata
-        size = storage.nbytes()
-        if size and self._dtypes.setdefault(address, dtype) != dtype:
-            raise TypeError(f"tensors of {self._dtypes[address]} and of {dtype} share memory")
-        number = self.numbers.setdefault(address, str(len(self.numbers)))
-        return ("storage", kind, number, "cpu", size // dtype.itemsize)
 
 
 def _about(name: str, size: int, place: int) -> zipfile.ZipInfo:

@@ -6,7 +6,7 @@ verify, the tensors are untouched. What stores it, a pool or a file, is a ``Stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 import numpy as np
@@ -14,12 +14,9 @@ import torch
 
 from portus.client.loading.overlap import contradiction, copy_over, overlapping
 from portus.client.loading.patterns import Patterns, matcher
-from portus.client.state.codecs import codec_named
-from portus.client.state.elsewhere import by_place, places_in
-from portus.client.state.merge import HOLE, Merge
-from portus.client.state.state import flatten, unflatten
-from portus.client.state.tensors import DTYPES
-from portus.client.state.tree import decode, object_paths, objects, said_at
+from portus.client.state.elsewhere import Elsewhere
+from portus.client.state.merge import Merge
+from portus.client.state.walk import DTYPES, Walked, end_of, walked
 from portus.errors import UsageError
 from portus.pipeline.plan import Column
 from portus.spec import TensorSpec
@@ -31,36 +28,38 @@ _INTEGERS: Final = frozenset(
 )
 
 
-class StoredState(Protocol):
-    """A state that is stored: its tree and tensors, and the bytes of its storages."""
-
-    @property
-    def tree(self) -> bytes: ...
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]: ...
-
-    @property
-    def where(self) -> str:
-        """What errors call it."""
-
-    @property
-    def unknown(self) -> Sequence[object] | None:
-        """The leaves that its tree does not hold; None where a state may have none."""
+class Stored(Protocol):
+    """Storages that are stored."""
 
     @property
     def lengths(self) -> Column:
-        """The length of each storage, in bytes."""
-
-    def check(self, wanted: Column) -> None:
-        """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
+        """The length of each, in bytes."""
 
     def fetch_into(self, wanted: Column, address: Column) -> None:
         """Copy these storages to memory, and raise ``CorruptionError`` unless what arrived there is
         what was saved."""
 
 
-def fetched(stored: StoredState, wanted: Column) -> list[torch.UntypedStorage | None]:
+class StoredState(Stored, Protocol):
+    """A state that is stored, and the bytes of its storages."""
+
+    @property
+    def outline(self) -> object:
+        """The state, whose plain tensors have memory that nobody has filled."""
+
+    @property
+    def walked(self) -> Walked:
+        """What is in it; storages are those of this."""
+
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+
+    def check(self, wanted: Column) -> None:
+        """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
+
+
+def fetched(stored: Stored, wanted: Column) -> list[torch.UntypedStorage | None]:
     """Return fresh storages with the verified bytes of ``wanted``; None for the rest."""
     lengths = stored.lengths
     storages: list[torch.UntypedStorage | None] = [None] * len(lengths)
@@ -85,23 +84,20 @@ def restore_over(
     that is in another pool, for a pattern that matches nothing; ``CorruptionError``; then ``state``
     is untouched.
     """
-    asked = matcher(names)
-    keep: Callable[[str], bool] | None = asked
+    keep = matcher(names)
     complete = strict and keep is None and rename is None
-    keep = keep and by_place(stored.tree, keep)
     pairs = _Pairs(stored, state, keep, rename)
     pairs.refuse_elsewhere(keep, rename)
     pairs.complain(strict)
-    apart = frozenset() if complete else pairs.apart
-    check_codecs(stored.tree, lambda name: name not in apart and (keep is None or keep(name)))
     wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
     stored.check(wanted[wanted >= 0])
-    leaves = _leaves(stored, pairs.arrays, apart, keep)
-    if asked is not None:
-        asked.complain(stored.where)
+    if keep is not None:
+        for path, _ in stored.walked.others:
+            keep(path)
+        keep.complain(stored.where)
     _check_shared(stored, pairs.found)
     _fill(stored, pairs.found)
-    Merge(complete=complete).merged(state, leaves)
+    Merge(complete=complete, keep=keep).merged(state, stored.outline)
     return tuple(pairs.missing), tuple(pairs.unexpected)
 
 
@@ -129,35 +125,23 @@ class _Pairs:
     def __init__(
         self, stored: StoredState, state: object, keep: Callable[[str], bool] | None, rename: Rename
     ) -> None:
-        flat = flatten(state, None if stored.unknown is None else [])
-        saved, here = object_paths(stored.tree), object_paths(flat.tree)
-        both = {*saved.values()} & {*here.values()}
-        targets = {spec.name: spec for spec in flat.tensors if spec.name not in here}
+        here = walked(state)
+        targets = {spec.name: spec for spec in here.tensors}
         self.found: list[tuple[TensorSpec, torch.Tensor]] = []
         self.unexpected: list[str] = []
-        self.arrays: set[str] = set()
-        """Leaves that are arrays or bytes in the state, or in an object of a codec: set anew, not
-        copied over."""
-        self.apart: Final = frozenset(path for path in saved if saved[path] not in both)
-        """Leaves in objects that the state has not."""
         self._misshapen: list[str] = []
-        self._elsewhere: Final = places_in(stored.tree), places_in(flat.tree)
+        self._elsewhere: Final = _places_in(stored.walked), _places_in(here)
         seen = set()
-        for spec in stored.tensors:
+        for spec in stored.walked.tensors:
             if keep is not None and not keep(spec.name):
                 continue
-            if saved.get(spec.name) in both:
-                self.arrays.add(spec.name)
-                continue
             name = _renamed(spec.name, rename)
-            target = targets.get(name) if spec.name not in saved else None
+            target = targets.get(name)
             if target is None or target.storage < 0 or spec.storage < 0:
                 self.unexpected.append(name)
                 continue
             seen.add(name)
-            if target.storage in flat.owned:
-                self.arrays.add(spec.name)
-                continue
+            _refuse_freed(target, here.storages[target.storage])
             if target.shape != spec.shape:
                 self._misshapen.append(
                     f"size mismatch for {name}: the version has {list(spec.shape)}, the state "
@@ -175,9 +159,10 @@ class _Pairs:
                     "memory, and the version has a value for each; restore into what it was "
                     "expanded from, or into a contiguous() copy"
                 )
-            self.found.append((spec, _shown(target, flat.storages[target.storage])))
-        names = [spec.name for spec in flat.tensors if here.get(spec.name) not in both]
-        self.missing = [name for name in names if name not in seen and (keep is None or keep(name))]
+            self.found.append((spec, _shown(target, here.storages[target.storage])))
+        self.missing = [
+            name for name in targets if name not in seen and (keep is None or keep(name))
+        ]
         self._where = stored.where
 
     def refuse_elsewhere(self, keep: Callable[[str], bool] | None, rename: Rename) -> None:
@@ -213,6 +198,16 @@ class _Pairs:
             raise UsageError(
                 f"{self._where} does not fit the state, which is untouched: " + "; ".join(lines)
             )
+
+
+def _refuse_freed(spec: TensorSpec, storage: torch.UntypedStorage) -> None:
+    """Raise ``UsageError`` for a tensor of the state whose memory was freed."""
+    needed = DTYPES[spec.dtype].itemsize * end_of(spec)
+    if storage.nbytes() < needed:
+        raise UsageError(
+            f"{spec.name}: needs {needed} bytes, but its storage has {storage.nbytes()}; it was "
+            "freed (FSDP does that): gather it first"
+        )
 
 
 def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -308,33 +303,9 @@ def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
     )
 
 
-def _leaves(
-    stored: StoredState,
-    arrays: set[str],
-    apart: frozenset[str],
-    keep: Callable[[str], bool] | None,
-) -> object:
-    """The part of a version that is no tensor, but for what is ``apart``."""
-    left = {spec.name for spec in stored.tensors} - arrays | apart
-    needed = sorted({spec.storage for spec in stored.tensors if spec.name in arrays})
-    return unflatten(
-        stored.tree,
-        stored.tensors,
-        fetched(stored, np.array(needed, np.int64)),
-        lambda name: name not in left and (keep is None or keep(name)),
-        HOLE,
-        unknown=stored.unknown or (),
-    )
-
-
-def check_codecs(tree: bytes, keep: Callable[[str], bool] | None) -> None:
-    """Raise ``UsageError`` for an object at a key path to ``keep`` that has no codec here: before
-    anything is read for it, and before any other is decoded."""
-    if object_paths(tree):
-        for path, name, leaves in objects(decode(tree)):
-            if keep is None or any(map(keep, leaves)):
-                with said_at(path):
-                    codec_named(name)
+def _places_in(found: Walked) -> dict[str, Elsewhere]:
+    """Return each ``Elsewhere`` in a state, by key path."""
+    return {path: value for path, value in found.others if isinstance(value, Elsewhere)}
 
 
 def _renamed(name: str, rename: Rename) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from portus.errors import UsageError
@@ -14,6 +14,8 @@ Patterns = str | Sequence[str] | None
 _NEAR_MAX: Final = 5
 _HEADS_MAX: Final = 2000
 """Key paths that an error names, and looks at, for one that is not there."""
+
+_DROPPED: Final = object()
 
 
 class Matcher:
@@ -63,3 +65,31 @@ def matcher(names: Patterns) -> Matcher | None:
     if not all(isinstance(each, str) for each in patterns):
         raise UsageError(f"names: expected a pattern, or a list of patterns, found {names!r:.80}")
     return Matcher(patterns)
+
+
+def part_of(state: Any, keep: Callable[[str], bool]) -> Any:
+    """What of a state matches: other entries of dicts disappear, and in lists and tuples None is in
+    the place of what does not."""
+    return _part(state, keep, ())
+
+
+def _part(value: Any, keep: Callable[[str], bool], keys: tuple[object, ...]) -> Any:
+    if isinstance(value, dict) and value:
+        pairs = [(key, _part(each, keep, (*keys, key))) for key, each in value.items()]
+        kept = {key: each for key, each in pairs if each is not _DROPPED}
+        return _made_as(value, kept) if kept or not keys else _DROPPED
+    if type(value) in (list, tuple) and value:
+        parts = [_part(each, keep, (*keys, index)) for index, each in enumerate(value)]
+        if all(each is _DROPPED for each in parts) and keys:
+            return _DROPPED
+        return type(value)(None if each is _DROPPED else each for each in parts)
+    return value if keep(".".join(map(str, keys))) else _DROPPED
+
+
+def _made_as(value: dict[Any, Any], kept: dict[Any, Any]) -> dict[Any, Any]:
+    if type(value) is dict:
+        return kept
+    for key in [key for key in value if key not in kept]:
+        del value[key]
+    value.update(kept)
+    return value

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -18,22 +19,20 @@ import torch
 
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.open_file import OpenFile, files_opened
-from portus.client.loading.over import (
-    Rename,
-    check_codecs,
-    fetched,
-    restore_over,
-)
-from portus.client.loading.patterns import Patterns, matcher
+from portus.client.loading.over import Rename, fetched, restore_over, view_of
+from portus.client.loading.patterns import Patterns, matcher, part_of
 from portus.client.loading.recognized import load_opened
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import restore_torch
-from portus.client.state.elsewhere import by_place
-from portus.client.state.state import unflatten
-from portus.client.state.tree import decode, leaf_nodes, tensor_index
+from portus.client.state.walk import Walked, end_of, leaves, walked
+from portus.client.state.weights_only import unpickled
 from portus.errors import CorruptionError, StaleError, UsageError
+from portus.format import items
+from portus.format.arrays import ArrayShape, array_over
 from portus.format.checksum import UNIT, unit_counts
+from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
+from portus.image.safetensors import DTYPES
 from portus.index.in_place import InPlace
 from portus.index.log import NOT_LOGGED, Logged, logged
 from portus.index.reader import PoolReader
@@ -64,11 +63,6 @@ class _Opened:
     @property
     def where(self) -> str:
         return named(self.record.info)
-
-    @property
-    def unknown(self) -> None:
-        """None: a tree of a pool has all."""
-        return None
 
     @property
     def lengths(self) -> Column:
@@ -169,18 +163,17 @@ def load_over(
     the pool's own, which is read and verified, and not filled. Raises as ``load``."""
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-        check_codecs(opened.tree, None)
         given = np.array(sorted(there), np.int64)
         opened.check(given)
         storages = fetched(opened, np.setdiff1d(_storages_of(opened, None), given))
         for index, storage in there.items():
             storages[index] = storage
-        return _assembled(opened, storages, None, stand_ins=False)
+        return _assembled(opened, storages)
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A state whose tensors have memory that holds nothing. ``indices``: of storages of the
+    """A state whose plain tensors have memory that holds nothing. ``indices``: of storages of the
     version, by the address (``_cdata``) of the storage of a tensor."""
 
     state: object
@@ -202,22 +195,31 @@ def outlined(
 ) -> Iterator[Outline]:
     """A version, or what of it has key paths to ``keep``, without the bytes of its tensors: memory
     is set aside for them, which nobody touches and so nobody has. All else, arrays too, is loaded
-    and verified. Of objects of codecs there are stand-ins. The version is pinned inside.
+    and verified. The version is pinned inside.
 
     Raises as ``load``.
     """
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-        wanted = keep and by_place(opened.tree, keep)
-        lengths = opened.record.storages["length"]
-        needed = _storages_of(opened, wanted)
-        read = np.intersect1d(needed, _of_arrays(opened))
-        storages = fetched(opened, read)
-        for index in np.setdiff1d(needed, read).tolist():
-            storages[index] = torch.UntypedStorage(int(lengths[index]))
-        state = _assembled(opened, storages, wanted, stand_ins=True)
-        places = {each._cdata: index for index, each in enumerate(storages) if each is not None}
-        yield Outline(state, places, opened.record, opened.tensors, opened.logged)
+        found = _Outlined(opened)
+        state = found.outline if keep is None else part_of(found.outline, keep)
+        yield Outline(state, found.indices, opened.record, opened.tensors, opened.logged)
+
+
+def leaves_in(pool: PoolReader, entry: VersionEntry) -> list[tuple[str, object]]:
+    """What is in a version of a shelf, or of tables, by key path, without a byte of a storage: a
+    tensor, or an array, as a ``TensorSpec``; an array of a dtype that no tensor has as its
+    ``ArrayShape``. Raises as ``load``."""
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+    if not _is_pickle(opened.tree):
+        return leaves(items.decode(opened.tree, lambda *about: _spec_of(opened, *about)))
+    lengths = opened.lengths.tolist()
+    state = unpickled(
+        opened.tree, [torch.UntypedStorage(length, device="meta") for length in lengths]
+    )
+    specs = {spec.name: spec for spec in opened.tensors}
+    return [(path, specs.get(path, value)) for path, value in leaves(state)]
 
 
 def load_file_of(
@@ -302,7 +304,9 @@ def restore_into(
             return Restored(entry.info, missing, unexpected)
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
-        missing, unexpected = restore_over(opened, state, strict=strict, names=names, rename=rename)
+        missing, unexpected = restore_over(
+            _Outlined(opened), state, strict=strict, names=names, rename=rename
+        )
     note_loaded(current.info)
     return Restored(current.info, missing, unexpected)
 
@@ -336,35 +340,77 @@ def _load(
 ) -> object:
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
-        keep = keep and by_place(opened.tree, keep)
-        check_codecs(opened.tree, keep)
-        storages = fetched(opened, _storages_of(opened, keep))
-        return _assembled(opened, storages, keep, stand_ins=False)
+        state = _assembled(opened, fetched(opened, _storages_of(opened, keep)))
+        return state if keep is None else part_of(state, keep)
 
 
-def _assembled(
-    opened: _Opened,
-    storages: list[torch.UntypedStorage | None],
-    keep: Callable[[str], bool] | None,
-    *,
-    stand_ins: bool,
-) -> object:
+class _Outlined:
+    """See ``StoredState``: a version of a shelf, or of tables."""
+
+    def __init__(self, opened: _Opened) -> None:
+        self._opened: Final = opened
+        self.where: Final = opened.where
+        blank = [torch.UntypedStorage(length) for length in opened.lengths.tolist()]
+        self.indices: Final = {each._cdata: index for index, each in enumerate(blank)}
+        self.outline: Final = _assembled(opened, blank)
+        self.walked: Final[Walked] = walked(self.outline, blank)
+        self.lengths: Final = opened.lengths
+        # What no plain tensor has is needed now, such as arrays.
+        rest = np.setdiff1d(
+            np.arange(len(blank)), [spec.storage for spec in self.walked.tensors]
+        ).astype(np.int64)
+        opened.fetch_into(rest, np.array([blank[each].data_ptr() for each in rest], np.int64))
+
+    def check(self, wanted: Column) -> None:
+        self._opened.check(wanted)
+
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        self._opened.fetch_into(wanted, address)
+
+
+def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None]) -> object:
+    """The state over ``storages``; one that is None has memory that nobody fills."""
+    lengths = opened.lengths.tolist()
+    every = [
+        torch.UntypedStorage(length) if each is None else each
+        for each, length in zip(storages, lengths, strict=True)
+    ]
+
+    def make(index: int, shape: ArrayShape | None) -> object:
+        spec = opened.tensors[index]
+        size = ITEM_SIZES[spec.dtype] * end_of(spec)
+        if not 0 <= spec.storage < len(every) or size > lengths[spec.storage]:
+            raise CorruptionError(f"{spec.name}: is not within its storage")
+        storage = every[spec.storage]
+        if shape is None:
+            return view_of(spec, storage)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return array_over(shape, data.numpy().data)
+
     try:
-        return unflatten(opened.tree, opened.tensors, storages, keep, stand_ins=stand_ins)
+        if _is_pickle(opened.tree):
+            return unpickled(opened.tree, every)
+        return items.decode(opened.tree, make)
     except CorruptionError as error:
         raise CorruptionError(f"{named(opened.record.info)}: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"{named(opened.record.info)}: {error}") from error
 
 
-def _of_arrays(opened: _Opened) -> Column:
-    """Indices of the storages that hold arrays and bytes, which are read when they are made."""
-    indices = [
-        tensor_index(node)
-        for _, node in leaf_nodes(decode(opened.tree))
-        if isinstance(node, dict) and "$tensor" not in node
-    ]
-    count = len(opened.tensors)
-    found = {opened.tensors[each].storage for each in indices if each is not None and each < count}
-    return np.array(sorted(found), np.int64)
+def _is_pickle(tree: bytes) -> bool:
+    return tree[:1] == b"\x80"
+
+
+def _spec_of(opened: _Opened, index: int, shape: ArrayShape | None) -> object:
+    """How a tensor, or an array, of a shelf looks at its storage."""
+    spec = opened.tensors[index]
+    if shape is None:
+        return spec
+    name = shape.dtype.name
+    if name not in DTYPES or not shape.dtype.isnative or shape.fortran:
+        return shape
+    strides = tuple(prod(shape.shape[axis + 1 :]) for axis in range(len(shape.shape)))
+    return TensorSpec(spec.name, name, shape.shape, strides, spec.storage, 0)
 
 
 def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
@@ -377,8 +423,7 @@ def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
 
 
 def _storages_of(opened: _Opened, keep: Callable[[str], bool] | None) -> Column:
-    """Indices of the storages that the kept leaves need. Those no tensor names belong to arrays
-    and bytes of the tree, and are always needed."""
+    """Indices of the storages that the kept leaves need, and of those that no tensor names."""
     count = len(opened.record.storages)
     if keep is None:
         return np.arange(count)

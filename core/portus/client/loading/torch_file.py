@@ -18,9 +18,9 @@ import torch
 
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.over import Rename, restore_over
-from portus.client.loading.patterns import Patterns, matcher
+from portus.client.loading.patterns import Patterns, matcher, part_of
 from portus.client.loading.stored_bytes import StoredBytes
-from portus.client.state.state import flatten
+from portus.client.state.walk import walked
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.image.key_paths import storage_places
 from portus.image.stored import Read
@@ -61,7 +61,7 @@ def load_torch(
         state = _loaded(_Verified(file, found, wanted), settings)
     if keep is None:
         return state
-    part = _part(state, keep, ())
+    part = part_of(state, keep)
     keep.complain(printable(where))
     return part
 
@@ -143,32 +143,6 @@ def _wanted(found: TorchFile, keep: Callable[[str], bool]) -> set[str]:
     return {place.storage for place in places if not place.is_plain or keep(place.dotted)} | {
         key for key in found.keys if key not in followed
     }
-
-
-_DROPPED: Final = object()
-
-
-def _part(value: Any, keep: Callable[[str], bool], keys: tuple[object, ...]) -> Any:
-    """What of a value matches."""
-    if isinstance(value, dict) and value:
-        pairs = [(key, _part(each, keep, (*keys, key))) for key, each in value.items()]
-        kept = {key: each for key, each in pairs if each is not _DROPPED}
-        return _made_as(value, kept) if kept or not keys else _DROPPED
-    if type(value) in (list, tuple) and value:
-        parts = [_part(each, keep, (*keys, index)) for index, each in enumerate(value)]
-        if all(each is _DROPPED for each in parts) and keys:
-            return _DROPPED
-        return type(value)(None if each is _DROPPED else each for each in parts)
-    return value if keep(".".join(map(str, keys))) else _DROPPED
-
-
-def _made_as(value: dict[Any, Any], kept: dict[Any, Any]) -> dict[Any, Any]:
-    if type(value) is dict:
-        return kept
-    for key in [key for key in value if key not in kept]:
-        del value[key]
-    value.update(kept)
-    return value
 
 
 class _Verified(StoredBytes):
@@ -254,18 +228,14 @@ class _FileState:
     nobody has filled. verified: the file; None if ``outline`` has all of it."""
 
     def __init__(self, where: str, outline: object, verified: _Verified | None) -> None:
-        self.unknown: Final[list[object]] = []
-        flat = flatten(outline, self.unknown)
         self.where: Final = where
-        self.tree: Final = flat.tree
-        self.tensors: Final = flat.tensors
-        self.lengths: Final = np.array([each.nbytes() for each in flat.storages], np.int64)
-        self._storages: Final = flat.storages
+        self.outline: Final = outline
+        self.walked: Final = walked(outline)
+        self._storages: Final = self.walked.storages
+        self.lengths: Final = np.array([each.nbytes() for each in self._storages], np.int64)
         self._verified: Final = verified
         at = {} if verified is None else verified.filled_at
-        in_file = [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in flat.storages]
-        for index in flat.owned:  # a copy of an array, perhaps where a tensor was that is gone
-            in_file[index] = -1
+        in_file = [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in self._storages]
         self._in_file: Final = np.array(in_file, np.int64)
         """The storage of the file that each is; -1 for one that is in memory."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -25,18 +25,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from portus.client.job.exchange import UNPLANNED, Word, exchanged, standing
-from portus.client.state.leaves import PLAIN
-from portus.client.state.state import flatten
-from portus.client.state.tensors import PLAIN_TENSORS
+from portus.client.state.walk import PLAIN, PLAIN_TENSORS
 from portus.errors import PortusError, UsageError
 
 Taken = TypeVar("Taken")
 
 Parts = dict[str, Any]
 """What a rank saves, by the keys of its part."""
-
-_SAVED: Final = PLAIN_TENSORS | PLAIN
-"""Types whose values can be saved, without a look at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +220,10 @@ def keyed(values: list[Any]) -> Parts:
     return {f"i{number}": value for number, value in enumerate(values)}
 
 
-def check_kinds(values: Parts) -> None:
-    """Raise ``UsageError`` for what cannot be saved. Most can, by their type."""
-    flatten({key: value for key, value in values.items() if type(value) not in _SAVED})
-
-
 __all__ = [
     "Parts",
     "Planned",
     "agreed",
-    "check_kinds",
     "collected",
     "keyed",
     "look",

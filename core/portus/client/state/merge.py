@@ -2,72 +2,77 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
-import types
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from portus.client.state.classes import fields_of
-from portus.client.state.codecs import codec_of
-from portus.client.state.leaves import PLAIN
-
-HOLE: Final = object()
-"""Where a tensor was, in what a version holds besides tensors."""
+from portus.client.state.walk import (
+    NAMESPACES,
+    ROWS,
+    below,
+    children,
+    fields_of,
+    is_dataclass,
+    is_plain,
+    is_row,
+    leaves,
+)
 
 _Row = list[object] | tuple[object, ...] | deque[object]
-_ROWS: Final = (list, tuple, deque)
-_NAMESPACES: Final = (argparse.Namespace, types.SimpleNamespace)
 
 
 class Merge:
     """Puts what a version holds besides tensors into a state, whose tensors stay where they are.
 
     Containers of the state that can be changed are changed in place; a tuple that holds a tensor
-    is made again around it. An object of a registered class is replaced. ``complete``: the tensors
-    of both are the same, so what the state lacks is added, and lists get the length that they had.
+    is made again around it. ``complete``: the tensors of both are the same, so what the state lacks
+    is added, and lists get the length that they had. ``keep``: the key paths that are asked for.
     """
 
-    def __init__(self, *, complete: bool) -> None:
+    def __init__(self, *, complete: bool, keep: Callable[[str], bool] | None) -> None:
         self._complete: Final = complete
+        self._keep: Final = keep
 
-    def merged(self, old: object, value: object) -> object:
-        """What goes in the place of ``old``."""
-        if value is HOLE:
+    def merged(self, old: object, value: object, path: str = "") -> object:
+        """What goes in the place of ``old``, at a key path."""
+        if is_plain(value):
             return old
         if isinstance(old, torch.Tensor):
-            return _filled(old, value)
-        if codec_of(type(value)) is not None:
-            return value
+            return _filled(old, value) if self._is_kept(path) else old
         if isinstance(old, dict) and isinstance(value, dict):
-            self._merge_dict(old, value)
-        elif isinstance(old, _ROWS) and isinstance(value, _ROWS):
-            return self._merged_row(old, value)
-        elif isinstance(old, _NAMESPACES) and isinstance(value, _NAMESPACES):
-            self._merge_dict(vars(old), vars(value))
-        elif _is_dataclass(old) and type(value) is type(old):
+            self._merge_dict(old, value, path)
+        elif isinstance(old, ROWS) and isinstance(value, ROWS):
+            return self._merged_row(old, value, path)
+        elif isinstance(old, NAMESPACES) and isinstance(value, NAMESPACES):
+            self._merge_dict(vars(old), vars(value), path)
+        elif is_dataclass(old) and type(value) is type(old):
             for name, new in fields_of(value).items():
-                object.__setattr__(old, name, self.merged(getattr(old, name, None), new))
+                merged = self.merged(getattr(old, name, None), new, below(path, name))
+                object.__setattr__(old, name, merged)
         else:
-            return old if _has_hole(value) else value
+            return value if self._is_whole(value, path) else old
         return old
 
-    def _merge_dict(self, old: dict[Any, Any], value: dict[Any, Any]) -> None:
+    def _merge_dict(self, old: dict[Any, Any], value: dict[Any, Any], path: str) -> None:
         for key, new in value.items():
             if key in old:
-                old[key] = self.merged(old[key], new)
+                old[key] = self.merged(old[key], new, below(path, key))
             elif self._complete:
                 old[key] = new
 
-    def _merged_row(self, old: _Row, value: _Row) -> object:
+    def _merged_row(self, old: _Row, value: _Row, path: str) -> object:
+        is_leaf = children(value) is None
+        if is_leaf and not self._is_kept(path):
+            return old
         items, news = list(old), list(value)
+        names = getattr(value, "_fields", range(len(news)))
         both = min(len(items), len(news))
-        is_one_leaf = PLAIN.issuperset(map(type, (*items, *news)))
-        rest = news[both:] if self._complete or is_one_leaf else items[both:]
-        items = [*map(self.merged, items[:both], news[:both]), *rest]
+        rest = news if self._complete or is_row([*items, *news]) else items
+        paths = [path if is_leaf else below(path, each) for each in names]
+        items = [*map(self.merged, items[:both], news[:both], paths[:both]), *rest[both:]]
         if isinstance(old, tuple):
             return tuple.__new__(type(old), items)
         if isinstance(old, list):
@@ -76,6 +81,15 @@ class Merge:
             old.clear()
             old.extend(items)
         return old
+
+    def _is_kept(self, path: str) -> bool:
+        return self._keep is None or self._keep(path)
+
+    def _is_whole(self, value: object, path: str) -> bool:
+        """True if there is no tensor in ``value``, whose place is elsewhere, and all is asked
+        for."""
+        found = ((below(path, name) if name else path, each) for name, each in leaves(value))
+        return all(not is_plain(each) and self._is_kept(name) for name, each in found)
 
 
 def _filled(old: torch.Tensor, value: object) -> object:
@@ -87,18 +101,3 @@ def _filled(old: torch.Tensor, value: object) -> object:
         with contextlib.suppress(RuntimeError, NotImplementedError), torch.no_grad():
             return old.copy_(value)
     return value
-
-
-def _is_dataclass(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _has_hole(value: object) -> bool:
-    """True if a tensor was left out of ``value``, which is no place to put it into."""
-    if codec_of(type(value)) is not None:  # made whole
-        return False
-    if isinstance(value, dict):
-        return any(map(_has_hole, value.values()))
-    if isinstance(value, _ROWS):
-        return any(map(_has_hole, value))
-    return value is HOLE or (_is_dataclass(value) and _has_hole(fields_of(value)))

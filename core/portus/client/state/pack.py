@@ -1,7 +1,7 @@
-"""A small state as bytes, and back: for what one process hands to another. No pickle.
+"""A small state as bytes, and back: for what one process hands to another.
 
-All numbers are little-endian. digest of the rest (16 bytes); length of the tree, of the layout,
-count of storages (8 bytes each); length of each storage (8 bytes); tree, layout, storages.
+All numbers are little-endian. digest of the rest (16 bytes); length of the pickle, count of
+storages (8 bytes each); length of each storage (8 bytes); pickle, storages.
 """
 
 from __future__ import annotations
@@ -12,44 +12,43 @@ from typing import Final
 import numpy as np
 import torch
 
-from portus.client.state.state import flatten, unflatten
+from portus.client.state.pickling import pickle_state
+from portus.client.state.weights_only import Loadable, unpickled
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, digest
-from portus.index.records import decode_layout, encode_layout
 
-_HEAD: Final = struct.Struct("<QQQ")
+_HEAD: Final = struct.Struct("<QQ")
 
 
 def pack(state: object) -> bytes:
-    """``state`` as bytes; waits for devices. Raises ``UsageError`` as ``Checkpointer.save``."""
-    flat = flatten(state)
-    layout = encode_layout(flat.tensors)
-    storages = [_bytes_of(storage) for storage in flat.storages]
+    """``state`` as bytes; waits for devices. Raises ``UsageError`` for what torch cannot pickle, or
+    would not load with ``weights_only``; arrays of numpy are allowed."""
+    pickled = pickle_state(state)
+    Loadable().check(state, pickled)
+    storages = [_bytes_of(storage) for storage in pickled.storages]
     lengths = np.array([len(storage) for storage in storages], "<u8").tobytes()
-    head = _HEAD.pack(len(flat.tree), len(layout), len(storages))
-    body = b"".join([head, lengths, flat.tree, layout, *storages])
+    head = _HEAD.pack(len(pickled.pickle), len(storages))
+    body = b"".join([head, lengths, pickled.pickle, *storages])
     return digest(body) + body
 
 
 def unpack(data: bytes) -> object:
-    """What ``pack`` was given, on the CPU. Raises ``CorruptionError`` for anything else."""
+    """What ``pack`` was given, on the CPU. Raises ``CorruptionError`` for anything else,
+    ``UsageError`` for classes that this process does not allow (``add_safe_globals``)."""
     body = data[DIGEST_SIZE:]
     if len(body) < _HEAD.size or digest(body) != data[:DIGEST_SIZE]:
         raise CorruptionError(f"packed state: checksum of {len(data)} bytes does not match")
-    tree_length, layout_length, count = _HEAD.unpack_from(body)
+    size, count = _HEAD.unpack_from(body)
     place = _HEAD.size + 8 * count
-    if place + tree_length + layout_length > len(body):
+    if place + size > len(body):
         raise CorruptionError("packed state: its lengths do not fit")
-    lengths = np.frombuffer(body, "<u8", count, _HEAD.size).tolist()
-    tree = body[place : place + tree_length]
-    place += tree_length
-    layout = decode_layout(memoryview(body[place : place + layout_length]))
-    place += layout_length
+    pickled = body[place : place + size]
+    place += size
     storages = []
-    for length in lengths:
+    for length in np.frombuffer(body, "<u8", count, _HEAD.size).tolist():
         storages.append(_storage_of(body[place : place + length]))
         place += length
-    return unflatten(tree, layout, storages)
+    return unpickled(pickled, storages)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:

@@ -1,0 +1,101 @@
+"""What a pool says of a state is loaded by torch's rules for strangers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from portus.client.state.pickling import pickle_state
+from portus.client.state.weights_only import Loadable, unpickled
+from portus.errors import CorruptionError, UsageError
+from tests.unit.client.same import assert_same
+
+
+def state() -> dict[str, Any]:
+    base = torch.arange(12.0)
+    model = OrderedDict(weight=base.view(3, 4), tied=base[2:6])
+    model._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    return {
+        "model": model,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "halves": torch.ones(3, dtype=torch.bfloat16),
+        "wide": torch.ones(3, dtype=torch.uint64),
+        "lazy": torch.ones(2, dtype=torch.complex64).conj(),
+        "empty": torch.empty(0),
+        "plain": [1, 1 << 70, 0.5, float("nan"), "ä", None, True, (2, 3), {4}, b"five", 1 + 2j],
+        "numpy": {"array": np.arange(6).reshape(2, 3), "text": np.array(["a"]), "one": np.half(1)},
+        "randomness": random.getstate(),
+        "of torch": [torch.float16, torch.Size([1]), torch.device("cpu")],
+        "sparse": torch.eye(2).to_sparse(),
+    }
+
+
+def test_values_come_back_equal_in_value_and_type() -> None:
+    found = pickle_state(state())
+    back = unpickled(found.pickle, [each.clone() for each in found.storages])
+    wanted = state()
+    assert torch.equal(back.pop("sparse").to_dense(), wanted.pop("sparse").to_dense())
+    assert_same(back, wanted)
+    assert back["model"]["weight"].data_ptr() + 8 == back["model"]["tied"].data_ptr()
+
+
+def test_tensors_are_over_the_memory_that_was_given() -> None:
+    found = pickle_state(state())
+    back = unpickled(found.pickle, found.storages)
+    addresses = [each.data_ptr() for each in found.storages]
+    assert back["model"]["weight"].data_ptr() in addresses
+
+
+class Called:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_is_called_because_a_pickle_says_so(tmp_path: Path) -> None:
+    made = pickle.dumps({"a": Called(tmp_path / "made")}, 2)
+    with pytest.raises(UsageError, match="weights_only"):
+        unpickled(made, [])
+    assert not (tmp_path / "made").exists()
+
+
+def test_any_bytes_are_an_error_or_a_state(seed: int) -> None:
+    source, found = random.Random(seed), pickle_state(state())
+    for _ in range(300):
+        data = bytearray(found.pickle)
+        for _ in range(source.randrange(1, 4)):
+            data[source.randrange(len(data))] = source.randrange(256)
+        try:
+            unpickled(bytes(data), [each.clone() for each in found.storages])
+        except (CorruptionError, UsageError, MemoryError):
+            continue
+    with pytest.raises((CorruptionError, UsageError)):
+        unpickled(b"", [])
+    with pytest.raises(CorruptionError, match="no storage 0"):
+        unpickled(pickle_state(torch.ones(1)).pickle, [])
+
+
+def test_what_could_not_be_loaded_again_is_named_when_it_first_comes() -> None:
+    loadable = Loadable()
+
+    def check(state: object) -> None:
+        loadable.check(state, pickle_state(state))
+
+    for lr in (0.1, 0.2):
+        check({"groups": [{"lr": lr}], "extra": None})
+    for odd in (frozenset({1}), Path("a"), 1 << 5000):
+        with pytest.raises(UsageError, match=r"^extra\.odd: .*weights_only"):
+            check({"groups": [{"lr": 0.3}], "extra": {"odd": odd}})
+    check({"groups": [{"lr": 0.3}], "extra": np.ones(3)})
+    with torch.serialization.safe_globals([frozenset]):
+        check({"extra": frozenset({1})})
