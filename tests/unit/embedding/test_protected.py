@@ -1335,6 +1335,32 @@ def test_a_pool_that_does_not_say_of_which_kinds_its_optimizers_are_is_loaded(
     assert durable(path)[1, 0] == -2
 
 
+def test_extra_may_have_all_that_weights_only_loads_and_arrays(path: Path) -> None:
+    extra = {"numpy": np.random.default_rng(1).bit_generator.state, "array": np.arange(3), "s": {1}}
+    small = Small()
+    with small.protect(path, extra=lambda: extra):
+        small.step(1)
+    with Small().protect(path) as tables:
+        resumed = tables.load()
+    assert resumed is not None
+    found: Any = resumed.extra
+    assert np.array_equal(found.pop("array"), extra.pop("array"))
+    assert found == extra
+
+
+def test_extra_that_could_not_be_loaded_again_is_refused_with_its_place(path: Path) -> None:
+    small, extra = Small(), dict[str, object](place="here")
+    with small.protect(path, extra=lambda: extra) as tables:
+        small.step(1)
+        tables.wait()
+        extra["place"] = Path("here")
+        with pytest.raises(UsageError, match=r"^extra\.place: .*weights_only"):
+            small.step(2)
+        extra["place"] = "there"
+        small.step(3)
+    assert durable(path)[:, 0].nonzero().flatten().tolist() == [1, 2, 3]
+
+
 def test_optimizers_in_another_order_are_named(path: Path) -> None:
     for order in (1, -1):
         model = torch.nn.ModuleDict(

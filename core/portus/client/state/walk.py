@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from portus.client.state.elsewhere import Elsewhere
+from portus.errors import UsageError
 from portus.spec import TensorKind, TensorSpec
 
 PLAIN: Final = frozenset({type(None), bool, int, float, str})
@@ -53,7 +54,8 @@ class Walked:
 
 
 def walked(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walked:
-    """Look at a state. storages: what is first in ``storages``, in that order."""
+    """Look at a state. storages: what is first in ``storages``, in that order. Raises as
+    ``leaves``."""
     held = list(storages)
     place = {storage._cdata: index for index, storage in enumerate(held)}
     specs, others = [], []
@@ -71,7 +73,7 @@ def walked(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walk
 
 
 def leaves(state: object) -> list[tuple[str, Any]]:
-    """The leaves of a state, by distinct key paths."""
+    """The leaves of a state, by distinct key paths. Raises ``UsageError`` if it contains itself."""
     found: list[tuple[str, Any]] = []
     _look(state, "", (), found)
     if len({path for path, _ in found}) == len(found):
@@ -149,9 +151,11 @@ def end_of(spec: TensorSpec) -> int:
 
 def _look(value: Any, path: str, within: tuple[int, ...], found: list[tuple[str, Any]]) -> None:
     inside = children(value)
-    if inside is None or id(value) in within:  # what contains itself is a leaf in it
+    if inside is None:
         found.append((path, value))
         return
+    if id(value) in within:
+        raise UsageError(f"{path:.200}: the state contains itself; expected one without loops")
     within = (*within, id(value))
     for key, each in inside:
         name = below(path, key)

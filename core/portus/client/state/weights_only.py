@@ -22,8 +22,8 @@ _NUMPY: Final[list[Any]] = [
     *(np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]),
     *{type(np.dtype(each)) for each in "?bhilqBHILQefdgFDGSUVMm"},
 ]
-_ALLOWING: Final = threading.Lock()
-"""What torch allows is one set for the process."""
+_ALLOWING: Final = threading.RLock()
+"""What torch allows is one set for the process. A signal handler may load, too."""
 
 _GLOBALS: Final = re.compile(rb"c([\w.]+\n[\w.]+)\n")
 """What may be the name of a class or function in a pickle; text may look like one."""

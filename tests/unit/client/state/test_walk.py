@@ -7,10 +7,12 @@ import dataclasses
 from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
+import pytest
 import torch
 
 from portus.client.state.elsewhere import Elsewhere
 from portus.client.state.walk import DTYPES, leaves, walked
+from portus.errors import UsageError
 from portus.format.dtypes import ITEM_SIZES
 from portus.spec import TensorKind
 
@@ -65,10 +67,13 @@ def test_paths_are_distinct() -> None:
     assert [path for path, _ in leaves(state)] == ["a.b", "a.b#2", "a.b#2#2", "0", "0#2"]
 
 
-def test_a_state_that_contains_itself_ends() -> None:
-    state: dict[str, Any] = {"a": {"t": torch.zeros(1)}}
+def test_a_state_that_contains_itself_is_refused() -> None:
+    inner = {"t": torch.zeros(1)}
+    state: dict[str, Any] = {"a": inner, "b": inner}
+    assert [path for path, _ in leaves(state)] == ["a.t", "b.t"]
     state["a"]["again"] = state
-    assert [path for path, _ in leaves(state)] == ["a.t", "a.again"]
+    with pytest.raises(UsageError, match=r"^a\.again: the state contains itself"):
+        leaves(state)
 
 
 def test_plain_tensors_are_described_and_others_are_leaves() -> None:
