@@ -99,9 +99,9 @@ class Moments:
         state = self._state(batch, asks=asks)
         flat = pickle_state(state)
         self._describe(state, flat)
-        address = np.array([each.data_ptr() for each in flat.storages], np.int64)
-        length = flat.lengths
-        index = {each.data_ptr(): place for place, each in enumerate(flat.storages)}
+        starts = [each.data_ptr() for each in flat.storages]
+        address, length = np.array(starts, np.int64), flat.lengths
+        index = {start: place for place, start in enumerate(starts)}
         places, digests = ({}, {}) if mapped is None else mapped.placed(index)
         rows = _changed(self._training.tables, index, places)
         copied = _copied(flat, address, length, rows)

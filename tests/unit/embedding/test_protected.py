@@ -1336,7 +1336,8 @@ def test_a_pool_that_does_not_say_of_which_kinds_its_optimizers_are_is_loaded(
 
 
 def test_extra_may_have_all_that_weights_only_loads_and_arrays(path: Path) -> None:
-    extra = {"numpy": np.random.default_rng(1).bit_generator.state, "array": np.arange(3), "s": {1}}
+    state = np.random.default_rng(1).bit_generator.state
+    extra: dict[str, Any] = {"numpy": state, "array": np.arange(3), "set": {1}}
     small = Small()
     with small.protect(path, extra=lambda: extra):
         small.step(1)
