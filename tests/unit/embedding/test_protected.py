@@ -1362,6 +1362,28 @@ def test_extra_that_could_not_be_loaded_again_is_refused_with_its_place(path: Pa
     assert durable(path)[:, 0].nonzero().flatten().tolist() == [1, 2, 3]
 
 
+def test_tables_are_restored_into_the_state_of_another_model(path: Path) -> None:
+    small = Small(torch.optim.Adagrad)
+    extra = {"rates": [0.5, 0.25], "array": np.arange(3), "sparse": torch.eye(2).to_sparse()}
+    with small.protect(path, extra=lambda: extra):
+        small.step(1, 7)
+    wanted = small.weight.detach().clone()
+    weight = torch.zeros(ROWS, 4)
+    other: dict[str, Any] = {"rates": [1.0], "array": None, "sparse": None, "more": 1}
+    state = {"model": {"table.weight": weight}, "extra": other}
+    with portus.open(path) as view:
+        with pytest.raises(UsageError, match=r"unexpected, not in the state: batch"):
+            view.restore_into(state, MODEL)
+        assert not weight.any()
+        view.restore_into(state, MODEL, names=["model", "extra"])
+        part: Any = view.load(MODEL, names=["extra.array", "optimizers.0.state.*"])
+    assert torch.equal(weight, wanted)
+    assert (other["rates"], other["array"].tolist(), other["more"]) == ([0.5, 0.25], [0, 1, 2], 1)
+    assert torch.equal(other["sparse"].to_dense(), torch.eye(2))
+    assert part["optimizers"][0]["state"][0]["sum"].shape == (ROWS, 4)
+    assert part.keys() == {"extra", "optimizers"}
+
+
 def test_optimizers_in_another_order_are_named(path: Path) -> None:
     for order in (1, -1):
         model = torch.nn.ModuleDict(

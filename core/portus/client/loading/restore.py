@@ -24,7 +24,7 @@ from portus.client.loading.patterns import Patterns, matcher, part_of
 from portus.client.loading.recognized import load_opened
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import restore_torch
-from portus.client.state.walk import Walked, end_of, leaves, walked
+from portus.client.state.walk import Walked, end_of, is_plain, leaves
 from portus.client.state.weights_only import unpickled
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format import items
@@ -201,7 +201,7 @@ def outlined(
     """
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-        found = _Outlined(opened)
+        found = _Outlined(opened, "cpu")
         state = found.outline if keep is None else part_of(found.outline, keep)
         yield Outline(state, found.indices, opened.record, opened.tensors, opened.logged)
 
@@ -305,7 +305,7 @@ def restore_into(
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
         missing, unexpected = restore_over(
-            _Outlined(opened), state, strict=strict, names=names, rename=rename
+            _Outlined(opened, "meta"), state, strict=strict, names=names, rename=rename
         )
     note_loaded(current.info)
     return Restored(current.info, missing, unexpected)
@@ -347,19 +347,25 @@ def _load(
 class _Outlined:
     """See ``StoredState``: a version of a shelf, or of tables."""
 
-    def __init__(self, opened: _Opened) -> None:
+    def __init__(self, opened: _Opened, device: str) -> None:
+        """device: of the memory for plain tensors; on "meta" there is none."""
         self._opened: Final = opened
         self.where: Final = opened.where
-        blank = [torch.UntypedStorage(length) for length in opened.lengths.tolist()]
+        plain = {spec.storage for spec in opened.tensors} - _of_arrays(opened)
+        blank = [
+            torch.UntypedStorage(length, device=device if index in plain else "cpu")
+            for index, length in enumerate(opened.lengths.tolist())
+        ]
         self.indices: Final = {each._cdata: index for index, each in enumerate(blank)}
-        self.outline: Final = _assembled(opened, blank)
-        self.walked: Final[Walked] = walked(self.outline, blank)
-        self.lengths: Final = opened.lengths
-        # What no plain tensor has is needed now, such as arrays.
-        rest = np.setdiff1d(
-            np.arange(len(blank)), [spec.storage for spec in self.walked.tensors]
-        ).astype(np.int64)
+        rest = np.array([index for index in range(len(blank)) if index not in plain], np.int64)
         opened.fetch_into(rest, np.array([blank[each].data_ptr() for each in rest], np.int64))
+        self.outline: Final = _assembled(opened, blank)
+        self.walked: Final = Walked(
+            tuple(spec for spec in opened.tensors if spec.storage in plain),
+            blank,
+            [(path, value) for path, value in leaves(self.outline) if not is_plain(value)],
+        )
+        self.lengths: Final = opened.lengths
 
     def check(self, wanted: Column) -> None:
         self._opened.check(wanted)
@@ -369,10 +375,10 @@ class _Outlined:
 
 
 def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None]) -> object:
-    """The state over ``storages``; one that is None has memory that nobody fills."""
+    """The state over ``storages``; what has one that is None has no memory, and is not used."""
     lengths = opened.lengths.tolist()
     every = [
-        torch.UntypedStorage(length) if each is None else each
+        torch.UntypedStorage(length, device="meta") if each is None else each
         for each, length in zip(storages, lengths, strict=True)
     ]
 
@@ -382,7 +388,7 @@ def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None])
         if not 0 <= spec.storage < len(every) or size > lengths[spec.storage]:
             raise CorruptionError(f"{spec.name}: is not within its storage")
         storage = every[spec.storage]
-        if shape is None:
+        if shape is None or storage.device.type == "meta":
             return view_of(spec, storage)
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return array_over(shape, data.numpy().data)
@@ -395,6 +401,19 @@ def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None])
         raise CorruptionError(f"{named(opened.record.info)}: {error}") from error
     except UsageError as error:
         raise UsageError(f"{named(opened.record.info)}: {error}") from error
+
+
+def _of_arrays(opened: _Opened) -> set[int]:
+    """Indices of the storages of a shelf that hold arrays of numpy."""
+    found: set[int] = set()
+
+    def make(index: int, shape: ArrayShape | None) -> None:
+        if shape is not None:
+            found.add(opened.tensors[index].storage)
+
+    if not _is_pickle(opened.tree):
+        items.decode(opened.tree, make)
+    return found
 
 
 def _is_pickle(tree: bytes) -> bool:
