@@ -17,7 +17,7 @@ _FLAGS = ("PORTUS_ACCELERATE", "PORTUS_DEEPSPEED")
 
 def allow_references() -> None:
     """Let ``torch.load`` follow pointers."""
-    _register("portus._autoload", "torch.load cannot read reference files")
+    _register("portus._autoload", "torch.load cannot follow pointers")
 
 
 def follow_the_flag() -> None:

@@ -214,13 +214,12 @@ def remove_pool(path: str, files: FileSystem) -> None:
         return
     files.remove(path)
     home = os.path.dirname(path)
-    for directory in (os.path.splitext(path)[0] + ".references", home):
-        left = set(files.entries(directory))
-        if left and left <= {".gitignore", "CACHEDIR.TAG"}:
-            for name in left:
-                files.remove(os.path.join(directory, name))
-        with contextlib.suppress(OSError):
-            os.rmdir(directory)
+    left = set(files.entries(home))
+    if left and left <= {".gitignore", "CACHEDIR.TAG"}:
+        for name in left:
+            files.remove(os.path.join(home, name))
+    with contextlib.suppress(OSError):
+        os.rmdir(home)
 
 
 def is_at(writer: PoolWriter, path: str | None) -> bool:
