@@ -85,9 +85,9 @@ def test_no_step_of_a_torch_optimizer_tears_a_save(
 def test_all_that_a_torch_optimizer_trains_is_copied_late(name: str) -> None:
     scenario = functools.partial(with_optimizer, name, implementations(name)[0], True)
     save = played(scenario, guarded=True)[-1]
-    assert "model.0.weight" in save.late_names
-    assert ("model.2.weight" in save.late_names) == (name != "sparse-adam")
-    states = {each for each in save.late_names if each.startswith("optimizer.state")}
+    assert "['model']['0.weight']" in save.late_names
+    assert ("['model']['2.weight']" in save.late_names) == (name != "sparse-adam")
+    states = {each for each in save.late_names if each.startswith("['optimizer']['state']")}
     assert bool(states) == (name != "sgd")
 
 
