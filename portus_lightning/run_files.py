@@ -51,12 +51,12 @@ class RunFiles:
     ) -> None:
         self.settings: Final = settings
         self._pool: Final = pool
-        self._pool_at: Final = portus.Place.of_pool(pool)
         self._model: Final = model
         self._guard: Final = threading.RLock()
         self._thread: Final = _Thread()
         self._handles: Final[deque[portus.SaveHandle]] = deque(maxlen=16)
-        self._files = self._new_files()  # says what makes no sense, now
+        self._new_files()  # says what makes no sense, now
+        self._made: portus.TrainingFiles | None = None
         self._shards: PortusStorageWriter | None = None
         self._has_begun = False
         self.chosen: str | None = None
@@ -187,7 +187,8 @@ class RunFiles:
 
     def is_there(self, path: str) -> bool:
         """Return whether there is, or will be, a file at ``path``."""
-        return self._files.is_there(path)
+        made = self._made
+        return os.path.exists(path) if made is None else made.is_there(path)
 
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to ``target`` as soon as that is there. Raises ``OSError`` where no
@@ -230,9 +231,9 @@ class RunFiles:
 
     def wait(self) -> None:
         """Block until all saves are committed or failed; raises as ``Checkpointer.wait`` does."""
-        self._files.wait()
-        if self._shards is not None:
-            self._shards.wait()
+        for each in (self._made, self._shards):
+            if each is not None:
+                each.wait()
 
     def end(self) -> None:
         """Finish the saves in flight. Later saves return when they are durable. Raises the errors
@@ -255,6 +256,19 @@ class RunFiles:
             pool=self._pool,
             name=self._model,
         )
+
+    @property
+    def _pool_at(self) -> portus.Place | None:
+        """The pool that a user named, also by ``$PORTUS_POOL`` until now."""
+        return portus.Place.of_pool(self._pool)
+
+    @property
+    def _files(self) -> portus.TrainingFiles:
+        """In the process that saves, which a strategy may have forked, and for its pool."""
+        with self._guard:
+            if self._made is None:
+                self._made = self._new_files()
+            return self._made
 
     def _new_files(self) -> portus.TrainingFiles:
         return portus.TrainingFiles(
@@ -281,11 +295,11 @@ class RunFiles:
 
     def _close(self) -> None:
         with self._guard, contextlib.ExitStack() as closing:
-            closing.callback(self._files.close)
-            self._files, self._has_begun = self._new_files(), False
-            if self._shards is not None:
-                closing.callback(self._shards.close)
-                self._shards = None
+            for each in (self._made, self._shards):
+                if each is not None:
+                    closing.callback(each.close)
+            self._made = self._shards = None
+            self._has_begun = False
 
     def _step_of(self, checkpoint: dict[str, Any]) -> int:
         step = _step_in(checkpoint)

@@ -102,6 +102,7 @@ class TrainingFiles:
         Raises ``UsageError`` if both have what the other one lacks, ``CorruptionError`` if the
         mirror has no file that is as it was uploaded, and ``TransportError``.
         """
+        self._forget_parent()
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.fetch()
@@ -114,6 +115,7 @@ class TrainingFiles:
         mirror, if the settings name one. resumed_step: of the checkpoint that it goes on from, if
         it does. The others, and what is raised: as of ``fetch``; and ``UsageError`` for a mirror
         that may not be written."""
+        self._forget_parent()
         self._name = name
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
@@ -129,6 +131,7 @@ class TrainingFiles:
     def keep_drafts_below(self, base: str) -> None:
         """Put the drafts of what is below the directory ``base`` into its hidden folder from now
         on. For saves that are a part of others, for which ``begin`` is called."""
+        self._forget_parent()
         self._base = base
 
     @calls.marked
@@ -349,10 +352,14 @@ class TrainingFiles:
     def _is_open(self) -> bool:
         return self._saver is not None and self._process == os.getpid()
 
-    def _opened(self) -> tuple[FileSaver, AfterCommit]:
+    def _forget_parent(self) -> None:
+        """In a forked child: what the parent has open is not for this process."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._saver = self._after = self._journal = self._mirror = None
+
+    def _opened(self) -> tuple[FileSaver, AfterCommit]:
+        self._forget_parent()
         if self._saver is None or self._after is None:
             saver = FileSaver(join(self), self._settings, pool=self._pool())
             self._after = AfterCommit(partial(self._remove, saver), saver.later)

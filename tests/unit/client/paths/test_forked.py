@@ -1,0 +1,46 @@
+"""A training whose files were made in a parent, and that goes on in a forked child."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from portus.mirror.address import parse
+from portus.mirror.files import MirroredFiles
+from portus.mirror.opening import open_file_store
+from tests.unit.client.paths.programs import in_process
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
+
+PROGRAM = """
+import os, sys
+import portus
+home, opened = {home!r}, {opened}
+files = portus.TrainingFiles(portus.Settings(mirror="file://" + home + "/bucket"))
+if opened:
+    files.begin("run", home + "/run/.portus", home + "/run/ckpt")
+child = os.fork()
+if child == 0:
+    files.begin("run", home + "/run/.portus", home + "/run/ckpt")
+    files.save({{"step": 1}}, home + "/run/ckpt/1.ckpt", 1).wait()
+    files.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_what_a_child_saves_is_in_the_mirror_and_in_the_journal(
+    tmp_path: Path, opened: bool
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    ran = in_process(PROGRAM.format(home=str(tmp_path), opened=opened))
+    assert ran.returncode == 0, ran.stderr
+    store = open_file_store(parse(f"file://{tmp_path}/bucket"))
+    names = [each.path for each in MirroredFiles(store, "run", "bucket").read().files]
+    store.close()
+    assert names == ["ckpt/1.ckpt"]
+    (journal,) = (tmp_path / "run" / ".portus").rglob("*.lines")
+    assert "1.ckpt" in journal.read_text()
