@@ -264,7 +264,7 @@ class RunFiles:
 
     @property
     def _files(self) -> portus.TrainingFiles:
-        """In the process that saves, which a strategy may have forked, and for its pool."""
+        """Return what saves: made in the process that does, which a strategy may have forked."""
         with self._guard:
             if self._made is None:
                 self._made = self._new_files()

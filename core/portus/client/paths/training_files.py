@@ -353,7 +353,7 @@ class TrainingFiles:
         return self._saver is not None and self._process == os.getpid()
 
     def _forget_parent(self) -> None:
-        """In a forked child: what the parent has open is not for this process."""
+        """Forget, in a forked child, what its parent has open."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._saver = self._after = self._journal = self._mirror = None
