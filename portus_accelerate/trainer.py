@@ -180,22 +180,31 @@ def _train(
             saver.leave()
             raise
         if is_own and not saver.has_saved:
-            _rotate_now(self)
+            _rotate_now(self, os.path.abspath(chosen))
         saver.finish()  # within the time that a signal leaves
     return result
 
 
-def _rotate_now(trainer: Any) -> None:
+def _rotate_now(trainer: Any, chosen: str) -> None:
     """Remove the old checkpoints that the process before would have, after its last save, had it
-    not been killed: Trainer only does it when it saves."""
+    not been killed: Trainer only does it when it saves. chosen: what this training went on from.
+    Nothing goes unless it is the newest: the one that stays may have been cut off."""
     module: Any = sys.modules["transformers.trainer"]
-    if trainer.args.should_save:
+    if trainer.args.should_save and _is_newest(chosen):
         module.rotate_checkpoints(
             output_dir=trainer.args.output_dir,
             save_total_limit=trainer.args.save_total_limit,
             best_model_checkpoint=trainer.state.best_model_checkpoint,
             use_mtime=True,
         )
+
+
+def _is_newest(checkpoint: str) -> bool:
+    """True if none beside it is newer, by its step or by its time: Trainer goes by either."""
+    beside = place.numbered(os.path.dirname(checkpoint))
+    steps = [path for path in beside if NAME.fullmatch(os.path.basename(path))]
+    times = sorted(steps, key=os.path.getmtime)  # those of one time stay in the order of steps
+    return steps[-1:] == times[-1:] == [checkpoint]
 
 
 def _follow_the_cadence(trainer: Any, saver: Saver) -> None:

@@ -121,6 +121,20 @@ def test_a_run_that_was_killed_as_it_ended_is_ended_by_the_next_start(tmp_path: 
     assert steps_of(tmp_path) == [5, 6]
 
 
+@pytest.mark.usefixtures("flag")
+def test_a_training_that_saves_nothing_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    """There is room for one, and a newer one that was cut off."""
+    made = trained(tmp_path, 2, save_total_limit=1)
+    cut = tmp_path / "out" / "checkpoint-3"
+    cut.mkdir()
+    (cut / "trainer_state.json").write_text("{}")
+    made.args.save_strategy = "no"
+    made.train(resume_from_checkpoint=True)
+    assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").exists(), "the same process"
+    trained(tmp_path, 4, resume=True, save_total_limit=1, save_strategy="no")
+    assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").exists(), "another one"
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("flag")
 def test_a_training_that_starts_from_another_one_s_checkpoint_leaves_that_alone(
