@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.client.state.pickling import PickledState, pickle_state
-from portus.client.state.walk import walked
-from portus.client.state.weights_only import Loadable
+from portus.client.state.pickling import PickledState
+from portus.client.state.walk import refuse_freed, walked
+from portus.client.state.weights_only import Loadable, pickle_for_pool
 from portus.embedding.mapped import Mapped
 from portus.embedding.moment import Moment, Rows
 from portus.embedding.placed import NO_ROWS, PlacedMoment, RowsThere
@@ -97,7 +97,7 @@ class Moments:
             self._before = dense, self.is_whole, self.announced
             mapped.measure()
         state = self._state(batch, asks=asks)
-        flat = pickle_state(state)
+        flat = pickle_for_pool(state)
         self._describe(state, flat)
         starts = [each.data_ptr() for each in flat.storages]
         address, length = np.array(starts, np.int64), flat.lengths
@@ -174,8 +174,12 @@ class Moments:
         """Make the layout of a state, and see that it can be loaded again; both follow from its
         pickle. Raises ``UsageError``."""
         if flat.pickle != self._pickle:
+            tensors = walked(state, flat.storages).tensors
+            for spec in tensors:
+                if spec.storage >= 0:
+                    refuse_freed(spec, flat.storages[spec.storage])
             self._loadable.check(state, flat)
-            self._layout = encode_layout(walked(state, flat.storages).tensors)
+            self._layout = encode_layout(tensors)
             self._pickle = flat.pickle
 
 

@@ -71,4 +71,7 @@ def _value(tag: str, content: Any) -> object:
             return base64.b64decode(content[0], validate=True)
         except binascii.Error as error:
             raise CorruptionError(f"not base64: {error}") from error
-    raise UsageError(f"unknown tag {tag!r:.40}: this is not a shelf, or a newer Portus wrote it")
+    raise UsageError(
+        f"unknown tag {tag!r:.40}: expected a shelf; protected tables of 0.1.0, and what a newer "
+        "Portus wrote, are not read"
+    )

@@ -20,7 +20,8 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
-from portus.client.state.pickling import PickledState, pickle_state
+from portus.client.state.pickling import PickledState
+from portus.client.state.weights_only import pickle_for_pool
 from portus.embedding import (
     Elsewhere,
     Protected,
@@ -1322,12 +1323,12 @@ def test_a_pool_that_does_not_say_of_which_kinds_its_optimizers_are_is_loaded(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without(state: Any) -> PickledState:
-        return pickle_state({key: state[key] for key in state if key != "optimizer_kinds"})
+        return pickle_for_pool({key: state[key] for key in state if key != "optimizer_kinds"})
 
     for batch in range(2):
         small = Small()
         with monkeypatch.context() as patch:
-            patch.setattr(capture, "pickle_state", without)
+            patch.setattr(capture, "pickle_for_pool", without)
             with small.protect(path) as tables:
                 assert (tables.load() is not None) == bool(batch)
                 small.step(1)

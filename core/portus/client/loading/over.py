@@ -16,7 +16,7 @@ from portus.client.loading.overlap import contradiction, copy_over, overlapping
 from portus.client.loading.patterns import Patterns, matcher
 from portus.client.state.elsewhere import Elsewhere
 from portus.client.state.merge import Merge
-from portus.client.state.walk import DTYPES, Walked, end_of, walked
+from portus.client.state.walk import DTYPES, Walked, refuse_freed, walked
 from portus.errors import UsageError
 from portus.pipeline.plan import Column
 from portus.spec import TensorSpec
@@ -141,7 +141,7 @@ class _Pairs:
                 self.unexpected.append(name)
                 continue
             seen.add(name)
-            _refuse_freed(target, here.storages[target.storage])
+            refuse_freed(target, here.storages[target.storage])
             if target.shape != spec.shape:
                 self._misshapen.append(
                     f"size mismatch for {name}: the version has {list(spec.shape)}, the state "
@@ -198,16 +198,6 @@ class _Pairs:
             raise UsageError(
                 f"{self._where} does not fit the state, which is untouched: " + "; ".join(lines)
             )
-
-
-def _refuse_freed(spec: TensorSpec, storage: torch.UntypedStorage) -> None:
-    """Raise ``UsageError`` for a tensor of the state whose memory was freed."""
-    needed = DTYPES[spec.dtype].itemsize * end_of(spec)
-    if storage.nbytes() < needed:
-        raise UsageError(
-            f"{spec.name}: needs {needed} bytes, but its storage has {storage.nbytes()}; it was "
-            "freed (FSDP does that): gather it first"
-        )
 
 
 def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:

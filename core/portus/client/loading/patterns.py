@@ -17,6 +17,9 @@ _HEADS_MAX: Final = 2000
 
 _DROPPED: Final = object()
 
+_SINGLE: Final = frozenset({type(None), bool, int, float, str})
+"""A list or tuple of nothing but these is one leaf, as in ``client.state.walk``, which is heavy."""
+
 
 class Matcher:
     """Whether a key path matches one of some shell patterns, or lies below what one matches."""
@@ -78,7 +81,7 @@ def _part(value: Any, keep: Callable[[str], bool], keys: tuple[object, ...]) -> 
         pairs = [(key, _part(each, keep, (*keys, key))) for key, each in value.items()]
         kept = {key: each for key, each in pairs if each is not _DROPPED}
         return _made_as(value, kept) if kept or not keys else _DROPPED
-    if type(value) in (list, tuple) and value:
+    if type(value) in (list, tuple) and not _SINGLE.issuperset(map(type, value)):
         parts = [_part(each, keep, (*keys, index)) for index, each in enumerate(value)]
         if all(each is _DROPPED for each in parts) and keys:
             return _DROPPED

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,8 @@ from portus.client.state.walk import (
     is_row,
     leaves,
 )
+
+_NOTHING: Final = object()
 
 _Row = list[object] | tuple[object, ...] | deque[object]
 
@@ -61,7 +64,19 @@ class Merge:
             if key in old:
                 old[key] = self.merged(old[key], new, below(path, key))
             elif self._complete:
-                old[key] = new
+                added = self._added(new, below(path, key))
+                if added is not _NOTHING:
+                    old[key] = added
+
+    def _added(self, value: object, path: str) -> object:
+        """What comes into a state that lacks it: all but tensors, whose places are elsewhere."""
+        if self._is_whole(value, path):
+            return value
+        if not isinstance(value, dict) or type(value) not in (dict, OrderedDict):
+            return _NOTHING
+        parts = ((key, self._added(each, below(path, key))) for key, each in value.items())
+        kept = type(value)((key, each) for key, each in parts if each is not _NOTHING)
+        return kept or _NOTHING
 
     def _merged_row(self, old: _Row, value: _Row, path: str) -> object:
         is_leaf = children(value) is None
@@ -70,11 +85,15 @@ class Merge:
         items, news = list(old), list(value)
         names = getattr(value, "_fields", range(len(news)))
         both = min(len(items), len(news))
-        rest = news if self._complete or is_row([*items, *news]) else items
+        more = [self._is_whole(each, path) for each in news[both:]]
+        is_taken = (self._complete and all(more)) or is_row([*items, *news])
+        rest = news if is_taken else items
         paths = [path if is_leaf else below(path, each) for each in names]
+        before = items
         items = [*map(self.merged, items[:both], news[:both], paths[:both]), *rest[both:]]
         if isinstance(old, tuple):
-            return tuple.__new__(type(old), items)
+            is_same = len(items) == len(before) and all(map(is_, items, before))
+            return old if is_same else _tuple_like(old, items)
         if isinstance(old, list):
             old[:] = items
         else:
@@ -90,6 +109,13 @@ class Merge:
         for."""
         found = ((below(path, name) if name else path, each) for name, each in leaves(value))
         return all(not is_plain(each) and self._is_kept(name) for name, each in found)
+
+
+def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:
+    """A tuple of the class of ``old``."""
+    if hasattr(old, "n_sequence_fields"):  # as torch.max returns
+        return type(old)(items)
+    return tuple.__new__(type(old), items)
 
 
 def _filled(old: torch.Tensor, value: object) -> object:

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from portus.client.state.pickling import pickle_state
-from portus.client.state.weights_only import Loadable, unpickled
+from portus.client.state.walk import refuse_freed, walked
+from portus.client.state.weights_only import Loadable, pickle_for_pool, unpickled
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, digest
 
@@ -22,8 +22,11 @@ _HEAD: Final = struct.Struct("<QQ")
 
 def pack(state: object) -> bytes:
     """``state`` as bytes; waits for devices. Raises ``UsageError`` for what torch cannot pickle, or
-    would not load with ``weights_only``; arrays of numpy are allowed."""
-    pickled = pickle_state(state)
+    would not load with ``weights_only``; plain arrays of numpy are allowed."""
+    pickled = pickle_for_pool(state)
+    for spec in walked(state, pickled.storages).tensors:
+        if spec.storage >= 0:
+            refuse_freed(spec, pickled.storages[spec.storage])
     Loadable().check(state, pickled)
     storages = [_bytes_of(storage) for storage in pickled.storages]
     lengths = np.array([len(storage) for storage in storages], "<u8").tobytes()

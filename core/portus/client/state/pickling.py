@@ -40,6 +40,9 @@ from portus.image.torch_zip import (
     torch_image,
 )
 
+Reducers = dict[type, Any]
+"""What pickles objects of a class, as in ``copyreg.dispatch_table``."""
+
 _PROTOCOL: Final = torch.serialization.DEFAULT_PROTOCOL
 _TORCHS_OWN: Final = (
     torch.Tensor.__reduce_ex__,
@@ -87,8 +90,8 @@ def _path_in(pickled: bytes, index: int) -> str:
     return next((place.subscript for place in places), f"storage {index}")
 
 
-def pickle_state(state: object) -> PickledState:
-    """``state`` as ``torch.save`` pickles it.
+def pickle_state(state: object, reducers: Reducers | None = None) -> PickledState:
+    """``state`` as ``torch.save`` pickles it. reducers: of classes that are pickled otherwise.
 
     Raises ``UsageError`` for what torch refuses, in torch's words, with the path to it.
     """
@@ -99,7 +102,7 @@ def pickle_state(state: object) -> PickledState:
         )
     try:
         with _no_collection():
-            return _pickled(state, _shortcut_is_right())
+            return _pickled(state, _shortcut_is_right(), reducers)
     except (MemoryError, UsageError):
         raise
     except Exception as error:
@@ -148,14 +151,16 @@ def _skips_data() -> bool:
     return bool(torch.serialization._serialization_tls.skip_data)
 
 
-def _pickled(state: object, shortcut: bool) -> PickledState:
+def _pickled(state: object, shortcut: bool, reducers: Reducers | None = None) -> PickledState:
     file = io.BytesIO()
     pickler: _Pickler | _SlowPickler = _Pickler(file) if shortcut else _SlowPickler(file)
+    if reducers is not None:
+        pickler.dispatch_table = {**copyreg.dispatch_table, **reducers}
     try:
         pickler.dump(state)
         data = pickler.finished(file.getvalue())
     except _NotPlainError:
-        return _pickled(state, False)
+        return _pickled(state, False, reducers)
     storages = list(pickler.storages.values())
     return PickledState(
         pickle=data,

@@ -75,7 +75,10 @@ def walked(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walk
 def leaves(state: object) -> list[tuple[str, Any]]:
     """The leaves of a state, by distinct key paths. Raises ``UsageError`` if it contains itself."""
     found: list[tuple[str, Any]] = []
-    _look(state, "", (), found)
+    try:
+        _look(state, "", (), found)
+    except RecursionError as error:
+        raise UsageError("the state is nested too deep for this call stack") from error
     if len({path for path, _ in found}) == len(found):
         return found
     used: set[str] = set()
@@ -139,6 +142,16 @@ def fields_of(value: Any) -> dict[str, object]:
 def below(path: str, key: object) -> str:
     """The key path of what is at ``key`` in the container at ``path``."""
     return f"{path}.{key}" if path else str(key)
+
+
+def refuse_freed(spec: TensorSpec, storage: torch.UntypedStorage) -> None:
+    """Raise ``UsageError`` for a tensor whose memory was freed."""
+    needed = DTYPES[spec.dtype].itemsize * end_of(spec)
+    if storage.nbytes() < needed:
+        raise UsageError(
+            f"{spec.name}: needs {needed} bytes, but its storage has {storage.nbytes()}; it was "
+            "freed (FSDP does that): gather it first"
+        )
 
 
 def end_of(spec: TensorSpec) -> int:

@@ -1,34 +1,91 @@
 """Pickles of states in pools, by the rules of ``torch.load(weights_only=True)``: nothing that they
-name is imported or called but what torch allows, and what numpy needs for plain arrays."""
+name is imported or called but what torch allows, and what makes plain arrays of numpy. Those are
+pickled as dtypes in JSON and bytes: so they are the same for each numpy, and hold no objects."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import pickle
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import _weights_only_unpickler
 
-from portus.client.state.pickling import PickledState, pickle_state
+from portus.client.state.pickling import PickledState, Reducers, pickle_state
 from portus.client.state.walk import leaves
 from portus.errors import CorruptionError, UsageError
+from portus.format.arrays import array_over, dtype_node, read_dtype, read_shape
 
-_NUMPY: Final[list[Any]] = [
-    *(np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]),
-    *{type(np.dtype(each)) for each in "?bhilqBHILQefdgFDGSUVMm"},
-]
-_ALLOWING: Final = threading.RLock()
-"""What torch allows is one set for the process. A signal handler may load, too."""
-
-_GLOBALS: Final = re.compile(rb"c([\w.]+\n[\w.]+)\n")
-"""What may be the name of a class or function in a pickle; text may look like one."""
+_GLOBALS: Final = re.compile(rb"c([\w.]{1,60}\n[\w.]{1,60})\n")
+"""What may be the name of a class or function in a pickle; text may look like one. Bounded: it is
+looked for in all bytes of arrays."""
 _LONG: Final = re.compile(rb"\x8b...\0", re.DOTALL)
 """What may be an integer of more than 255 bytes, which torch does not load."""
+
+
+def array_of(node: object, shape: Sequence[object], fortran: object, data: bytes) -> Any:
+    """The array that was pickled. Raises ``CorruptionError``."""
+    return array_over(read_shape(node, shape, fortran), bytearray(data))
+
+
+def scalar_of(node: object, data: bytes) -> Any:
+    """The number of numpy that was pickled. Raises ``CorruptionError``."""
+    dtype = read_dtype(node)
+    if len(data) != dtype.itemsize:
+        raise CorruptionError(f"a {dtype} needs {dtype.itemsize} bytes, found {len(data)}")
+    return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
+
+
+def no_bytes() -> bytes:
+    """What ``b""`` is pickled as a call of."""
+    return b""
+
+
+def _reduced_array(array: np.ndarray[Any, Any]) -> Any:
+    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    data = array.tobytes("F" if fortran else "C")
+    return array_of, (dtype_node(array.dtype), list(array.shape), fortran, data)
+
+
+def _reduced_scalar(scalar: np.generic) -> Any:
+    return scalar_of, (dtype_node(scalar.dtype), scalar.tobytes())
+
+
+_REDUCERS: Final[Reducers] = {
+    np.ndarray: _reduced_array,
+    **{np.dtype(each).type: _reduced_scalar for each in "?bhilqBHILQefdgFDGSUVMm"},
+}
+
+_ALLOWED: Final[set[Any]] = {
+    *(array_of, scalar_of, no_bytes),
+    *((no_bytes, "builtins.bytes"), (no_bytes, "__builtin__.bytes")),
+}
+
+
+def _own_unpickler() -> Any:
+    """torch's module once more, for ourselves: what it allows besides is one set for each module,
+    and that of torch is the user's."""
+    spec = importlib.util.find_spec("torch._weights_only_unpickler")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_OWN: Final = _own_unpickler()
+
+
+def pickle_for_pool(state: object) -> PickledState:
+    """``state`` as a pool has it. Raises ``UsageError``, with the key path, for what torch refuses,
+    and for arrays of objects."""
+    try:
+        return pickle_state(state, _REDUCERS)
+    except UsageError as error:
+        raise UsageError(f"{_place(state) or 'the state'}: {error}") from error
 
 
 def unpickled(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage]) -> Any:
@@ -47,15 +104,11 @@ def unpickled(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage]
             wrap_storage=storages[number], dtype=dtype, _internal=True
         )
 
-    unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = stored  # type: ignore[method-assign]
+    _OWN._marked_safe_globals_set = {*torch.serialization.get_safe_globals(), *_ALLOWED}
+    unpickler = _OWN.Unpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = stored
     try:
-        with (
-            _ALLOWING,
-            torch.serialization.safe_globals(_NUMPY),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
+        with torch.inference_mode(False), torch.no_grad():
             state = unpickler.load()
             torch._utils._validate_loaded_sparse_tensors()
     except (CorruptionError, MemoryError):
@@ -88,10 +141,10 @@ class Loadable:
 
 
 def _place(state: object) -> str:
-    """The key path of the first leaf that alone cannot be loaded again either."""
+    """The key path of the first leaf that alone cannot be saved and loaded again either."""
     for path, value in leaves(state):
         try:
-            alone = pickle_state(value)
+            alone = pickle_state(value, _REDUCERS)
             unpickled(alone.pickle, alone.storages)
         except (UsageError, CorruptionError):
             return path

@@ -1,0 +1,104 @@
+"""What a restore puts into a state besides tensors: never a tensor that nobody filled."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import portus
+from portus.client.loading.patterns import part_of
+from portus.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("own_saver")
+
+
+def restored(root: Path, saved: object, state: Any, **settings: Any) -> Any:
+    """``state``, with what was saved of ``saved``."""
+    with contextlib.closing(portus.Checkpointer(root / "run")) as checkpointer:
+        checkpointer.save(saved, 1).wait()
+        checkpointer.restore_into(state, **settings)
+    return state
+
+
+ONES = torch.ones(3)
+ZEROS = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("saved", "state", "expected"),
+    [
+        ({"model": {"w": 1, "n": 3}}, {"model.w": 0}, {"model.w": 1, "model": {"n": 3}}),
+        ({"state": {"0": {"w": 1, "n": 3}}}, {"state": {0: {"w": 0, "n": 2}}}, None),
+        ({"l": [1, 1]}, {"l": [0], "l.1": 0}, {"l": [1], "l.1": 1}),
+        ({"w": 1, "new": {"deep": [5, "a"]}}, {"w": 0}, {"w": 1, "new": {"deep": [5, "a"]}}),
+    ],
+)
+def test_what_a_state_lacks_comes_without_tensors(
+    tmp_path: Path, saved: Any, state: Any, expected: Any
+) -> None:
+    """Tensors are paired by the text of their key paths, all else by the keys themselves."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: made(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [made(each) for each in value]
+        return {0: ZEROS.clone(), 1: ONES.clone()}.get(value, value)
+
+    found = restored(tmp_path, made(saved), made(state))
+    for _, tensor in tensors_in(found):
+        assert torch.equal(tensor, ONES)
+    if expected is not None:
+        assert str(found) == str(made(expected))
+
+
+def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    items: Any = value.items() if isinstance(value, dict) else []
+    items = enumerate(value) if isinstance(value, list) else items
+    return [each for key, inside in items for each in tensors_in(inside, f"{path}.{key}")]
+
+
+def test_a_tuple_of_which_nothing_is_asked_for_stays_the_same(tmp_path: Path) -> None:
+    pair = torch.max(torch.ones(2, 2), 0)
+    state = {"a": torch.zeros(2), "pair": pair}
+    saved = {"a": torch.ones(2), "pair": torch.max(torch.ones(2, 2), 0)}
+    found = restored(tmp_path, saved, state, names="a", weights_only=False)
+    assert found["pair"] is pair
+    assert torch.equal(found["a"], torch.ones(2))
+
+
+def test_a_row_is_asked_for_as_one_value() -> None:
+    state = {"a": [1, None], "b": [torch.ones(1), 2]}
+    assert part_of(state, lambda path: path == "a") == {"a": [1, None]}
+    assert part_of(state, lambda path: path == "b.1") == {"b": [None, 2]}
+
+
+def test_memory_that_was_freed_is_not_packed() -> None:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UsageError, match=r"^f: needs 16 bytes.*freed"):
+        portus.pack({"f": tensor})
+    assert not tensor.untyped_storage().nbytes()
+
+
+def test_a_state_that_is_nested_too_deep_is_refused() -> None:
+    state: Any = {}
+    for _ in range(20_000):
+        state = {"a": state}
+    with pytest.raises(UsageError, match=r"too deep|recursion"):
+        portus.pack(state)
+
+
+def test_arrays_and_numbers_of_numpy_are_packed_for_any_numpy() -> None:
+    packed = portus.pack({"a": np.arange(3), "b": np.float64(1.5)})
+    assert b"numpy" not in packed
+    found: Any = portus.unpack(packed)
+    assert found["a"].tolist() == [0, 1, 2]
+    assert type(found["b"]) is np.float64
