@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,9 @@ import portus
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pkl", ".pt")
 """Of the files that Accelerate writes."""
+
+_OF_ONE_WRITER: Final = re.compile(r"(~\d+)?(/rank-\d+-of-\d+)?$")
+"""What a run's name ends with where several processes save it: each has a pool file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,12 @@ def origin_of(directory: str) -> Origin | None:
     """
     found: dict[Origin, list[str]] = {}
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
-        said = _noted_in(os.path.join(directory, name))
+        path = os.path.join(directory, name)
+        pointer = portus.read_reference(path)  # following it would open a pool
+        said = _noted_in(path) if pointer is None else (pointer.model, pointer.step)
         if said is not None:
-            found.setdefault(Origin(directory, *said), []).append(name)
+            run = _OF_ONE_WRITER.sub("", said[0])
+            found.setdefault(Origin(directory, run, said[1]), []).append(name)
     if len(found) > 1:
         parts = [
             f"{', '.join(names)} of model {origin.model!r}, step {origin.step}"

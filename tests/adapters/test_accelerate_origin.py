@@ -21,6 +21,20 @@ def test_pointers_and_files_say_of_which_checkpoint_they_are(tmp_path: Path) -> 
         files.close()
     assert portus.is_reference(home / "1.bin")
     assert origin_of(str(home)) == Origin(str(home), "net", 5)
+    (tmp_path / "1.portus").unlink()
+    assert origin_of(str(home)) == Origin(str(home), "net", 5), "without the pool, too"
+
+
+def test_what_several_processes_saved_at_once_is_one_checkpoint(tmp_path: Path) -> None:
+    home = tmp_path / "step_5"
+    home.mkdir()
+    for number, model in enumerate(("net", "net~2", "net~2/rank-1-of-2")):
+        pool = portus.Place.named(tmp_path / f"{number}.portus")
+        files = portus.TrainingFiles(portus.Settings(), pool=pool)
+        files.begin(model, str(tmp_path / ".portus"), str(tmp_path))
+        files.save({}, str(home / str(number)), 5).wait()
+        files.close()
+    assert origin_of(str(home)) == Origin(str(home), "net", 5)
 
 
 def test_files_of_a_training_say_of_which_checkpoint_they_are(tmp_path: Path) -> None:
