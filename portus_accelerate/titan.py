@@ -42,13 +42,13 @@ def save(
 ) -> Future[None] | None:
     """Save ``state``, on every rank. is_late: return before it is complete, and what waits for
     that. ranks: the process group. optimizers: those whose step waits for ``writer.fence``."""
-    written = [tensor for each in optimizers or () for tensor in tensors_of(each)]
+    stepping = optimizers if is_late and optimizers else ()
     handle = writer.save(
         state,
         directory,
         blocking=not is_late,
         process_group=ranks,
-        fenced=written if is_late else (),
+        fenced=[tensor for each in stepping for tensor in tensors_of(each)],
     )
     return _Waiting(handle) if is_late else None
 
@@ -166,8 +166,9 @@ def take_over(manager: Any, **settings: Any) -> None:
         writer_of(self).fence()
         stock(self)
 
-    def _purge_stale_checkpoints(stock: Callable[..., Any], self: Any) -> None:
+    def _purge_stale_checkpoints(self: Any) -> None:
         purge(writer_of(self), self.folder, self.keep_latest_k)
 
-    for each in (dcp_save, dcp_load, close, maybe_wait_for_staging, _purge_stale_checkpoints):
+    for each in (dcp_save, dcp_load, close, maybe_wait_for_staging):
         setattr(*around(manager, each.__name__, each))
+    manager._purge_stale_checkpoints = _purge_stale_checkpoints
