@@ -42,14 +42,14 @@ class StateLoader:
         self.fetch_named()
         if os.path.isdir(above):
             self._files.prepare([above])
-        candidates = self._as_main_says(place.numbered(above)[::-1] if os.path.isdir(above) else [])
+        candidates = self._as_main_says(above, _newest_first(above))
         failed: tuple[str, portus.PortusError] | None = None
         for candidate in self._most_complete_first(candidates):
             if failed is not None:
                 _log.error("Portus: %s; FALLING BACK to %s", failed[1], candidate)
                 self.passed_over.add(failed[0])  # training will save there again
             try:
-                found = self._load(stock, candidate)
+                found = self._load_by_all(stock, candidate)
             except (portus.CorruptionError, portus.UsageError) as error:
                 failed = candidate, error
             else:
@@ -74,9 +74,10 @@ class StateLoader:
         resume.go_back(self._accelerator, own, of_main or own)
         return own
 
-    def agreed(self, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
-        """The first of ``paths``, as the main process says them, that all processes find good."""
-        said = self._as_main_says(paths)
+    def agreed(self, above: str, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
+        """The first of ``paths``, all in ``above``, as the main process says them, that all
+        processes find good."""
+        said = self._as_main_says(above, paths)
         return next((path for path in said if all(gather_object([is_good(path)]))), None)
 
     def fetch_named(self) -> None:
@@ -123,13 +124,35 @@ class StateLoader:
         with verifying(), shards, naming(directory, self._accelerator.process_index):
             return stock(directory)
 
-    def _as_main_says(self, paths: list[str]) -> list[str]:
-        """Return the paths of the main process on all processes, which may see names come and go at
-        other moments."""
-        said = [paths]
+    def _load_by_all(self, stock: Stock, directory: str) -> Any:
+        """Have ``stock`` load a directory on all processes, or raise on all, also where each
+        machine has one of its own and theirs differ."""
+        self._fetch_if_lost(directory, is_here=os.path.exists(directory))
+        self._files.wait_for(directory)
+        is_there = os.path.isdir(directory)
+        self._raise_if_any(why_incomplete(directory) if is_there else f"{directory}: not there")
+        try:
+            found = self._load(stock, directory)
+        except (portus.CorruptionError, portus.UsageError) as error:
+            with contextlib.suppress(portus.UsageError):
+                self._raise_if_any(str(error))
+            raise
+        self._raise_if_any("")
+        return found
+
+    def _raise_if_any(self, why: str) -> None:
+        """Raise ``UsageError`` if any process says why, on all of them."""
+        said = gather_object([why])
+        if any(said):
+            raise portus.UsageError(why or next(filter(None, said)))
+
+    def _as_main_says(self, above: str, paths: list[str]) -> list[str]:
+        """Return what the main process found in its ``above``, on all processes, each in its own:
+        they may see names come and go at other moments."""
+        said = [[os.path.basename(path) for path in paths]]
         if self._accelerator.num_processes > 1:
             broadcast_object_list(said)
-        return said[0]
+        return [os.path.join(above, name) for name in said[0]]
 
     def _most_complete_first(self, candidates: Sequence[str]) -> Iterator[str]:
         """Yield the directories that all processes saved, and then the others. The same on all."""
@@ -146,15 +169,14 @@ class StateLoader:
     def _has_all_processes(self, directory: str) -> bool:
         """Return whether every process finds its random states, if there were as many as now. The
         same on all."""
-        if why_incomplete(directory):
-            return True  # whoever loads it says what it is
+        is_cut_off = bool(why_incomplete(directory))  # whoever loads it says what it is
         count, index = self._accelerator.num_processes, self._accelerator.process_index
         try:
             saved = (_positions_in(directory, 0) or {}).get("processes")
         except portus.PortusError:
             saved = None
         own = os.path.join(directory, RANDOM.format(index))
-        return all(gather_object([saved != count or os.path.exists(own)]))
+        return all(gather_object([is_cut_off or saved != count or os.path.exists(own)]))
 
     def _say_of_others(self, directory: str, own: Any, of_main: Any) -> None:
         """Warn if this process found no states of its own, or another number of processes saved."""
@@ -180,6 +202,13 @@ class StateLoader:
                 count,
                 now,
             )
+
+
+def _newest_first(above: str) -> list[str]:
+    """The checkpoints in ``above``; none where it cannot be listed, which stock says then."""
+    with contextlib.suppress(portus.MediumError):
+        return place.numbered(above)[::-1]
+    return []
 
 
 def _positions_in(directory: str, process: int) -> Any:

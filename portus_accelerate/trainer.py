@@ -257,9 +257,9 @@ def _chosen(trainer: Any, saver: Saver, asked: Any) -> Any:
         return is_there or trainer_data.processes_of(path) != count
 
     complete = complete_in(output)
-    found = saver.loader.agreed(complete, is_finished)
+    found = saver.loader.agreed(output, complete, is_finished)
     if found is None:  # one that lacks random states is better than none
-        found = saver.loader.agreed(complete, lambda path: True)
+        found = saver.loader.agreed(output, complete, lambda path: True)
         if found is not None:
             _log.error(
                 "Portus: a process was killed before its random states were in %s, and no "
