@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import portus
@@ -40,7 +40,7 @@ class CheckpointFiles:
     ) -> None:
         """is_writer: false in a process that saves its random states alone."""
         self._settings: Final = settings if is_writer else _alone(settings)
-        self._pool: Final = settings.pool_at
+        self._of_all: Final = settings
         self._plain: portus.TrainingFiles | None = None
         self._run_of: Final = run_of
         self._is_writer: Final = is_writer
@@ -147,6 +147,11 @@ class CheckpointFiles:
                 if each is not None:
                     closing.callback(each.close)
             self._plain = self._shards = None
+
+    @cached_property
+    def _pool(self) -> portus.Place | None:
+        """The pool that the user had named at the first use. Raises ``UsageError``."""
+        return self._of_all.pool_at
 
     @property
     def _files(self) -> portus.TrainingFiles:

@@ -824,6 +824,19 @@ def test_auto_is_what_a_loop_gets_and_time_where_portus_saves_nothing(
     assert clock._clocks == ()
 
 
+def test_no_pool_is_looked_for_where_portus_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_POOL", "s3://bucket/pool")
+    monkeypatch.setenv("PORTUS_DISABLE", "1")
+    scene = Scene(tmp_path / "run")
+    scene.accelerator.save_state(str(tmp_path / "run" / "step_1"))
+    scene.accelerator.load_state(str(tmp_path / "run" / "step_1"))
+    monkeypatch.delenv("PORTUS_DISABLE")
+    with pytest.raises(portus.UsageError, match="PORTUS_POOL"):
+        Scene(tmp_path / "run").accelerator.save_state(str(tmp_path / "run" / "step_2"))
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
