@@ -46,7 +46,7 @@ def test_nonsense_is_corrupt(tree: bytes) -> None:
 
 
 def test_an_unknown_tag_is_refused() -> None:
-    with pytest.raises(UsageError, match="a newer Portus wrote it"):
+    with pytest.raises(UsageError, match="a newer Portus wrote, are not read"):
         decode(b'{"a":{"$new":1}}', made)
 
 
