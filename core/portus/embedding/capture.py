@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from portus.client.state.pickling import PickledState
-from portus.client.state.walk import refuse_freed, walked
+from portus.client.state.walk import walked
 from portus.client.state.weights_only import Loadable, pickle_for_pool
 from portus.embedding.mapped import Mapped
 from portus.embedding.moment import Moment, Rows
@@ -174,12 +174,10 @@ class Moments:
         """Make the layout of a state, and see that it can be loaded again; both follow from its
         pickle. Raises ``UsageError``."""
         if flat.pickle != self._pickle:
-            tensors = walked(state, flat.storages).tensors
-            for spec in tensors:
-                if spec.storage >= 0:
-                    refuse_freed(spec, flat.storages[spec.storage])
+            found = walked(state, flat.storages)
+            found.refuse_freed()
             self._loadable.check(state, flat)
-            self._layout = encode_layout(tensors)
+            self._layout = encode_layout(found.tensors)
             self._pickle = flat.pickle
 
 

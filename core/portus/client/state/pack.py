@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from portus.client.state.walk import refuse_freed, walked
+from portus.client.state.walk import walked
 from portus.client.state.weights_only import Loadable, pickle_for_pool, unpickled
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, digest
@@ -24,9 +24,7 @@ def pack(state: object) -> bytes:
     """``state`` as bytes; waits for devices. Raises ``UsageError`` for what torch cannot pickle, or
     would not load with ``weights_only``; plain arrays of numpy are allowed."""
     pickled = pickle_for_pool(state)
-    for spec in walked(state, pickled.storages).tensors:
-        if spec.storage >= 0:
-            refuse_freed(spec, pickled.storages[spec.storage])
+    walked(state, pickled.storages).refuse_freed()
     Loadable().check(state, pickled)
     storages = [_bytes_of(storage) for storage in pickled.storages]
     lengths = np.array([len(storage) for storage in storages], "<u8").tobytes()

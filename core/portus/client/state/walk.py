@@ -52,6 +52,12 @@ class Walked:
     storages: list[torch.UntypedStorage]
     others: list[tuple[str, Any]]
 
+    def refuse_freed(self) -> None:
+        """Raise ``UsageError`` if the memory of a tensor was freed."""
+        for spec in self.tensors:
+            if spec.storage >= 0:
+                refuse_freed(spec, self.storages[spec.storage])
+
 
 def walked(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walked:
     """Look at a state. storages: what is first in ``storages``, in that order. Raises as
