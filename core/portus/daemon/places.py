@@ -39,7 +39,7 @@ class ConnectionSlot:
         self.waits = True
         """False while a request is under way."""
         self.why = ""
-        """It was ended for that."""
+        """Why it was ended."""
         self._socket = connected
 
     def moved(self, connected: socket.socket) -> None:

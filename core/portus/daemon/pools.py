@@ -87,7 +87,7 @@ class Hosted:
         self.mirror: TenantMirror | None = None
         """Where it is copied to; None: nowhere."""
         self.replica: Replica
-        """Who leads its models, set before anybody is let in."""
+        """Leads its models; set before anybody is let in."""
         self.hashing: Final = threading.Semaphore(max(1, HASHERS // 2))
         """Held while one of its clients has the pool hashed."""
         self._making: Final = threading.Lock()

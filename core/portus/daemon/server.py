@@ -119,7 +119,7 @@ class Server:
 
     @property
     def house(self) -> House:
-        """What it serves."""
+        """Return what is served."""
         return self._house
 
     def facts(self) -> list[Facts]:

@@ -126,9 +126,9 @@ class Publisher(Generic[File]):
         self._reuses: Final = spares
         self._lock: Final = threading.RLock()
         self._folders: Final[list[HiddenFolder[File]]] = []
-        """Those that are open: of drafts and spares."""
+        """Open folders: those of drafts and spares."""
         self._directories: Final[list[OpenDirectory[File]]] = []
-        """Those that are open: of drafts, and of the newest files."""
+        """Open directories: those of drafts, and of the newest files."""
         self._drafts: Final[list[Publication[File]]] = []
         self._newest: Final[dict[str, _Committed[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()

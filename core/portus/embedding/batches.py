@@ -64,7 +64,7 @@ class Batches:
         self.count = 0
         """How many were captured."""
         self._may_update = store.newest is None
-        """It is decided whether the training in the pool is resumed."""
+        """True once it is decided whether the training in the pool is resumed."""
         self._stepped: Final[set[int]] = set()
         """Optimizers that stepped in this batch, by id."""
         self._in_block = False
@@ -72,8 +72,8 @@ class Batches:
         self._ended_early = False
         """The moment of this batch was taken before its end, since a state was asked for."""
         self._held: Moment | None = None
-        """Of the batch that is over, while what the loop does after the updates becomes part of
-        it."""
+        """The moment of the batch that is over, while what the loop does after the updates becomes
+        part of it."""
         self._is_after = False
         """A batch is over, and the next one has not begun."""
         self._stray = ""

@@ -127,7 +127,7 @@ class DirectoryMirror(Behind):
         self._note_path: Final = lines_path(home, model).removesuffix(LINES) + _NOTE
         self._mirror: Final = MirroredFiles(store, model, str(address))
         self._guard: Final = threading.RLock()
-        """Of the note, and of what is to be done."""
+        """Guards the note, and what is to be done."""
         self._note: Final = _read_note(self._note_path)
         self._waiting: Final[dict[str, _Committed]] = {}
         """What is not mirrored, by path."""
