@@ -31,6 +31,7 @@ from portus.mirror.mirrors import Mirrors, meant
 from portus.mirror.objects import Added
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
+from portus.transport.base import Stop
 
 _STEPS_MAX: Final = 20
 """Steps and models that an error lists."""
@@ -90,11 +91,13 @@ def nearest(start: str) -> str | None:
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundVersion:
     """A version, and the pool that holds it, or its mirror. ``open`` returns a reader, and the
-    version there; that of a mirror is opened by the first use, and has an id of its own."""
+    version there; that of a mirror is opened by the first use, and has an id of its own.
+    ``check_files``: of a mirror, raises ``CorruptionError`` for a file that nobody could use."""
 
     pool: Place
     info: VersionInfo
     open: Callable[[], tuple[PoolReader, VersionEntry]]
+    check_files: Callable[[], None] = lambda: None
 
     @property
     def title(self) -> str:
@@ -171,7 +174,8 @@ class PlacePools(contextlib.ExitStack):
                 for added in missing(mirror.read(), ()):
                     info = added.info(model, next(numbers), added.commit)
                     opening = functools.partial(self._open, mirror, added)
-                    yield FoundVersion(self.place, info, functools.cache(opening))
+                    check_files = functools.partial(mirror.check_files, added, Stop())
+                    yield FoundVersion(self.place, info, functools.cache(opening), check_files)
 
     def _open(self, mirror: Mirror, added: Added) -> tuple[PoolReader, VersionEntry]:
         return self.enter_context(mirror.opened_as(added))

@@ -24,7 +24,7 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import FoundVersion, PlacePools, allow, find_pool, open_pools
+from portus.cli.pools import PlacePools, allow, find_pool, open_pools
 from portus.cli.progress import Progress, adding, bar
 from portus.client.files.home import open_place
 from portus.errors import CorruptionError, PortusError, UsageError
@@ -39,7 +39,6 @@ from portus.mirror.mirrors import Mirrors
 from portus.mirror.opening import configured_key, open_file_store
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
-from portus.transport.base import Stop
 
 
 @dataclass(slots=True)
@@ -151,21 +150,12 @@ def _verdicts(
             with verdict.reached(found.title) as progress:
                 reader, look = found.open()[0], CheckOptions(progress=progress)
                 verdict.findings = check_medium(reader.medium, reader.locks, look)
-                _check_files(found)
+                found.check_files()
             yield verdict
     for each, ids in chosen.items():
         yield _verified(each, ids, output, bytes_per_s)
     if mirror:
         yield from _verified_files(mirror.path)
-
-
-def _check_files(found: FoundVersion) -> None:
-    """Raise ``CorruptionError`` for a file of a mirrored version that nobody else could use."""
-    with Mirrors(parse(found.pool.path)) as mirrors:
-        mirror = mirrors.of(found.info.model)
-        added = mirror.read().version(found.info.token)
-        if added is not None:
-            mirror.check_files(added, Stop())
 
 
 def _verified_files(url: str) -> Iterator[Verdict]:

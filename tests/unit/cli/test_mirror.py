@@ -170,6 +170,19 @@ def test_verify_reads_every_byte_of_a_mirror_and_names_what_is_damaged(scene: Sc
     assert portus("scrub", "--pool", scene.url).code == 2
 
 
+def test_verify_names_a_file_that_portus_could_do_without_and_others_could_not(
+    scene: Scene,
+) -> None:
+    """What is around the storages of a file is in a pack, too."""
+    path = scene.files()[0]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    said = portus("verify", scene.url)
+    assert said.code == 1
+    assert path.name in said.err
+    assert said.out.count("healthy") == 2
+
+
 def test_rm_takes_the_term_and_what_the_pool_has_is_mirrored_again(scene: Scene) -> None:
     term = scene.state().term
     removed = portus_json("rm", f"{scene.url}/net@10")["removed"]
