@@ -60,7 +60,8 @@ def changes(trainer: Any) -> dict[str, Callable[..., Any]]:
     not have them, which counts by itself."""
     if not all(hasattr(trainer, name) for name in METHODS):
         return {}
-    return dict(zip(METHODS, (_loop, _values, _initial_state, _epoch), strict=True))
+    methods: list[Callable[..., Any]] = [_loop, _values, _initial_state, _epoch]
+    return dict(zip(METHODS, methods, strict=True))
 
 
 def add_to(states: dict[str, Any], trainer: Any) -> None:
