@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 DEALT_OUT := $(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1
 STAMP := $(VENV)/stamp
-NATIVE := core/portus/transport/_native.so
+NATIVE := core/portus/copying/_native.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -87,7 +87,7 @@ $(STAMP)/release: $(STAMP)/pins requirements/release.txt
 	@touch $@
 
 # In the tree, and not in .venv: a stamp says nothing of it. Without a C compiler there is none.
-$(NATIVE): core/portus/transport/native.c core/build_native.py | $(STAMP)/portus
+$(NATIVE): core/portus/copying/native.c core/build_native.py | $(STAMP)/portus
 	@echo "setup: the helper in C"
 	@$(BIN)/python core/build_native.py || true
 
@@ -162,4 +162,4 @@ release: $(STAMP)/portus $(STAMP)/release ## what is released, in dist/: source 
 clean: ## remove what was made here, .venv included
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find core portus_lightning portus_accelerate recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	@rm -f core/portus/transport/*.so
+	@rm -f core/portus/copying/*.so

@@ -19,7 +19,7 @@ from typing import Any
 _MAIN = threading.get_ident()
 _held: dict[int, str] = {}
 """Locks that the main thread holds, and where each was made."""
-_FREE = ("transport/beside.py",)
+_FREE = ("copying/thread.py",)
 """What makes a lock that is taken for a thread, which gives it back."""
 
 

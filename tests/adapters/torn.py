@@ -19,12 +19,12 @@ from portus.client.paths.pooled import PoolCheckpointer
 from portus.client.paths.saver import FileSaver
 from portus.client.state.pickling import pickle_state
 from portus.client.state.walk import walked
+from portus.copying.segments import Stop
 from portus.errors import AbandonedError, PortusError
 from portus.pipeline.audit import Audit, Auditor, Late, Probed, Stored
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.plan import Flags
 from portus.pipeline.run import Stage
-from portus.transport.base import Stop
 
 PAUSE_S: Final = 0.02
 """How long the copier sleeps before each save: many steps of these small models."""

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 import portus
+from portus.copying.local import hash_sources
+from portus.copying.segments import Source, Stop
 from portus.format.checksum import UNIT
 from portus.index.pool import PoolWriter
-from portus.transport.base import Source, Stop
-from portus.transport.local import hash_sources
 from portus.transport.stream import Link
 from tests.bench.measure import Row, Run, timed
 from tests.bench.saving import MIB, pool_at

@@ -13,12 +13,12 @@ import sys
 
 import numpy as np
 
+from portus.copying.segments import memory
 from portus.media.base import MappedMedium
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.vocabulary import Phase
 from portus.spec import Extent
-from portus.transport.base import memory
 from portus.transport.stream import Link
 
 GOT = b"\1"

@@ -17,7 +17,7 @@ import xxhash
 
 import portus
 from portus.client.state.pickling import pickle_state
-from portus.transport.base import Stop
+from portus.copying.segments import Stop
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
 from portus.writer.ways import Ways

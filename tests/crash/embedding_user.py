@@ -16,6 +16,7 @@ import torch
 from portus.client.loading.restore import load
 from portus.client.state.pickling import pickle_state
 from portus.client.state.walk import walked
+from portus.copying.segments import Stop
 from portus.embedding import store
 from portus.embedding.moment import Moment, Rows
 from portus.embedding.store import TableStore
@@ -28,7 +29,6 @@ from portus.index.records import encode_layout
 from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
 from portus.spec import PAGE
-from portus.transport.base import Stop
 from tests.crash.logged import POOL, DeviceProcess, Process, Report, pool_file, require_unbroken
 from tests.simulation.crash import CrashFiles
 

@@ -15,6 +15,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
+from portus.copying.segments import owners
 from portus.errors import CorruptionError, PortusError, TransportError
 from portus.format.checksum import UNIT, digest
 from portus.image.packed import PackedFile
@@ -35,7 +36,6 @@ from portus.mirror.store import MissingError
 from portus.mirror.units import Mirrored, Pack, WholeFile, keys_of, unit_lengths
 from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
 from portus.spec import VersionInfo
-from portus.transport.base import owners
 from tests.simulation.model_store import ModelStore, Odds, Unsure
 
 MODEL = "gpt"

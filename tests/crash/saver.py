@@ -22,12 +22,12 @@ from portus.client.loading.view import PoolView
 from portus.client.paths.face import load
 from portus.client.paths.pooled import PoolCheckpointer
 from portus.client.paths.training_files import TrainingFiles
+from portus.copying import native
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS
 from portus.index.place import Place
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say
-from portus.transport import native
 from tests.unit.client.same import assert_same
 
 KEEP = 3

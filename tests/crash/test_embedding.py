@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 
+from portus.copying.segments import Stop
 from portus.embedding import fold, store
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
@@ -18,7 +19,6 @@ from portus.index.commit_records import NewVersion
 from portus.index.log import Bunch, LogWriter, Patch
 from portus.index.pool import PoolWriter
 from portus.spec import Extent
-from portus.transport.base import Stop
 from tests.crash import logged
 from tests.crash.embedding_user import (
     DEVICE,

@@ -20,6 +20,7 @@ import numpy as np
 
 from portus.client.loading.open_file import VersionFile, file_in, table_of
 from portus.client.pools.image_draft import CommittedImages, ImageDraft, packed_lengths
+from portus.copying.segments import Stop
 from portus.errors import MediumError
 from portus.format.checksum import digest
 from portus.format.layout import RecordKind
@@ -39,7 +40,6 @@ from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.plan import Before, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE
-from portus.transport.base import Stop
 from tests.simulation.crash import CrashFiles, Faults
 
 POOL = "/pools/run.portus"

@@ -16,10 +16,10 @@ from typing import Final
 import torch
 
 from portus.client.paths.pooled import PoolCheckpointer
+from portus.copying.segments import Stop
 from portus.index.directory import open_reader
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import FORMAT_VERSION, STRIDE, Removed
-from portus.transport.base import Stop
 from tests.golden.describe import Describer
 from tests.simulation.model_store import ModelStore
 

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.client.files.host import HostPool
+from portus.copying.local import fetch
+from portus.copying.segments import Stop
 from portus.index.reader import PoolReader
 from portus.index.records import encode_layout
 from portus.pipeline.handle import SaveStats
@@ -22,8 +24,6 @@ from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import TensorSpec
-from portus.transport.base import Stop
-from portus.transport.local import fetch
 
 Bytes = NDArray[np.uint8]
 

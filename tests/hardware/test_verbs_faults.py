@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
+from portus.copying.segments import Stop
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
 from portus.errors import MediumError, TransportError, UsageError
@@ -24,7 +25,6 @@ from portus.protocol import messages as said
 from portus.protocol.messages import Said, packed_column, packed_handles
 from portus.protocol.vocabulary import Phase
 from portus.testing.nursery import Nursery, nursery
-from portus.transport.base import Stop
 from portus.transport.dial import raised
 from portus.transport.verbs import RegisterError
 from tests.hardware.conftest import DEVDAX, WAIT_S_MAX

@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
 from portus.client.files.host import HostDraft, HostPool
+from portus.copying.segments import Stop, memory
 from portus.daemon.server import Server
 from portus.errors import AbandonedError, PortusError, TransportError, UsageError
 from portus.index.check import check
@@ -32,7 +33,6 @@ from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.address import parse
 from portus.protocol.messages import packed_column, packed_handles
-from portus.transport.base import Stop, memory
 from portus.transport.dial import Credentials
 from portus.transport.host import Links
 from tests.hardware.conftest import DEVDAX, FSDAX, PATIENCE, WAIT_S_MAX

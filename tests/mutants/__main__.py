@@ -108,7 +108,7 @@ def _copy(tree: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    native = [str(each.relative_to(ROOT)) for each in ROOT.glob("core/portus/transport/*.so")]
+    native = [str(each.relative_to(ROOT)) for each in ROOT.glob("core/portus/copying/*.so")]
     for name in [*listed, *native]:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import torch
 
 import portus
 from portus.client.loading import restore
+from portus.copying.segments import Stop
 from portus.errors import PortusError, TransportError, UsageError
 from portus.index.directory import open_reader
 from portus.index.reader import PoolReader
@@ -27,7 +28,6 @@ from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Removed
-from portus.transport.base import Stop
 from tests.s3.server import Server
 from tests.simulation.proxy import ConnectionCut, Request, RequestFault, RequestProxy
 from tests.unit.client.same import assert_same

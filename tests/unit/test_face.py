@@ -22,6 +22,7 @@ TORCHLESS = (
     "samples",
     "format",
     "media",
+    "copying",
     "transport",
     "index",
     "pipeline",

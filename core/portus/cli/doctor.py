@@ -21,6 +21,7 @@ from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Output, count_text, said, size_text
 from portus.cli.pools import PlacePools, find_pool, refuse_pointer
+from portus.copying.local import Source, Stop, copy
 from portus.errors import PortusError, UsageError, masked
 from portus.image.image import Image
 from portus.index.catalogue import Catalogue
@@ -31,7 +32,6 @@ from portus.media.base import Medium
 from portus.media.local import LocalFiles
 from portus.mirror.address import is_store
 from portus.spec import Extent
-from portus.transport.local import Source, Stop, copy
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
 from portus.writer.ways import TRIES, Kind, Way, Ways

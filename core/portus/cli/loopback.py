@@ -19,9 +19,9 @@ import numpy as np
 
 from portus.cli.machine import MachineFinding
 from portus.cli.output import size_text
+from portus.copying.segments import memory
 from portus.errors import TransportError
 from portus.spec import PAGE
-from portus.transport.base import memory
 from portus.transport.onesided import Pair
 from portus.transport.verbs import Domain, Port, Region, load, ports
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from portus.copying import native
 from portus.errors import MediumError, PortusError, TransportError
 from portus.index.device import is_blank
 from portus.index.reader import PoolReader
@@ -17,7 +18,6 @@ from portus.media.dax import DeviceFacts, device_facts, open_device
 from portus.media.lock import ProcessLocks
 from portus.media.pmem import processor
 from portus.media.private import Tells, tells
-from portus.transport import native
 from portus.transport.cuda import Driver, driver
 
 _MODES: Final = {"dax": "devdax", "memory": "fsdax", "safe": "sector"}

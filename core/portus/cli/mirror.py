@@ -12,6 +12,7 @@ from portus.cli.mirrored import claim, retried, term_document
 from portus.cli.output import FOUND, Json, Output, Row, age_text, count_text, size_text
 from portus.cli.pools import FoundVersion, PlacePools, find_pool, nearest
 from portus.cli.progress import bar
+from portus.copying.segments import Stop
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.index.place import Place
 from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
@@ -19,7 +20,6 @@ from portus.mirror.fetching import missing
 from portus.mirror.mirror import Mirror
 from portus.mirror.mirrors import Mirrors
 from portus.mirror.objects import Added
-from portus.transport.base import Stop
 
 _Versions = dict[bytes, FoundVersion]
 """Those of the pools of this machine, by their tokens."""

@@ -17,6 +17,7 @@ from portus.client.files.host import HostPool
 from portus.client.files.reference import read as pointer_at
 from portus.client.loading.open_file import table_of
 from portus.client.loading.resolve import POOLS
+from portus.copying.segments import Stop
 from portus.errors import PortusError, UsageError
 from portus.image.packed import FileTable
 from portus.index.catalogue import Catalogue
@@ -31,7 +32,6 @@ from portus.mirror.mirrors import Mirrors, meant
 from portus.mirror.objects import Added
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
-from portus.transport.base import Stop
 
 _STEPS_MAX: Final = 20
 """Steps and models that an error lists."""

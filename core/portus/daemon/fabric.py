@@ -12,12 +12,12 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
+from portus.copying.segments import Sources
 from portus.daemon.events import tell
 from portus.daemon.pools import Hosted
 from portus.errors import MediumError, TransportError, UsageError
 from portus.media.base import MappedMedium
 from portus.protocol.address import Transport
-from portus.transport.base import Sources
 from portus.transport.onesided import (
     Bounced,
     Landing,

@@ -6,8 +6,8 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.segments import Column
 from portus.errors import UsageError
-from portus.transport.base import Column
 
 ROW: Final = 32
 """Bytes of a region."""

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from portus.copying.segments import Stop
+from portus.copying.thread import Beside
 from portus.embedding.moment import Moment
 from portus.embedding.store import TableStore
 from portus.errors import PortusError, UsageError
 from portus.pipeline.waiting import Changed
-from portus.transport.base import Stop
-from portus.transport.beside import Beside
 
 _log: Final = logging.getLogger("portus")
 

@@ -21,6 +21,8 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.local import copy
+from portus.copying.segments import Digests, Source, Stop
 from portus.embedding.moment import Moment
 from portus.format.checksum import UNIT
 from portus.index.commit_records import NewVersion
@@ -29,8 +31,6 @@ from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, VersionLog
 from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import Extent
-from portus.transport.base import Digests, Source, Stop
-from portus.transport.local import copy
 
 PIECE: Final = UNIT
 """Bytes that are copied and persisted at once, and so what a batch may have to wait for."""

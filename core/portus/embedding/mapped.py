@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from portus.client.loading.restore import load_over
+from portus.copying.segments import memory
 from portus.embedding.placed import PlacedStore, RowsThere, TensorLocation
 from portus.embedding.tables import Table
 from portus.errors import UsageError
@@ -25,7 +26,6 @@ from portus.index.records import decode_layout
 from portus.media.base import Medium
 from portus.media.dax import DaxDevice, DaxFile
 from portus.spec import Extent
-from portus.transport.base import memory
 
 _log: Final = logging.getLogger("portus")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from portus.copying.segments import memory
 from portus.index.log import Bunch
 from portus.spec import Extent
-from portus.transport.base import memory
 
 Column = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]

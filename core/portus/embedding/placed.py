@@ -28,6 +28,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.copying.local import copy
+from portus.copying.segments import Source, Stop, memory
 from portus.embedding.moment import Bytes, Column, Moment, Rows
 from portus.embedding.slices import Slices
 from portus.embedding.store import MARKS, MODEL, TableStore
@@ -50,8 +52,6 @@ from portus.index.records import InPlaceStorage, VersionLog, VersionRecord, deco
 from portus.media.base import Extents, MappedMedium
 from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import PAGE, Extent
-from portus.transport.base import Source, Stop, memory
-from portus.transport.local import copy
 
 _FREE_SHARE: Final = 2
 """A batch begins with this part of its log free."""

@@ -15,13 +15,13 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from portus.copying.segments import memory
 from portus.embedding.fold import part_of
 from portus.embedding.moment import Moment
 from portus.format.checksum import DIGEST_SIZE, UNIT
 from portus.index.pool import PoolWriter
 from portus.pipeline.parts import StorageRows, exact
 from portus.spec import Extent
-from portus.transport.base import memory
 
 
 class Slices:

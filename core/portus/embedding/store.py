@@ -27,6 +27,7 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.segments import Stop
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
 from portus.embedding.slices import Slices
@@ -41,7 +42,6 @@ from portus.index.tables import MODEL as MODEL
 from portus.media.file import OUT_OF_SPACE
 from portus.pipeline.parts import rows_of, shared
 from portus.spec import PAGE
-from portus.transport.base import Stop
 
 _LOG_MIN: Final = 64 << 20
 _LOG_SHARE: Final = 2

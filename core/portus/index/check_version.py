@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from portus.copying.local import check as digests_of
+from portus.copying.segments import Digests, Sources, Stop
 from portus.errors import BusyError, CorruptionError, MediumError
 from portus.format.checksum import UNIT, digest, storage_digest
 from portus.format.dtypes import ITEM_SIZES
@@ -30,8 +32,6 @@ from portus.index.records import (
     decode_version,
 )
 from portus.spec import Extent, TensorSpec
-from portus.transport.base import Digests, Sources, Stop
-from portus.transport.local import check as digests_of
 
 Parsed = TypeVar("Parsed")
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from portus.copying import native
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
@@ -33,7 +34,6 @@ from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
 from portus.media.names import hidden
 from portus.media.process import NUMBERS
-from portus.transport import native
 
 _log: Final = logging.getLogger("portus")
 

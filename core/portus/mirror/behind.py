@@ -16,12 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from typing import Final
 
+from portus.copying.segments import Stop, StoppedError
+from portus.copying.thread import Beside
 from portus.errors import PortusError, StaleError, UsageError
 from portus.mirror.log import SupersededError
 from portus.mirror.store import Store, UnwritableError
 from portus.mirror.waiting import Show, bar
-from portus.transport.base import Stop, StoppedError
-from portus.transport.beside import Beside
 
 _log: Final = logging.getLogger("portus")
 

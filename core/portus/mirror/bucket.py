@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
+from portus.copying.thread import Beside
 from portus.errors import PortusError, TransportError, UsageError
 from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.causes import FailedCall, is_beyond_the_end, meant
@@ -50,7 +51,6 @@ from portus.mirror.names import (
     writable_bytes,
 )
 from portus.mirror.store import Buffer, ListedObject
-from portus.transport.beside import Beside
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

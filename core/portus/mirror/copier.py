@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
+from portus.copying.segments import Stop, StoppedError
 from portus.errors import (
     CorruptionError,
     MediumError,
@@ -38,7 +39,6 @@ from portus.mirror.objects import Added, Fact, Removed, State
 from portus.mirror.opening import configured_key
 from portus.mirror.store import FileStore, Store, UnwritableError
 from portus.spec import VersionInfo
-from portus.transport.base import Stop, StoppedError
 
 _log: Final = logging.getLogger("portus")
 

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from portus.copying.segments import Stop
 from portus.errors import CorruptionError
 from portus.index.pool import PoolWriter
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Added, State
 from portus.pipeline.transfer import transferred
 from portus.spec import VersionInfo
-from portus.transport.base import Stop
 
 _log: Final = logging.getLogger("portus")
 

@@ -15,6 +15,8 @@ from typing import Final
 
 import xxhash
 
+from portus.copying.parallel import in_any_order
+from portus.copying.segments import Stop
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError, printable
 from portus.media.file import write_all
 from portus.mirror.mirror import Mirror
@@ -34,8 +36,6 @@ from portus.mirror.objects import (
 from portus.mirror.opening import configured_key
 from portus.mirror.store import FileStore, MissingError
 from portus.mirror.writer import GRACE_S
-from portus.transport.abreast import in_any_order
-from portus.transport.base import Stop
 
 PIECE: Final = 16 << 20
 """Bytes that are read, or asked for, at once."""

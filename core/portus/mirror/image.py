@@ -15,6 +15,10 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.buffers import Rooms
+from portus.copying.local import best_engine
+from portus.copying.parallel import in_any_order
+from portus.copying.segments import Column, Digests, Segments, Sources, Stop, cut, memory
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.format.layout import DATA_START, EXTENT, SUPERBLOCK_OFFSETS, RecordKind
@@ -36,10 +40,6 @@ from portus.media.memory import Memory
 from portus.mirror.units import Mirrored, unit_lengths
 from portus.pipeline.parts import StorageRows, rows_of
 from portus.spec import PAGE, VersionInfo
-from portus.transport.abreast import in_any_order
-from portus.transport.base import Column, Digests, Segments, Sources, Stop, cut, memory
-from portus.transport.local import best_engine
-from portus.transport.rooms import Rooms
 
 Load = Callable[[str, int, memoryview], None]
 """Fills memory from a byte of a pack on. Raises what a load raises."""

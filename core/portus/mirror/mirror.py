@@ -14,6 +14,10 @@ from typing import Final, TypeVar
 import numpy as np
 import xxhash
 
+from portus.copying.buffers import Room, Rooms
+from portus.copying.local import fetch
+from portus.copying.parallel import abreast, in_any_order
+from portus.copying.segments import Column, Sources, Stop, cut, ranges
 from portus.errors import CorruptionError, PortusError, StaleError, printable
 from portus.format.checksum import UNIT, digest, unit_counts
 from portus.format.layout import RecordKind
@@ -55,10 +59,6 @@ from portus.mirror.units import Key, Mirrored, Pack, WholeFile, is_in_file, unit
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
 from portus.pipeline.parts import shared, sources
 from portus.pipeline.transfer import unchanging
-from portus.transport.abreast import abreast, in_any_order
-from portus.transport.base import Column, Sources, Stop, cut, ranges
-from portus.transport.local import fetch
-from portus.transport.rooms import Room, Rooms
 
 _log: Final = logging.getLogger("portus")
 _T = TypeVar("_T")

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.segments import Column, Digests, owners
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.image.packed import PackedFile
@@ -29,7 +30,6 @@ from portus.mirror.objects import (
     content_name,
     object_of,
 )
-from portus.transport.base import Column, Digests, owners
 
 ALONE: Final = 4 << 20
 """Bytes. Smaller units share packs, of up to ``UNIT`` bytes."""

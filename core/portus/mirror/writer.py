@@ -17,6 +17,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from portus.copying.segments import Column, Digests
 from portus.errors import CorruptionError
 from portus.image.packed import PackedFile
 from portus.mirror.log import KnownLog, MirrorLog
@@ -51,7 +52,6 @@ from portus.mirror.units import (
     planned_files,
 )
 from portus.spec import VersionInfo
-from portus.transport.base import Column, Digests
 
 GRACE_S: Final = 24 * 3600.0
 """Seconds, by the clock of the store, for which readers find what was there when they began."""

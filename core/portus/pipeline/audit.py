@@ -27,14 +27,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from portus.copying.local import hash_sources
+from portus.copying.segments import PROBE, PROBE_EACH, Digests, Stop, bytes_at, memory, ranges
 from portus.format.checksum import UNIT, unit_counts
 from portus.format.layout import EXTENT
 from portus.index.records import Rows
 from portus.media import written
 from portus.pipeline.parts import equal_storages, sources
 from portus.pipeline.plan import Column, Flags
-from portus.transport.base import PROBE, PROBE_EACH, Digests, Stop, bytes_at, memory, ranges
-from portus.transport.local import hash_sources
 
 _log: Final = logging.getLogger("portus")
 

@@ -15,6 +15,8 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.copying.local import copy, same_bytes, stored
+from portus.copying.segments import Crcs, Digests, Source, Sources, Stop
 from portus.format.layout import RecordKind
 from portus.index.commit_records import Change, NewVersion
 from portus.index.pool import PoolWriter
@@ -22,8 +24,6 @@ from portus.index.records import Pointer, Rows, VersionRecord
 from portus.pipeline.parts import StorageRows, offsets_in, rows_of, shared, sources
 from portus.pipeline.plan import Before, Column, Feed, packed, placed
 from portus.spec import Extent, VersionInfo
-from portus.transport.base import Crcs, Digests, Source, Sources, Stop
-from portus.transport.local import copy, same_bytes, stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from portus.copying.segments import Digests, Sources, owners, ranges
 from portus.format.checksum import storage_digest, unit_counts
 from portus.format.layout import EXTENT, STORAGE, UNIT_DIGEST
 from portus.index.records import Rows, VersionRecord
 from portus.pipeline.plan import Column
 from portus.spec import Extent
-from portus.transport.base import Digests, Sources, owners, ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StorageRows:
 
 
 def sources(address: Column, length: Column, extents: Rows) -> Sources:
-    """What the transport moves: storages, and the extents that hold them end to end."""
+    """What is copied: storages, and the extents that hold them end to end."""
     return Sources(
         address=address,
         length=length,

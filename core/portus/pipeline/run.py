@@ -24,6 +24,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.copying.local import hash_sources
+from portus.copying.segments import Digests, Stop, ranges
 from portus.errors import AbandonedError, PortusError
 from portus.format.checksum import unit_counts
 from portus.index.pool import REFRESH_COMMITS
@@ -35,8 +37,6 @@ from portus.pipeline.parts import equal_storages, shared, sources, unit_digests
 from portus.pipeline.plan import Before, Column, Flags, Snapshot
 from portus.pipeline.waiting import Changed
 from portus.spec import VersionInfo
-from portus.transport.base import Digests, Stop, ranges
-from portus.transport.local import hash_sources
 
 _LEAVE_S: Final = 1.0
 """The longest that a writer waits, after a save was given up, for the copier to stop reading."""

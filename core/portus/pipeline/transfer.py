@@ -15,6 +15,10 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.buffers import Room, Rooms
+from portus.copying.local import copy, fetch
+from portus.copying.parallel import in_any_order
+from portus.copying.segments import Digests, Packed, Segments, Sources, Stop, cut
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import UNIT
 from portus.format.layout import RecordKind
@@ -24,10 +28,6 @@ from portus.index.records import VersionRecord
 from portus.pipeline.draft import Labels, PoolDraft, Reserved
 from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Column
-from portus.transport.abreast import in_any_order
-from portus.transport.base import Digests, Packed, Segments, Sources, Stop, cut
-from portus.transport.local import copy, fetch
-from portus.transport.rooms import Room, Rooms
 
 ABREAST: Final = 5
 """Batches that are on their way at once. Each takes 16 MiB of memory, besides what arrives."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from portus.transport.beside import DEAF_S_MAX
+from portus.copying.thread import DEAF_S_MAX
 
 Result = TypeVar("Result")
 

@@ -25,6 +25,8 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.local import copy, fetch, load_stored
+from portus.copying.segments import Source, Stop
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.arrays import ArrayShape
 from portus.format.checksum import unit_counts
@@ -45,8 +47,6 @@ from portus.media.private import Run
 from portus.pipeline.parts import StorageRows, exact, rows_of, shared, sources
 from portus.shelf.items import Array, Item, encode, encode_tree, is_plain
 from portus.spec import PAGE, Extent, TensorSpec
-from portus.transport.base import Source, Stop
-from portus.transport.local import copy, fetch, load_stored
 
 MODEL: Final = "shelf"
 

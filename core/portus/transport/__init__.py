@@ -1,1 +1,1 @@
-"""How bytes get from the trainer to a medium and back, hashed on the way."""
+"""Messages and bytes between a trainer and a storage host: sockets, and verbs."""

@@ -27,6 +27,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from portus.copying.segments import Digests, Sources, Stop, cut
 from portus.errors import (
     BusyError,
     MediumError,
@@ -41,7 +42,6 @@ from portus.protocol.address import Address, Transport
 from portus.protocol.messages import Said, Welcome, digest_rows, packed_column, packed_handles
 from portus.protocol.vocabulary import Phase
 from portus.spec import Extent
-from portus.transport.base import Digests, Sources, Stop, cut
 from portus.transport.dial import (
     TRANSPORT_VARIABLE,
     Credentials,

@@ -27,11 +27,11 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from portus.copying.local import best_engine, copy, fetch
+from portus.copying.segments import Column, Digests, Segments, Sources, Stop, cut, owners
 from portus.format.checksum import UNIT
 from portus.media.base import MappedMedium, Medium, MediumKind
 from portus.spec import Extent
-from portus.transport.base import Column, Digests, Segments, Sources, Stop, cut, owners
-from portus.transport.local import best_engine, copy, fetch
 from portus.transport.verbs import DEPTH, Region
 
 PIECE: Final = 4 << 20

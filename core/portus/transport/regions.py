@@ -32,10 +32,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.copying.local import BATCH, best_engine
+from portus.copying.segments import Column, Crcs, Digests, Segments, Sources, Stop, cut, owners
 from portus.errors import TransportError
-from portus.transport.base import Column, Crcs, Digests, Segments, Sources, Stop, cut, owners
 from portus.transport.cuda import Driver, driver
-from portus.transport.local import BATCH, best_engine
 from portus.transport.onesided import ALIGNMENT
 from portus.transport.verbs import Domain, QueuePair, Region, RegisterError
 

@@ -28,15 +28,15 @@ import xxhash
 from isal import isal_zlib
 from numpy.typing import NDArray
 
+from portus.copying.local import best_engine, copy
+from portus.copying.segments import Column, Crcs, Digests, Segments, Stop, StoppedError, memory
 from portus.errors import PortusError, TransportError, UsageError
 from portus.media.base import MappedMedium, Medium
 from portus.protocol.connection import Connection, Event, Forgotten, Payload
 from portus.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
 from portus.protocol.vocabulary import MessageKind
 from portus.spec import Extent
-from portus.transport.base import Column, Crcs, Digests, Segments, Stop, StoppedError, memory
 from portus.transport.budget import FREE, ConnectionBudget
-from portus.transport.local import best_engine, copy
 
 PIECE: Final = 1 << 20
 """Bytes of payload for one call of the system, and between two looks at the stop."""

@@ -19,13 +19,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.copying.local import BATCH, FIRST, Engine
+from portus.copying.segments import Column, Crcs, Digests, Segments, Stop
 from portus.image.image import Image, Literal
 from portus.media import linux
 from portus.media.addresses import AddressRange
 from portus.media.file import fill_holes, write_all
 from portus.spec import Extent
-from portus.transport.base import Column, Crcs, Digests, Segments, Stop
-from portus.transport.local import BATCH, FIRST, Engine
 from portus.writer.ring import RingTasks, StagingRing
 from portus.writer.ways import Way
 

@@ -16,14 +16,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.copying.local import best_engine
+from portus.copying.segments import Column, Crcs, Digests, Sources, Stop, cut, ranges, unit_spans
 from portus.errors import MediumError
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image, Literal
 from portus.media import linux
 from portus.media.file import OUT_OF_SPACE, advice
 from portus.media.local import file_system_of
-from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, ranges, unit_spans
-from portus.transport.local import best_engine
 from portus.writer import crc
 from portus.writer.cached import CachedWay, MappedWay
 from portus.writer.ring import StagingRing

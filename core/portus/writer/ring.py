@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.thread import Beside, finish
 from portus.format.checksum import UNIT
-from portus.transport.beside import Beside, finish
 
 SLOT: Final = UNIT
 """Bytes of a buffer: a unit fits."""

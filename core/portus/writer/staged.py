@@ -16,10 +16,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.image.image import Image, Literal
-from portus.media.file import write_all
-from portus.spec import PAGE
-from portus.transport.base import (
+from portus.copying.local import Engine
+from portus.copying.segments import (
     PROBE,
     PROBE_EACH,
     Column,
@@ -31,7 +29,9 @@ from portus.transport.base import (
     ranges,
     unit_spans,
 )
-from portus.transport.local import Engine
+from portus.image.image import Image, Literal
+from portus.media.file import write_all
+from portus.spec import PAGE
 from portus.writer.ring import SLOT, RingTasks, Slot, StagingRing
 from portus.writer.ways import Way
 

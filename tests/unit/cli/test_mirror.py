@@ -15,13 +15,13 @@ import torch
 
 import portus as face
 from portus.client.paths.pooled import PoolCheckpointer
+from portus.copying.segments import Stop
 from portus.errors import CorruptionError, UsageError
 from portus.index.directory import open_reader
 from portus.mirror.address import parse
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import State
 from portus.mirror.opening import configured_key, file_store, open_store
-from portus.transport.base import Stop
 from tests.unit.cli.scene import portus, portus_json, state
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from portus.client.paths.pooled import PoolCheckpointer
+from portus.copying import native
 from portus.spec import PAGE
 from portus.testing.nursery import nursery
-from portus.transport import native
 from tests.crash import saver
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import WAIT_S_MAX, Training, gated, is_in, until

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from portus.copying.segments import Digests, Sources, Stop
 from portus.daemon.fabric import Fabric
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.pools import HASHERS
@@ -40,7 +41,6 @@ from portus.protocol.messages import Said, packed_column, packed_handles
 from portus.protocol.proof import proof_of_client, proof_of_host
 from portus.protocol.vocabulary import Phase
 from portus.spec import TensorSpec
-from portus.transport.base import Digests, Sources, Stop
 from portus.transport.budget import FREE
 from portus.transport.dial import Credentials, dial, raised, read_secret
 from portus.transport.stream import Link

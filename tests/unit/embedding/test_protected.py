@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 import portus
 from portus.client.state.pickling import PickledState
 from portus.client.state.weights_only import pickle_for_pool
+from portus.copying.segments import Stop
 from portus.embedding import (
     Elsewhere,
     Protected,
@@ -41,7 +42,6 @@ from portus.index.check import check
 from portus.index.log import LogWriter
 from portus.spec import PAGE
 from portus.testing.nursery import nursery
-from portus.transport.base import Stop
 from tests.crash.embedded import Training, same
 from tests.unit.client.stuck import until
 from tests.unit.embedding import sliced

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from portus.copying import native
 from portus.errors import BusyError, MediumError, UsageError
 from portus.media.lock import PIN_BASE, WRITER_BYTE, FileLocks
-from portus.transport import native
 
 TIMEOUT_S = 60
 
@@ -120,7 +120,7 @@ import ctypes, multiprocessing, os, sys
 from portus.errors import UsageError
 from portus.media.lock import FileLocks
 from portus.media.process import NUMBERS
-from portus.transport import native
+from portus.copying import native
 
 def live_on():
     for call in (lambda: locks.acquire_writer(0), lambda: locks.pin(4), lambda: locks.pinned(4)):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from portus.copying.segments import Stop, StoppedError
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.mirror.address import parse
 from portus.mirror.files import PIECE, MirroredFiles, UploadedFile
@@ -18,7 +19,6 @@ from portus.mirror.log import SupersededError
 from portus.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
 from portus.mirror.opening import open_file_store
 from portus.mirror.store import FileStore, MissingError
-from portus.transport.base import Stop, StoppedError
 
 RUN = bytes(range(16))
 NUMBERS = itertools.count()

@@ -15,6 +15,7 @@ import torch
 
 import portus
 from portus.client.loading import restore
+from portus.copying.segments import Stop, StoppedError
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError, UsageError
 from portus.format.checksum import UNIT
 from portus.format.layout import DATA_START
@@ -30,7 +31,6 @@ from portus.mirror.store import Buffer, ListedObject
 from portus.mirror.units import ALONE
 from portus.pipeline.transfer import transferred
 from portus.spec import PAGE
-from portus.transport.base import Stop, StoppedError
 from tests.simulation.model_store import ModelStore
 
 MODEL = "gpt/rank-0-of-4"

@@ -19,6 +19,7 @@ from portus.client.loading import restore
 from portus.client.loading.checkpoint_file import verify_file
 from portus.client.paths.saver import Safetensors
 from portus.client.paths.training_files import TrainingFiles
+from portus.copying.segments import Stop
 from portus.errors import CorruptionError, MediumError, TransportError
 from portus.format.checksum import UNIT
 from portus.index.directory import open_reader
@@ -27,7 +28,6 @@ from portus.mirror.folder import Folder
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
 from portus.pipeline.transfer import transferred
-from portus.transport.base import Stop
 from tests.unit.client.pools.scene import stored
 from tests.unit.client.same import assert_same
 from tests.unit.mirror.test_mirror import new_pool

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from portus.copying.segments import Stop
 from portus.format.layout import DATA_START
 from portus.index.pool import PoolWriter, format_pool
 from portus.media import written
@@ -19,7 +20,6 @@ from portus.pipeline.audit import WATCHED_MIN, Audit, AuditMethod, Hashed, Late,
 from portus.pipeline.draft import CommittedVersion, PoolDraft
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.run import Policy, Save
-from portus.transport.base import Stop
 
 
 def places(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

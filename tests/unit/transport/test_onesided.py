@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from portus.copying.local import hash_sources
+from portus.copying.segments import Sources, Stop
 from portus.errors import TransportError
 from portus.format.checksum import UNIT
 from portus.media.base import MappedMedium, Medium
@@ -22,8 +24,6 @@ from portus.pipeline.parts import sources
 from portus.pipeline.plan import packed, placed
 from portus.spec import PAGE, Extent
 from portus.transport import onesided
-from portus.transport.base import Sources, Stop
-from portus.transport.local import hash_sources
 from portus.transport.onesided import (
     Bounced,
     Landing,

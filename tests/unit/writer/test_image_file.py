@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 
 from portus.client.state.pickling import PickledState, pickle_state
+from portus.copying import local
+from portus.copying.segments import Stop, StoppedError
 from portus.errors import MediumError
 from portus.format.checksum import UNIT, digest
 from portus.image.torch_reader import read_torch
 from portus.media import linux
 from portus.media.file import write_all
 from portus.media.local import file_system_of
-from portus.transport import local
-from portus.transport.base import Stop, StoppedError
 from portus.writer import crc, image_file, staged
 from portus.writer.cached import CachedWay
 from portus.writer.image_file import ImageFile

@@ -13,6 +13,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from portus.copying.local import best_engine
+from portus.copying.segments import Crcs, Digests, Sources, Stop, cut, owners, ranges
 from portus.errors import (
     CorruptionError,
     MediumError,
@@ -42,10 +44,8 @@ from portus.protocol.messages import (
 )
 from portus.protocol.vocabulary import Phase
 from portus.spec import VersionInfo
-from portus.transport.base import Crcs, Digests, Sources, Stop, cut, owners, ranges
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
-from portus.transport.local import best_engine
 from portus.transport.regions import (
     HERE,
     ClientLane,

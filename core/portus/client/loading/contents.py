@@ -16,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from portus.copying.local import fetch
+from portus.copying.segments import Source, Stop
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT
 from portus.format.dtypes import ITEM_SIZES
@@ -24,8 +26,6 @@ from portus.index.log import NOT_LOGGED, Logged
 from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.spec import Extent, TensorSpec
-from portus.transport.base import Source, Stop
-from portus.transport.local import fetch
 
 PIECE: Final = 16 << 20
 """Bytes of a tensor that is not contiguous, at once."""

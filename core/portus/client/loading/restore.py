@@ -26,6 +26,8 @@ from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import restore_torch
 from portus.client.state.walk import Walked, end_of, is_plain, leaves
 from portus.client.state.weights_only import unpickled
+from portus.copying.local import check, fetch
+from portus.copying.segments import Digests, Stop, memory
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format import items
 from portus.format.arrays import ArrayShape, array_over
@@ -40,8 +42,6 @@ from portus.index.records import VersionEntry, VersionRecord, decode_layout
 from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Column
 from portus.spec import TensorSpec, VersionInfo
-from portus.transport.base import Digests, Stop, memory
-from portus.transport.local import check, fetch
 
 _log: Final = logging.getLogger("portus")
 

@@ -7,11 +7,11 @@ from typing import Final
 import numpy as np
 
 from portus.client.loading.open_file import OpenFile
+from portus.copying.local import check, fetch
+from portus.copying.segments import Column, Digests, Source, Stop, ranges
 from portus.errors import CorruptionError
 from portus.format.checksum import unit_counts
 from portus.image.stored import StoredFile
-from portus.transport.base import Column, Digests, Source, Stop, ranges
-from portus.transport.local import check, fetch
 
 
 class StoredBytes:

@@ -21,12 +21,12 @@ from portus.client.loading.over import Rename, restore_over
 from portus.client.loading.patterns import Patterns, matcher, part_of
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.state.walk import walked
+from portus.copying.segments import Column, memory
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.image.key_paths import storage_places
 from portus.image.stored import Read
 from portus.image.torch_reader import TorchFile, read_record, read_torch
 from portus.image.torch_zip import DIGESTS, NOTE, ZIP
-from portus.transport.base import Column, memory
 
 _PICKLE: Final = b"\x80"
 _TAR: Final = (257, b"ustar")

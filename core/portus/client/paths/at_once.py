@@ -19,11 +19,11 @@ from portus.client.files import order
 from portus.client.files.pending import PENDING
 from portus.client.paths.draft import new_publisher
 from portus.client.paths.new_file import NewFile
+from portus.copying.segments import Stop
 from portus.directory.publisher import UnpublishedFile
 from portus.media.process import Descriptor
 from portus.pipeline.handle import SaveStats
 from portus.spec import VersionInfo
-from portus.transport.base import Stop
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
 from portus.writer.ways import Ways

@@ -16,6 +16,7 @@ from portus.client.loading.recognized import is_whole
 from portus.client.loading.resolve import is_removed
 from portus.client.pools.image_draft import ImageDraft
 from portus.client.pools.training_pool import TrainingPool
+from portus.copying.segments import Digests, Stop
 from portus.directory.publisher import Publication, Publisher
 from portus.directory.system import Linux, System
 from portus.errors import AbandonedError, MediumError, printable
@@ -25,7 +26,6 @@ from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
 from portus.spec import VersionInfo
-from portus.transport.base import Digests, Stop
 from portus.writer.image_file import ImageFile
 
 

@@ -10,6 +10,8 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.copying.local import sum_sources
+from portus.copying.segments import Crcs, Digests, Stop, ranges, unit_spans
 from portus.errors import MediumError
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image
@@ -20,8 +22,6 @@ from portus.pipeline.audit import NO_EXTENTS
 from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Before, Column, Feed, OnDevice
-from portus.transport.base import Crcs, Digests, Stop, ranges, unit_spans
-from portus.transport.local import sum_sources
 from portus.writer import crc
 
 _NO_LAYOUT: Final = encode_layout(())

@@ -26,6 +26,8 @@ from portus.client.files.pending import PENDING
 from portus.client.loading.checkpoint_file import use_file
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.shards.directories import has_safetensors_of_torch, read_metadata
+from portus.copying.local import fetch
+from portus.copying.segments import Digests, Source, Stop
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import (
     CorruptionError,
@@ -49,8 +51,6 @@ from portus.image.safetensors import SAVE, SUFFIX
 from portus.image.safetensors_reader import SafetensorsFile, read_safetensors
 from portus.image.stored import Read
 from portus.image.torch_reader import read_torch
-from portus.transport.base import Digests, Source, Stop
-from portus.transport.local import fetch
 
 _BUFFERS_MAX: Final = 256 << 20
 """Bytes of shards that are in memory on their way, before the next ones are read."""

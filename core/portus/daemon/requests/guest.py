@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
+from portus.copying.segments import Column, Sources, Stop
 from portus.daemon.events import tell
 from portus.daemon.fabric import HostLane
 from portus.daemon.house import House
 from portus.daemon.pools import Hosted
 from portus.errors import UsageError
 from portus.index.records import VersionEntry
-from portus.transport.base import Column, Sources, Stop
 from portus.transport.onesided import Moved, Remote
 from portus.transport.stream import Link
 from portus.transport.verbs import WorkError

@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 
+from portus.copying.local import check
+from portus.copying.segments import Column, Sources
 from portus.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
 from portus.errors import UsageError
 from portus.protocol import messages as said
 from portus.protocol.messages import Said, column, handles, ranges
-from portus.transport.base import Column, Sources
-from portus.transport.local import check
 from portus.transport.onesided import Remote
 from portus.transport.stream import give_from
 

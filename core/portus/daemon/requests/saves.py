@@ -18,6 +18,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from portus.copying.local import check
+from portus.copying.segments import Column, Digests, Sources, cut
 from portus.daemon import regions
 from portus.daemon.house import refusal_of
 from portus.daemon.regions import RegionTable
@@ -33,8 +35,6 @@ from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.parts import StorageRows, sources
 from portus.protocol import messages as said
 from portus.protocol.messages import Said, column, handles
-from portus.transport.base import Column, Digests, Sources, cut
-from portus.transport.local import check
 from portus.transport.onesided import Remote
 from portus.transport.stream import InterruptedByError, drain, take_into
 from portus.transport.verbs import Endpoint

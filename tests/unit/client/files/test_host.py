@@ -21,6 +21,8 @@ import torch
 import portus
 from portus.client.files.host import HostPool, _Reached
 from portus.client.paths.pooled import PoolCheckpointer
+from portus.copying.local import check as hashes
+from portus.copying.segments import Stop
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
 from portus.errors import (
@@ -38,8 +40,6 @@ from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme
 from portus.protocol.vocabulary import Phase
 from portus.transport import stream
-from portus.transport.base import Stop
-from portus.transport.local import check as hashes
 from portus.transport.regions import ClientLane, Regions
 from portus.transport.stream import Link
 from tests.hardware.states import snapshot_of

@@ -23,8 +23,8 @@ from portus.client.loading import stored_bytes
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.paths import numbered, process
 from portus.client.paths.saver import FileSaver
+from portus.copying.local import fetch
 from portus.media.file import PlainFile
-from portus.transport.local import fetch
 from portus.writer.image_file import ImageFile
 from tests.unit.client.paths.programs import SLOW, in_process
 from tests.unit.client.same import assert_same

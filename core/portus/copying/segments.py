@@ -1,4 +1,4 @@
-"""What a transport moves: sources, the segments they are cut into, and the word to stop.
+"""What is copied: sources, the segments that they are cut into, and the signal to stop.
 
 Theory. All sources of one call, laid end to end, are a *stream* of bytes; so are all their
 extents. Cutting the stream wherever a source, a unit (16 MiB of one source) or an extent begins

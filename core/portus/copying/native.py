@@ -22,8 +22,8 @@ import numpy as np
 import xxhash
 from isal import isal_zlib
 
+from portus.copying.segments import Column, Crcs, Digests, Segments, Stop
 from portus.format.checksum import digest
-from portus.transport.base import Column, Crcs, Digests, Segments, Stop
 
 _log: Final = logging.getLogger("portus")
 

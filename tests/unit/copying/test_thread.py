@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from portus.transport import local
-from portus.transport.abreast import NAME, abreast, in_any_order
-from portus.transport.base import Segments
-from portus.transport.beside import Beside, finish
+from portus.copying import local
+from portus.copying.parallel import NAME, abreast, in_any_order
+from portus.copying.segments import Segments
+from portus.copying.thread import Beside, finish
 from tests.unit.client.stuck import is_in, until
 
 WAIT_S = 30.0

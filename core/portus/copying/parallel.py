@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
-from portus.transport.beside import Beside, finish
+from portus.copying.thread import Beside, finish
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from portus.copying.local import Engine, copy, sum_sources
+from portus.copying.segments import Crcs, Source, Sources, Stop, cut
 from portus.format.checksum import UNIT
 from portus.media.base import Medium
 from portus.media.memory import Memory
 from portus.protocol.vocabulary import Phase
 from portus.spec import Extent
-from portus.transport.base import Crcs, Source, Sources, Stop, cut
-from portus.transport.local import Engine, copy, sum_sources
 from portus.transport.regions import Parts
 from portus.transport.stream import Link, give
-from tests.unit.transport.test_local import Case, random_case, rows
+from tests.unit.copying.test_local import Case, random_case, rows
 
 ROUNDS = 8
 LENGTHS = (0, 1, 0, 100_003, UNIT, 4096, 2 * UNIT + 5, 300, 0)

@@ -25,12 +25,9 @@ import xxhash
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from portus.errors import MediumError
-from portus.media.base import MappedMedium, Medium
-from portus.spec import PAGE, Extent
-from portus.transport import native
-from portus.transport.abreast import SharedIterator
-from portus.transport.base import (
+from portus.copying import native
+from portus.copying.parallel import SharedIterator
+from portus.copying.segments import (
     Column,
     Crcs,
     Digests,
@@ -43,8 +40,11 @@ from portus.transport.base import (
     bytes_at,
     cut,
 )
-from portus.transport.base import memory as _view
-from portus.transport.beside import Beside, finish
+from portus.copying.segments import memory as _view
+from portus.copying.thread import Beside, finish
+from portus.errors import MediumError
+from portus.media.base import MappedMedium, Medium
+from portus.spec import PAGE, Extent
 
 __all__ = [
     "Digests",
@@ -529,7 +529,7 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
             failed.append(error)
 
     # No pool of threads: the exit of the process would wait for it, whatever it hangs in.
-    second = Beside(take_part_beside, "portus-transport")
+    second = Beside(take_part_beside, "portus-copying")
     try:
         second.start()
     except RuntimeError:  # the interpreter is going down, and starts no thread any more
