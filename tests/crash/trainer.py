@@ -36,10 +36,12 @@ from portus.index.records import NOWHERE, VersionEntry, decode_copies, encode_la
 from portus.index.roots import read_roots
 from portus.media.base import Locks, Medium
 from portus.media.lock import ProcessLocks
-from portus.pipeline.draft import Labels, PoolDraft
-from portus.pipeline.plan import Before, Snapshot
+from portus.pipeline.draft import Labels
+from portus.pipeline.plan import Previous, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE
+from portus.versions.parts import Before
+from portus.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults
 
 POOL = "/pools/run.portus"
@@ -282,7 +284,7 @@ class AskedDraft(PoolDraft):
 
     change_asked: Change
 
-    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         self.change_asked = self.change(self.rows(), labels, labels.layout, labels.tree, retire)
         return cast(Before, None)  # nobody looks at it before it is one
 

@@ -17,10 +17,11 @@ import portus
 from portus.client.paths.draft import PooledDraft
 from portus.client.paths.training_files import TrainingFiles
 from portus.pipeline.draft import Labels
-from portus.pipeline.plan import Before
+from portus.pipeline.plan import Previous
 from portus.pipeline.run import Save, Stage
 from portus.spec import VersionInfo
 from portus.testing.nursery import Say
+from portus.versions.parts import Before
 from tests.crash import saver
 from tests.crash.saver import Training
 from tests.faults import calls
@@ -145,7 +146,7 @@ def _tell_before_the_commit() -> None:
 
 def _put_pointers_before_the_commit() -> None:
     def commit(
-        self: PooledDraft, labels: Labels, before: Before | None, retire: Collection[int]
+        self: PooledDraft, labels: Labels, before: Previous | None, retire: Collection[int]
     ) -> Before:
         self._pointers.finish()
         self._pointers.publish()
@@ -158,7 +159,7 @@ def _let_go_of_what_others_lead_to() -> None:
     committing = PooledDraft.commit
 
     def commit(
-        self: PooledDraft, labels: Labels, before: Before | None, retire: Collection[int]
+        self: PooledDraft, labels: Labels, before: Previous | None, retire: Collection[int]
     ) -> Before:
         return committing(self, labels, before, self._pool.open().catalogue().ids())
 

@@ -21,10 +21,12 @@ from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, encode_layout
 from portus.media.local import LocalFiles
-from portus.pipeline.draft import CommittedVersion, PoolDraft
-from portus.pipeline.plan import Before, Snapshot
+from portus.pipeline.draft import CommittedVersion
+from portus.pipeline.plan import Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import TensorSpec
+from portus.versions.parts import Before
+from portus.versions.pool_draft import PoolDraft
 
 LENGTHS: Final = (300_000, 5_000, 200_000, 64, 100_000)
 FROZEN: Final = 2

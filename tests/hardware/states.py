@@ -20,10 +20,10 @@ from portus.copying.segments import Stop
 from portus.index.reader import PoolReader
 from portus.index.records import encode_layout
 from portus.pipeline.handle import SaveStats
-from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import TensorSpec
+from portus.versions.parts import shared, sources
 
 Bytes = NDArray[np.uint8]
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from portus.format.checksum import UNIT, digest
 from portus.index.records import VersionRecord, decode_version
-from portus.pipeline.parts import shared, sources
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.protocol.messages import Said, packed_column, packed_handles
@@ -25,6 +24,7 @@ from portus.transport.host import Links
 from portus.transport.regions import ClientLane
 from portus.transport.stream import Link
 from portus.transport.verbs import Region, load
+from portus.versions.parts import shared, sources
 from tests.hardware.states import Bytes, snapshot_of, state_of
 from tests.hosts import serving
 

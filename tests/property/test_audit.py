@@ -27,9 +27,9 @@ from portus.errors import AbandonedError
 from portus.format.layout import DATA_START
 from portus.media import written
 from portus.pipeline.audit import AuditMethod
-from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Snapshot
 from portus.pipeline.run import Policy, Save
+from portus.versions.pool_draft import PoolDraft
 from tests.depth import deep
 from tests.unit.client.late_copy import FENCE_S_MAX
 from tests.unit.pipeline.bench import WAYS, Bench, Gate, audited

@@ -26,6 +26,7 @@ TORCHLESS = (
     "transport",
     "index",
     "pipeline",
+    "versions",
     "mirror",
     "protocol",
     "daemon",

@@ -162,6 +162,12 @@ class Sources:
         return self
 
     @classmethod
+    def in_memory(cls, address: Column, length: Column) -> Sources:
+        """Return sources without extents."""
+        nowhere = np.empty(0, np.int64)
+        return cls(address=address, length=length, extent_offset=nowhere, extent_length=nowhere)
+
+    @classmethod
     def of(cls, sources: Sequence[Source]) -> Sources:
         """The columns of ``sources``. All of them have extents, or none; empty ones aside."""
         extents = [extent for source in sources for extent in source.extents]
@@ -294,6 +300,13 @@ def owners(lengths: Column) -> Column:
     """The source of each unit of sources of these lengths."""
     counts = unit_counts(lengths)
     return np.repeat(np.arange(len(counts)), counts)
+
+
+def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
+    """Positions of the storages all of whose unit digests are equal on both sides."""
+    equal = np.ones(len(lengths), np.bool_)
+    equal[owners(lengths)[np.any(left != right, axis=1)]] = False
+    return np.flatnonzero(equal)
 
 
 def unit_spans(offset: Column, length: Column) -> tuple[Column, Column]:

@@ -29,8 +29,8 @@ from portus.index.commit_records import NewVersion
 from portus.index.log import Bunch, LogWriter, entry_size
 from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, VersionLog
-from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import Extent
+from portus.versions.parts import StorageRows, exact, rows_of
 
 PIECE: Final = UNIT
 """Bytes that are copied and persisted at once, and so what a batch may have to wait for."""

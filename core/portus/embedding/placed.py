@@ -50,8 +50,8 @@ from portus.index.log import Bunch, LogWriter, entry_size, logged, pending
 from portus.index.pool import PoolWriter
 from portus.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
 from portus.media.base import Extents, MappedMedium
-from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import PAGE, Extent
+from portus.versions.parts import StorageRows, exact, rows_of
 
 _FREE_SHARE: Final = 2
 """A batch begins with this part of its log free."""

@@ -20,8 +20,8 @@ from portus.embedding.fold import part_of
 from portus.embedding.moment import Moment
 from portus.format.checksum import DIGEST_SIZE, UNIT
 from portus.index.pool import PoolWriter
-from portus.pipeline.parts import StorageRows, exact
 from portus.spec import Extent
+from portus.versions.parts import StorageRows, exact
 
 
 class Slices:

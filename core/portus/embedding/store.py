@@ -40,8 +40,8 @@ from portus.index.records import Pointer, VersionEntry, VersionRecord
 from portus.index.tables import MARKS as MARKS
 from portus.index.tables import MODEL as MODEL
 from portus.media.file import OUT_OF_SPACE
-from portus.pipeline.parts import rows_of, shared
 from portus.spec import PAGE
+from portus.versions.parts import rows_of, shared
 
 _LOG_MIN: Final = 64 << 20
 _LOG_SHARE: Final = 2

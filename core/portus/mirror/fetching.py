@@ -15,8 +15,8 @@ from portus.errors import CorruptionError
 from portus.index.pool import PoolWriter
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Added, State
-from portus.pipeline.transfer import transferred
 from portus.spec import VersionInfo
+from portus.versions.transfer import transferred
 
 _log: Final = logging.getLogger("portus")
 

@@ -38,8 +38,8 @@ from portus.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
 from portus.mirror.units import Mirrored, unit_lengths
-from portus.pipeline.parts import StorageRows, rows_of
 from portus.spec import PAGE, VersionInfo
+from portus.versions.parts import StorageRows, rows_of
 
 Load = Callable[[str, int, memoryview], None]
 """Fills memory from a byte of a pack on. Raises what a load raises."""

@@ -57,8 +57,8 @@ from portus.mirror.requests import (
 from portus.mirror.store import FileStore, ListedObject, MissingError, Store
 from portus.mirror.units import Key, Mirrored, Pack, WholeFile, is_in_file, unit_lengths
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
-from portus.pipeline.parts import shared, sources
-from portus.pipeline.transfer import unchanging
+from portus.versions.parts import shared, sources
+from portus.versions.transfer import unchanging
 
 _log: Final = logging.getLogger("portus")
 _T = TypeVar("_T")

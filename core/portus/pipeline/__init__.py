@@ -1,1 +1,1 @@
-"""One save in flight, from its plan to its commit."""
+"""One save in flight, from its plan to its commit, wherever it goes."""

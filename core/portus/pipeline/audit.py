@@ -28,12 +28,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from portus.copying.local import hash_sources
-from portus.copying.segments import PROBE, PROBE_EACH, Digests, Stop, bytes_at, memory, ranges
+from portus.copying.segments import (
+    PROBE,
+    PROBE_EACH,
+    Digests,
+    Sources,
+    Stop,
+    bytes_at,
+    equal_storages,
+    memory,
+    ranges,
+)
 from portus.format.checksum import UNIT, unit_counts
-from portus.format.layout import EXTENT
-from portus.index.records import Rows
 from portus.media import written
-from portus.pipeline.parts import equal_storages, sources
 from portus.pipeline.plan import Column, Flags
 
 _log: Final = logging.getLogger("portus")
@@ -57,8 +64,6 @@ _UNKNOWN_S_PER_BYTE: Final = 1e-10
 
 _TIMED_MIN: Final = 4 << 20
 """Bytes from which the time that they took says something about others."""
-
-NO_EXTENTS: Final[Rows] = np.empty(0, EXTENT.dtype)
 
 
 class AuditMethod(str, enum.Enum):
@@ -124,7 +129,7 @@ class Hashed:
 
     def __init__(self, late: Late, stop: Stop) -> None:
         self._lengths: Final = late.length
-        nowhere = sources(late.address, late.length, NO_EXTENTS)
+        nowhere = Sources.in_memory(late.address, late.length)
         self._at_call: Final = hash_sources(nowhere, stop)
 
     def torn(self, stored: Stored) -> Flags:

@@ -25,16 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.copying.local import hash_sources
-from portus.copying.segments import Digests, Stop, ranges
+from portus.copying.segments import Digests, Sources, Stop, equal_storages, ranges
 from portus.errors import AbandonedError, PortusError
 from portus.format.checksum import unit_counts
-from portus.index.pool import REFRESH_COMMITS
 from portus.media import calls
-from portus.pipeline.audit import NO_EXTENTS, Audit, Late, no_changes
+from portus.pipeline.audit import Audit, Late, no_changes
 from portus.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.pipeline.handle import SaveStats
-from portus.pipeline.parts import equal_storages, shared, sources, unit_digests
-from portus.pipeline.plan import Before, Column, Flags, Snapshot
+from portus.pipeline.plan import Column, Flags, Previous, Snapshot
 from portus.pipeline.waiting import Changed
 from portus.spec import VersionInfo
 
@@ -80,7 +78,7 @@ class Save:
         self,
         snapshot: Snapshot,
         draft: Draft,
-        before: Callable[[], Before | None],
+        before: Callable[[], Previous | None],
         policy: Policy,
     ) -> None:
         self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
@@ -266,7 +264,7 @@ class Save:
         any more, it may be of several moments."""
         self._copy_from_here(indices)
         address, lengths = self._snapshot.address[indices], self._snapshot.length[indices]
-        found = hash_sources(sources(address, lengths, NO_EXTENTS), self._stop)
+        found = hash_sources(Sources.in_memory(address, lengths), self._stop)
         equal = equal_storages(found, self._digests_of(indices), lengths)
         changed = np.delete(indices, equal)
         if len(changed):
@@ -283,10 +281,10 @@ class Save:
 
     # Sharing.
 
-    def _comparable(self) -> Before | None:
+    def _comparable(self) -> Previous | None:
         """The version before, if it has as many storages."""
         before = self._before()
-        fits = before is not None and len(before.record.storages) == len(self._snapshot.length)
+        fits = before is not None and len(before.length) == len(self._snapshot.length)
         return before if fits else None
 
     def _share(self, indices: Column) -> Column:
@@ -294,11 +292,10 @@ class Save:
         before, snapshot = self._comparable(), self._snapshot
         if before is None:
             return indices
-        old = before.record.storages
         fits = (
             snapshot.steady[indices]
-            & (old["length"][indices].astype(np.int64) == snapshot.length[indices])
-            & (old["born"][indices].astype(np.int64) + REFRESH_COMMITS > before.record.info.commit)
+            & (before.length[indices] == snapshot.length[indices])
+            & before.may_share[indices]
             & (snapshot.address[indices] != 0)
         )
         candidates = indices[fits]
@@ -308,18 +305,17 @@ class Save:
         if not len(equal):
             return indices
         self._steady[equal] = True
-        self._stored.append((equal, shared(before.record, equal).digests))
+        self._stored.append((equal, before.digests(equal)))
         self._stats.shared_bytes += int(snapshot.length[equal].sum())
         return np.setdiff1d(indices, equal)
 
-    def _find_equal(self, before: Before, candidates: Column) -> Column:
+    def _find_equal(self, before: Previous, candidates: Column) -> Column:
         """Positions of candidates that have the same digests and the same bytes; reached then."""
-        group = shared(before.record, candidates)
         lengths = self._snapshot.length[candidates]
         address = self._snapshot.address[candidates]
         self._stats.hashed_bytes += int(lengths.sum())
-        found = hash_sources(sources(address, lengths, NO_EXTENTS), self._stop)
-        equal = equal_storages(found, group.digests, lengths)
+        found = hash_sources(Sources.in_memory(address, lengths), self._stop)
+        equal = equal_storages(found, before.digests(candidates), lengths)
         if not len(equal):
             return equal
         # Equal digests are not enough: rot in the stored bytes would be shared, and reported late.
@@ -332,11 +328,10 @@ class Save:
         if before is None:
             return
         lengths = self._snapshot.length[indices]
-        old_lengths = before.record.storages["length"][indices].astype(np.int64)
-        if not np.array_equal(lengths, old_lengths):
+        if not np.array_equal(lengths, before.length[indices]):
             return
-        old = unit_digests(before.record.storages[indices], before.record.units)
-        self._steady[indices[equal_storages(digests, old, lengths)]] = True
+        equal = equal_storages(digests, before.digests(indices), lengths)
+        self._steady[indices[equal]] = True
 
     # The audit.
 

@@ -44,9 +44,9 @@ from portus.index.records import (
     encode_layout,
 )
 from portus.media.private import Run
-from portus.pipeline.parts import StorageRows, exact, rows_of, shared, sources
 from portus.shelf.items import Array, Item, encode, encode_tree, is_plain
 from portus.spec import PAGE, Extent, TensorSpec
+from portus.versions.parts import StorageRows, exact, rows_of, shared, sources
 
 MODEL: Final = "shelf"
 

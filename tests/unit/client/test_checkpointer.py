@@ -35,8 +35,8 @@ from portus.errors import (
 )
 from portus.index.directory import WRITERS, open_reader
 from portus.pipeline.audit import Guard
-from portus.pipeline.draft import PoolDraft
 from portus.protocol.address import Address, Scheme
+from portus.versions.pool_draft import PoolDraft
 from tests.adapters.torn import slow_down
 from tests.hosts import serving, url
 from tests.moments import at, elsewhere

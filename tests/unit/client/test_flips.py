@@ -23,9 +23,10 @@ from portus.format.layout import RecordKind
 from portus.index.check import check
 from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, VersionEntry, VersionRecord
-from portus.pipeline.draft import Labels, PoolDraft
+from portus.pipeline.draft import Labels
 from portus.protocol.messages import VERSION
 from portus.transport.stream import Link
+from portus.versions.pool_draft import PoolDraft
 from tests.depth import DEPTH
 from tests.golden import conversation
 from tests.hosts import connect_again_at_once, serving, url

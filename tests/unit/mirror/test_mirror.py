@@ -29,8 +29,8 @@ from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import GONE_MAX, STRIDE, Added, Removed
 from portus.mirror.store import Buffer, ListedObject
 from portus.mirror.units import ALONE
-from portus.pipeline.transfer import transferred
 from portus.spec import PAGE
+from portus.versions.transfer import transferred
 from tests.simulation.model_store import ModelStore
 
 MODEL = "gpt/rank-0-of-4"

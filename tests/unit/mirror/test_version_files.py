@@ -27,7 +27,7 @@ from portus.index.reader import PoolReader
 from portus.mirror.folder import Folder
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
-from portus.pipeline.transfer import transferred
+from portus.versions.transfer import transferred
 from tests.unit.client.pools.scene import stored
 from tests.unit.client.same import assert_same
 from tests.unit.mirror.test_mirror import new_pool

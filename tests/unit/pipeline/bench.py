@@ -17,9 +17,11 @@ from portus.media import written
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
 from portus.pipeline.audit import WATCHED_MIN, Audit, AuditMethod, Hashed, Late, Probed, Watched
-from portus.pipeline.draft import CommittedVersion, PoolDraft
-from portus.pipeline.plan import Before, Flags, Snapshot
+from portus.pipeline.draft import CommittedVersion
+from portus.pipeline.plan import Flags, Snapshot
 from portus.pipeline.run import Policy, Save
+from portus.versions.parts import Before
+from portus.versions.pool_draft import PoolDraft
 
 
 def places(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

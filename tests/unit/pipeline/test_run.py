@@ -14,9 +14,9 @@ from portus.format.layout import DATA_START
 from portus.media import written
 from portus.media.memory import Memory
 from portus.pipeline.audit import WATCHED_MIN, AuditMethod
-from portus.pipeline.plan import packed, placed
 from portus.pipeline.run import Save
 from portus.spec import PAGE, Extent
+from portus.versions.placement import packed, placed
 from tests.unit.pipeline.bench import WAYS, Bench, Gate, needs_kernel, places
 
 

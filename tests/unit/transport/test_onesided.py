@@ -20,8 +20,6 @@ from portus.format.checksum import UNIT
 from portus.media.base import MappedMedium, Medium
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
-from portus.pipeline.parts import sources
-from portus.pipeline.plan import packed, placed
 from portus.spec import PAGE, Extent
 from portus.transport import onesided
 from portus.transport.onesided import (
@@ -37,6 +35,8 @@ from portus.transport.onesided import (
 )
 from portus.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gathered
 from portus.transport.verbs import Region, WorkError
+from portus.versions.parts import sources
+from portus.versions.placement import packed, placed
 
 KEY = 7
 DEPTH = 6

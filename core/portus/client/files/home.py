@@ -30,8 +30,8 @@ from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.media.local import LocalFiles
 from portus.media.names import fitting
-from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Snapshot
+from portus.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
 

@@ -32,8 +32,7 @@ from portus.index.roots import Superblock, read_superblock
 from portus.mirror.leading import REPLICA
 from portus.mirror.objects import LOG, prefix_of
 from portus.pipeline.draft import Labels
-from portus.pipeline.parts import shared
-from portus.pipeline.plan import Before, Column, Feed, Flags, Snapshot
+from portus.pipeline.plan import Column, Feed, Flags, Previous, Snapshot
 from portus.protocol import messages as said
 from portus.protocol.address import parse
 from portus.protocol.messages import (
@@ -57,6 +56,7 @@ from portus.transport.regions import (
 )
 from portus.transport.stream import Link, give
 from portus.transport.verbs import RegisterError
+from portus.versions.parts import Before, shared
 
 _log: Final = logging.getLogger("portus")
 
@@ -286,8 +286,9 @@ class HostDraft:
         parts = _FedParts(feeds, self._lengths[indices], gathered, place)
         return self._offer(indices, send, stop, parts)
 
-    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         link = self._ready(stop)
+        assert isinstance(before, Before), "a pool shares with its own versions"
         token = before.record.info.token
         message = said.Share(token, packed_column(indices))
         with link.under(stop):
@@ -301,8 +302,9 @@ class HostDraft:
     def stored(self, storage: Column, offset: Column, length: Column) -> None:
         """The host has them."""
 
-    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         link = self._ready(Stop())
+        assert before is None or isinstance(before, Before), "a pool shares with its own versions"
         if before is not None and not self._pool.has_committed(before.record.info.token):
             before = None
         same_layout = before is not None and before.layout == labels.layout

@@ -39,9 +39,9 @@ from portus.index.in_place import InPlace
 from portus.index.log import NOT_LOGGED, Logged, logged
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
-from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Column
 from portus.spec import TensorSpec, VersionInfo
+from portus.versions.parts import shared, sources
 
 _log: Final = logging.getLogger("portus")
 

@@ -24,8 +24,9 @@ from portus.format.checksum import DIGEST_SIZE
 from portus.format.reference import SIZE_MAX, Reference, decode
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
-from portus.pipeline.plan import Before, Column, Feed
+from portus.pipeline.plan import Column, Feed, Previous
 from portus.spec import VersionInfo
+from portus.versions.parts import Before
 from portus.writer.image_file import ImageFile
 
 
@@ -87,7 +88,7 @@ class FileDraft:
             for at in part.tolist()
         )
 
-    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         """False: two files share no bytes."""
         return False
 
@@ -110,7 +111,7 @@ class FileDraft:
                 yield self._files[number], int(self._first[number]), part
 
     def commit(
-        self, labels: Labels, before: Before | None, retire: Collection[int]
+        self, labels: Labels, before: Previous | None, retire: Collection[int]
     ) -> CommittedFile:
         self.finish()
         self.publish()
@@ -186,13 +187,13 @@ class PooledDraft:
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
         return self._version.copy_fed(indices, feeds, stop)
 
-    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         return self._version.share(before, indices, address, stop)
 
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         return self._version.stored(storage, offset, length)
 
-    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         replaced = self._replaced()
         self._pointers.finish()
         version = self._version.commit(labels, before, retire)

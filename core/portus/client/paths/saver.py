@@ -63,9 +63,10 @@ from portus.media.process import Descriptor
 from portus.pipeline.audit import Auditor
 from portus.pipeline.draft import CommittedVersion, Draft
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
-from portus.pipeline.plan import Before, Flags, Snapshot
+from portus.pipeline.plan import Flags, Snapshot
 from portus.pipeline.queue import Chore, Queue, Turn
 from portus.pipeline.run import Policy, Save
+from portus.versions.parts import Before
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
 from portus.writer.ways import Ways

@@ -11,17 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.copying.local import sum_sources
-from portus.copying.segments import Crcs, Digests, Stop, ranges, unit_spans
+from portus.copying.segments import Crcs, Digests, Sources, Stop, ranges, unit_spans
 from portus.errors import MediumError
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image
 from portus.image.packed import FileTable, encode_table
 from portus.index.records import encode_layout
 from portus.media.file import OUT_OF_SPACE
-from portus.pipeline.audit import NO_EXTENTS
 from portus.pipeline.draft import Draft, Labels
-from portus.pipeline.parts import shared, sources
-from portus.pipeline.plan import Before, Column, Feed, OnDevice
+from portus.pipeline.plan import Column, Feed, OnDevice, Previous
+from portus.versions.parts import Before, shared
 from portus.writer import crc
 
 _NO_LAYOUT: Final = encode_layout(())
@@ -42,7 +41,7 @@ class SummingDraft(Draft, Protocol):
     ) -> Digests:
         """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
 
-    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         """See ``Draft``."""
 
 
@@ -124,7 +123,8 @@ class ImageDraft:
         self._crcs[rows] = np.concatenate([np.array(each.crcs, np.uint32) for each in summed])
         return digests
 
-    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
+        assert isinstance(before, Before), "a pool shares with its own versions"
         known = self._before()
         if known is None or known.version.record.info.token != before.record.info.token:
             return False  # another save was committed since the storages were compared
@@ -133,7 +133,7 @@ class ImageDraft:
         rows = self._rows(indices)
         self._digests[rows] = shared(known.version.record, indices).digests
         self._crcs[rows] = (
-            sum_sources(sources(address, self._length[indices], NO_EXTENTS))
+            sum_sources(Sources.in_memory(address, self._length[indices]))
             if known.crcs is None
             else known.crcs[rows]
         )
@@ -142,7 +142,7 @@ class ImageDraft:
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         return self._draft.stored(storage, offset, length)
 
-    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)
         address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)
@@ -216,5 +216,5 @@ class _SummedFeed:
     def _summed(self, units: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         for address, length in units:
             columns = np.array([[address], [length]], np.int64)
-            self.crcs += sum_sources(sources(columns[0], columns[1], NO_EXTENTS)).tolist()
+            self.crcs += sum_sources(Sources.in_memory(columns[0], columns[1])).tolist()
             yield address, length

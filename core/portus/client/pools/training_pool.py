@@ -34,8 +34,9 @@ from portus.index.place import Place
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.pipeline.draft import CommittedVersion
-from portus.pipeline.plan import Before, Flags, Snapshot
+from portus.pipeline.plan import Flags, Snapshot
 from portus.pipeline.run import Save
+from portus.versions.parts import Before
 
 _NAMES_MAX: Final = 64
 """Trainings of one name that save to a storage host at once."""

@@ -31,13 +31,14 @@ from portus.index.findings import Findings
 from portus.index.keep import checked_metrics
 from portus.index.records import Pointer, Rows, decode_layout, encode_version
 from portus.media.file import OUT_OF_SPACE
-from portus.pipeline.draft import Labels, PoolDraft
-from portus.pipeline.parts import StorageRows, sources
+from portus.pipeline.draft import Labels
 from portus.protocol import messages as said
 from portus.protocol.messages import Said, column, handles
 from portus.transport.onesided import Remote
 from portus.transport.stream import InterruptedByError, drain, take_into
 from portus.transport.verbs import Endpoint
+from portus.versions.parts import StorageRows, sources
+from portus.versions.pool_draft import PoolDraft
 
 REGIONS_MAX: Final = said.STORAGES_MAX
 VALUES_MAX: Final = 1 << 24

@@ -35,13 +35,13 @@ from portus.errors import (
 )
 from portus.index.check import check
 from portus.index.records import VersionRecord
-from portus.pipeline.parts import shared, sources
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme
 from portus.protocol.vocabulary import Phase
 from portus.transport import stream
 from portus.transport.regions import ClientLane, Regions
 from portus.transport.stream import Link
+from portus.versions.parts import shared, sources
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
 from tests.simulation.lossy import LossyLink

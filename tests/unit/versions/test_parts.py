@@ -9,9 +9,9 @@ import pytest
 
 from portus.format.checksum import UNIT, storage_digest
 from portus.format.layout import EXTENT
-from portus.pipeline.draft import _split
-from portus.pipeline.parts import StorageRows, rows_of
 from portus.spec import PAGE, Extent
+from portus.versions.parts import StorageRows, rows_of
+from portus.versions.pool_draft import _split
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])

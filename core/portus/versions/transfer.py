@@ -25,9 +25,10 @@ from portus.format.layout import RecordKind
 from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
-from portus.pipeline.draft import Labels, PoolDraft, Reserved
-from portus.pipeline.parts import shared, sources
+from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Column
+from portus.versions.parts import shared, sources
+from portus.versions.pool_draft import PoolDraft, Reserved
 
 ABREAST: Final = 5
 """Batches that are on their way at once. Each takes 16 MiB of memory, besides what arrives."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from portus.copying.segments import Digests, Sources, owners, ranges
+from portus.copying.segments import Digests, Sources, ranges
 from portus.format.checksum import storage_digest, unit_counts
 from portus.format.layout import EXTENT, STORAGE, UNIT_DIGEST
+from portus.index.pool import REFRESH_COMMITS
 from portus.index.records import Rows, VersionRecord
-from portus.pipeline.plan import Column
-from portus.spec import Extent
+from portus.pipeline.plan import Column, Flags
+from portus.spec import Extent, VersionInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,34 @@ class StorageRows:
             digests,
             np.full(len(indices), born, np.int64),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """See ``pipeline.plan.Previous``."""
+
+    record: VersionRecord
+    layout: bytes
+    tree: bytes
+
+    @property
+    def info(self) -> VersionInfo:
+        """What it is."""
+        return self.record.info
+
+    @property
+    def length(self) -> Column:
+        length: Column = self.record.storages["length"].astype(np.int64)
+        return length
+
+    @property
+    def may_share(self) -> Flags:
+        born = self.record.storages["born"].astype(np.int64)
+        flags: Flags = born + REFRESH_COMMITS > self.record.info.commit
+        return flags
+
+    def digests(self, indices: Column) -> Digests:
+        return unit_digests(self.record.storages[indices], self.record.units)
 
 
 def sources(address: Column, length: Column, extents: Rows) -> Sources:
@@ -98,13 +127,6 @@ def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Co
     row = np.searchsorted(ends, at, "right")
     found: Column = extents["offset"].astype(np.int64)[row] + at - (ends - length)[row]
     return found
-
-
-def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
-    """Positions of the storages all of whose unit digests are equal on both sides."""
-    equal = np.ones(len(lengths), np.bool_)
-    equal[owners(lengths)[np.any(left != right, axis=1)]] = False
-    return np.flatnonzero(equal)
 
 
 def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Rows]:

@@ -1,0 +1,1 @@
+"""Versions of a pool in the making, and copied from one pool to another."""
