@@ -54,12 +54,12 @@ if TYPE_CHECKING:
     from portus.errors import UsageError as UsageError
     from portus.index.check import check as check
     from portus.index.findings import Finding as Finding
-    from portus.index.keep import Keep as Keep
     from portus.index.place import Place as Place
     from portus.index.place import local_path as local_path
     from portus.media.calls import is_nested as is_nested
     from portus.pipeline.handle import SaveHandle as SaveHandle
     from portus.pipeline.handle import SaveStats as SaveStats
+    from portus.settings.keep import Keep as Keep
     from portus.shelf.shelf import Shelf as Shelf
     from portus.spec import VersionInfo as VersionInfo
 
@@ -78,7 +78,7 @@ _MODULE_OF: Final = {
     "DataCursor": "portus.client.loaders.cursor",
     "Finding": "portus.index.findings",
     "Framework": "portus.client.loading.stock",
-    "Keep": "portus.index.keep",
+    "Keep": "portus.settings.keep",
     "MediumError": "portus.errors",
     "NoCheckpointError": "portus.errors",
     "Place": "portus.index.place",

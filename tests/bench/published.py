@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.cadence.checkfreq import Profile, SnapshotPlace, placed
-from portus.cadence.steps import not_negative, over_zero, rounded_up, share
+from portus.cadence.steps import rounded_up, share
+from portus.settings.numbers import not_negative, over_zero
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:

@@ -18,6 +18,7 @@ CORE = Path(portus.__file__).parent
 TORCHLESS = (
     "errors",
     "spec",
+    "settings",
     "cadence",
     "samples",
     "format",

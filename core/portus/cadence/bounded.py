@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Final, Literal
 
-from portus.cadence.steps import is_number, not_negative, over_zero, rounded_up, share
+from portus.cadence.steps import rounded_up, share
 from portus.errors import UsageError
+from portus.settings.numbers import is_number, not_negative, over_zero
 
 FORMAT: Final = 1
 """Of the state of a ``Tuner``."""

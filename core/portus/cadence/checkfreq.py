@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, fields
 
-from portus.cadence.steps import not_negative, over_zero
+from portus.settings.numbers import not_negative, over_zero
 
 
 class SnapshotPlace(str, enum.Enum):

@@ -38,9 +38,9 @@ from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import is_safetensors
 from portus.image.torch_zip import ZIP
 from portus.index.directory import pools_at
-from portus.index.keep import Keep
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.media.local import LocalFiles
+from portus.settings.keep import Keep
 
 if TYPE_CHECKING:
     from portus.client.loading.outline import FileOutline

@@ -23,13 +23,13 @@ from portus.client.loading.resolve import use_reference
 from portus.errors import StaleError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS
-from portus.index.keep import Keep
 from portus.index.place import Place, PlaceKind
 from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.index.tables import MARKS
 from portus.media.local import LocalFiles
+from portus.settings.keep import Keep
 
 WAIT_S = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""

@@ -16,9 +16,9 @@ from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.errors import PortusError, UsageError, printable
 from portus.format.layout import MAGIC
-from portus.index.keep import Keep
 from portus.index.place import SUFFIX, Place, PlaceKind
 from portus.pipeline.handle import SaveHandle, SaveStats
+from portus.settings.keep import Keep
 from portus.spec import VersionInfo
 
 if TYPE_CHECKING:

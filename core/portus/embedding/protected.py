@@ -34,11 +34,11 @@ from portus.embedding.tables import Table, tables_of
 from portus.embedding.training import ProtectedTraining
 from portus.errors import PortusError, UsageError
 from portus.index.directory import create_pool, has_pool, open_writer
-from portus.index.fits import Seconds, SomeBytes, refuse_misfits
 from portus.index.place import Place, PlaceKind
 from portus.index.pool import PoolWriter
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
+from portus.settings.fits import Seconds, SomeBytes, refuse_misfits
 
 _log: Final = logging.getLogger("portus")
 

@@ -21,8 +21,8 @@ from portus.errors import UsageError
 from portus.format.arrays import ArrayShape, array_over, dtype_node
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.items import DEPTH_MAX
-from portus.format.text import is_text
 from portus.media.private import Private, Run
+from portus.settings.text import is_text
 from portus.spec import TensorSpec
 
 if TYPE_CHECKING:

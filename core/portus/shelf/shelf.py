@@ -12,12 +12,12 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from portus.errors import StaleError, UsageError
-from portus.format.text import is_text
 from portus.index.directory import create_pool, has_pool, open_reader, open_writer
-from portus.index.fits import Seconds, SomeBytes, refuse_misfits
 from portus.index.place import Place, PlaceKind
 from portus.index.reader import PoolReader
 from portus.media.local import LocalFiles
+from portus.settings.fits import Seconds, SomeBytes, refuse_misfits
+from portus.settings.text import is_text
 from portus.shelf.items import Array, Item, arrays_of, shown, taken
 from portus.shelf.store import ShelfStore
 

@@ -22,13 +22,14 @@ from portus.cadence.bounded import (
     overhead,
     shortest,
 )
-from portus.cadence.steps import parse_every, parse_seconds
+from portus.cadence.steps import parse_every
 from portus.client.fence.clock import Clock
 from portus.client.job import journal
 from portus.client.job.exchange import beside, standing, told_by_first
 from portus.client.job.preemption import Preemption
 from portus.client.loading.stock import Framework
 from portus.errors import UsageError
+from portus.settings.numbers import parse_seconds
 
 _log: Final = logging.getLogger("portus")
 

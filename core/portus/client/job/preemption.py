@@ -30,9 +30,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from portus.cadence.steps import parse_seconds
 from portus.client.job.exchange import standing
 from portus.errors import UsageError
+from portus.settings.numbers import parse_seconds
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Final, Literal, TypedDict
 
 from portus.errors import UsageError
-from portus.index.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
 from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, StoreKind, parse
 from portus.mirror.address import UNMIRRORED as UNMIRRORED
 from portus.pipeline.audit import Guard
+from portus.settings.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
 
 _log: Final = logging.getLogger("portus")
 

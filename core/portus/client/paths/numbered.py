@@ -35,11 +35,11 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.index.keep import Keep, checked_metrics
 from portus.index.place import Place
 from portus.media import calls
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Save
+from portus.settings.keep import Keep, checked_metrics
 from portus.spec import VersionInfo
 
 if TYPE_CHECKING:

@@ -23,15 +23,15 @@ from portus.client.paths.process import is_blocking, join
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.pools.training_pool import TrainingPool
 from portus.errors import UsageError
-from portus.format.text import is_text
 from portus.index.directory import has_pool
-from portus.index.keep import Keep, checked_metrics
 from portus.index.place import PlaceKind
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Save
+from portus.settings.keep import Keep, checked_metrics
+from portus.settings.text import is_text
 from portus.spec import VersionInfo, checked_step
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import msgspec
 
 from portus.client.loading.checkpoint_file import read_note
 from portus.errors import CorruptionError, MediumError, printable
-from portus.index.keep import Keep
+from portus.settings.keep import Keep
 from portus.spec import VersionInfo, checked_step
 
 _NAME: Final = re.compile(r"step-(\d{8,19})\.pt")

@@ -14,7 +14,7 @@ import pytest
 
 import portus
 from portus.client.job import settings as module
-from portus.index.fits import SomeBytes
+from portus.settings.fits import SomeBytes
 
 FIELDS = [field.name for field in dataclasses.fields(portus.Settings)]
 

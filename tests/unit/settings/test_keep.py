@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from portus.errors import UsageError
-from portus.index.keep import METRICS_MAX, Keep, checked_metrics
+from portus.settings.keep import METRICS_MAX, Keep, checked_metrics
 from portus.spec import VersionInfo
 
 HOUR_NS = 3600 * 10**9

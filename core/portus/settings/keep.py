@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final, Protocol, TypeVar
 
-from portus.cadence.steps import is_number, parse_seconds
 from portus.errors import UsageError
-from portus.format.text import is_text
+from portus.settings.numbers import is_number, parse_seconds
+from portus.settings.text import is_text
 
 METRICS_MAX: Final = 64
 """Of one version."""

@@ -1,0 +1,1 @@
+"""Values that a user gives: which are allowed, and what they mean."""
