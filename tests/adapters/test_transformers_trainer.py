@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import portus
 import portus_accelerate
-from portus.client.fence import clock
+from portus.pipeline import observers
 from portus_accelerate import newest, patch, settings, trainer, trainer_data
 from tests.adapters import forked
 from tests.adapters.launching import TWO
@@ -285,7 +285,7 @@ def test_the_flag_makes_saves_follow_the_cadence_in_place_of_save_steps(
     assert steps_of(tmp_path)[0] == 2
     assert 3 not in steps_of(tmp_path), "save_steps"
     assert steps_of(tmp_path)[-1] == 5, "the last one, as ever"
-    assert clock._clocks == ()
+    assert observers._observers == ()
     written = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
     saved = written["stateful_callbacks"]["PortusCallback"]["attributes"]["saved"]
     assert saved["left"] == 2

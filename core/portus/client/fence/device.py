@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 
-from portus.client.fence.clock import DeviceTimeline, Timeline
-from portus.client.fence.placing import DeviceRoom
 from portus.errors import UsageError
 from portus.format.checksum import UNIT
+from portus.pipeline.observers import Saving
 from portus.pipeline.plan import OnDevice
 
 
@@ -81,11 +81,58 @@ class DeviceFeed:
             ring.arrived[index % 2].record(ring.stream)
 
 
+class Timeline(Protocol):
+    """Moments of what steps run on."""
+
+    def mark(self) -> Any:
+        """The moment when all that was asked for until now is done; None if nobody will tell."""
+
+    def between(self, first: Any, second: Any) -> float | None:
+        """Seconds from one to the next; None while the second has not come."""
+
+
+class DeviceTimeline:
+    """Moments of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device: Final = device
+
+    def mark(self) -> torch.cuda.Event | None:
+        """See ``Timeline``: None while a CUDA graph is captured."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
+        """See ``Timeline``."""
+        return 1e-3 * first.elapsed_time(second) if second.query() else None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """What is to be copied of a device, and what the device has. Bytes; ``free``: that nobody has
+    reserved, so what training takes at most is ``total`` less that."""
+
+    size: int
+    free: int
+    total: int
+
+    @property
+    def is_enough(self) -> bool:
+        """True if a second copy fits beside what training takes at most."""
+        return self.free > self.size
+
+
 class CopyChoice(Protocol):
     """Where storages of a device are copied first."""
 
     def on_device(self, room: DeviceRoom) -> bool:
         """Return True to copy all of them into spare memory of the device."""
+
+    def begins(self, save: Saving) -> None:
+        """Note that a save has begun, whose storages were copied as this said."""
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
         """Record when the copy started and when it ended, as marks of ``timeline``."""
@@ -97,6 +144,9 @@ class WhereItFits:
     def on_device(self, room: DeviceRoom) -> bool:
         """See ``CopyChoice``."""
         return room.is_enough
+
+    def begins(self, save: Saving) -> None:
+        """Do nothing: what a save costs does not matter here."""
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
         """Do nothing: how long a copy takes does not matter here."""

@@ -23,8 +23,8 @@ from portus.cadence.bounded import (
     shortest,
 )
 from portus.cadence.steps import parse_every
-from portus.client.fence.clock import Clock
 from portus.client.job import journal
+from portus.client.job.clock import Clock
 from portus.client.job.exchange import beside, standing, told_by_first
 from portus.client.job.preemption import Preemption
 from portus.client.loading.stock import Framework

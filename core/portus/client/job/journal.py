@@ -34,7 +34,7 @@ from torch.optim.optimizer import Optimizer
 
 from portus.cadence.bounded import Decision
 from portus.client.fence import fence
-from portus.client.fence.clock import FOREIGN, FOREIGN_S, Clock
+from portus.client.job.clock import FOREIGN, FOREIGN_S, Clock
 from portus.client.job.exchange import standing
 from portus.client.loading.loaded import take_loaded
 from portus.errors import CorruptionError, PortusError, UsageError

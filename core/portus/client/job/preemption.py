@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from portus.client.job.exchange import standing
 from portus.errors import UsageError
+from portus.pipeline import observers
 from portus.settings.numbers import parse_seconds
-from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
 
@@ -240,15 +240,8 @@ def times_preempted() -> int:
     return _times
 
 
-def committed(version: VersionInfo) -> None:
-    """A save of this process was committed just now."""
-    global _newest
-    _newest = version
-
-
 _open: tuple[Preemption, ...] = ()
 _times = 0
-_newest: VersionInfo | None = None
 
 
 _masks: Final = threading.local()
@@ -462,7 +455,7 @@ def _in_background(level: int, message: str, *values: object) -> threading.Threa
 
 
 def _newest_text() -> str:
-    newest = _newest
+    newest = observers.newest()
     if newest is None:
         return "the one that this run began with: this process has committed none"
     return f"step {newest.step} of model {newest.model!r}"

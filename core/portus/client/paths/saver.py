@@ -21,15 +21,12 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from portus.client.fence import clock
 from portus.client.fence.device import CopyChoice, WhereItFits, feeds_of
 from portus.client.fence.fence import Fence, steps_seen
-from portus.client.fence.placing import Placing
 from portus.client.fence.snapshot import SnapshotMode, Suspects, copy_order
 from portus.client.fence.writers import pointer
 from portus.client.files import order
 from portus.client.files.pending import PENDING, Ticket
-from portus.client.job import preemption
 from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
@@ -53,6 +50,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
+from portus.extensions import PLACING, extension
 from portus.format.reference import Reference, encode
 from portus.image.image import Image, bytes_image
 from portus.image.packed import FileTable, PackedFile
@@ -60,6 +58,7 @@ from portus.media import calls
 from portus.media.base import MediumKind
 from portus.media.file import OUT_OF_SPACE
 from portus.media.process import Descriptor
+from portus.pipeline import observers
 from portus.pipeline.audit import Auditor
 from portus.pipeline.draft import CommittedVersion, Draft
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
@@ -248,7 +247,7 @@ class FileSaver:
         self._auditor: Final = Auditor(settings.guard)
         self._reports: Final = Reports(settings.on_error)
         self._mode: Final = SnapshotMode(settings.snapshot)
-        self._placing: Placing | None = None
+        self._placing: CopyChoice | None = None
         self._steps_at_last = -1
         self._is_closed = False
         self.make_room: Callable[[], bool] = lambda: False
@@ -519,7 +518,7 @@ class FileSaver:
             ),
         )
         save = Save(snapshot, draft, partial(_before, pool, len(new)), policy)
-        clock.begins(save, _FILE if pool is None else pool.kind)
+        observers.began(save, _FILE if pool is None else pool.kind)
         if self._placing is not None:
             self._placing.begins(save)
         tickets = [PENDING.add(each.real, save.join) for each in new if each.real]
@@ -573,10 +572,9 @@ class FileSaver:
         """Where memory of devices is copied first; None: nowhere."""
         if self._mode is SnapshotMode.SYNC:
             return None
-        if self._mode is SnapshotMode.DEVICE:
-            return WhereItFits()
         if self._placing is None:
-            self._placing = Placing()
+            is_forced = self._mode is SnapshotMode.DEVICE
+            self._placing = WhereItFits() if is_forced else extension(PLACING)()
         return self._placing
 
     @staticmethod
@@ -588,7 +586,7 @@ class FileSaver:
     def _after(self, save: Save, then: Callable[[Save], None] | None) -> None:
         if save.error is None:
             self._reports.committed()
-            preemption.committed(save.result(0))
+            observers.committed(save.result(0))
             self._auditor.use_huge_pages(lambda: not self._queue.has_more())
         else:
             self._reports.failed(save)

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import portus
-from portus.client.fence import clock, fence
+from portus.client.fence import fence
+from portus.client.job import clock
 from portus.errors import UsageError
+from portus.pipeline import observers
 from portus.pipeline.handle import SaveStats
 from portus.testing.nursery import nursery
 
@@ -62,7 +64,7 @@ class Training:
             if self.cadence.should_save():
                 self.saved.append(self.steps)
                 self.flight, self.left = Flight(), flying
-                clock.begins(self.flight, "memory")
+                observers.began(self.flight, "memory")
                 self.flight.stats.call_s = save_s / 7
                 self.now.s += save_s
 
@@ -281,7 +283,7 @@ def test_saves_of_a_checkpointer_are_seen_and_nothing_stays_behind(tmp_path: Pat
     del cadence
     gc.collect()
     assert fence._hook is None, "torch is left as it was"
-    assert clock._clocks == ()
+    assert observers._observers == ()
 
 
 @pytest.mark.long

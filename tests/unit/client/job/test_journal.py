@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.fence import clock, fence
+from portus.client.fence import fence
 from portus.client.job.journal import SIZE_MAX
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.pooled import PoolCheckpointer
@@ -28,6 +28,7 @@ from portus.journal.account import Account, account
 from portus.journal.lines import Decided, Head, Saved, encoded
 from portus.media import local
 from portus.media.file import FileSystemTraits
+from portus.pipeline import observers
 from tests.moments import at
 
 
@@ -229,7 +230,9 @@ def test_a_forked_child_beats_for_nobody(run: Training) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lock", [(clock, "_guard"), (fence, "_lock")], ids=["clock", "fence"])
+@pytest.mark.parametrize(
+    "lock", [(observers, "_guard"), (fence, "_lock")], ids=["observers", "fence"]
+)
 def test_a_fork_while_another_thread_opens_or_closes_holds_no_child_up(
     lock: tuple[Any, str], run: Training
 ) -> None:

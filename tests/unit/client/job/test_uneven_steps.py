@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import portus
-from portus.client.fence import clock
+from portus.pipeline import observers
 from portus.pipeline.handle import SaveStats
 
 COST_S = 0.02
@@ -125,7 +125,7 @@ def train(shape: Shape, every: str, steps: int = 6000, first_save_s: float = 0.0
             extra_s = COST_S if seen.saved else COST_S + first_save_s
             seen.saved.append((step, now[0]))
             flight = Flight(SaveStats(total_s=0.001))
-            clock.begins(flight, "memory")
+            observers.began(flight, "memory")
     return seen
 
 

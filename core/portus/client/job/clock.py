@@ -11,21 +11,21 @@ stream of the optimizer. They are looked at when they have come, and nothing wai
 from __future__ import annotations
 
 import math
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import torch
 from torch.optim.optimizer import Optimizer
 
 from portus.cadence.bounded import Costs
 from portus.cadence.estimate import SaveCosts, StepTimes
 from portus.client.fence import fence
+from portus.client.fence.device import DeviceTimeline, Timeline
 from portus.media import calls
+from portus.pipeline import observers
 from portus.pipeline.handle import SaveStats
+from portus.pipeline.observers import Saving
 
 UNTOUCHED_MIN: Final = 3
 
@@ -51,26 +51,6 @@ SAVES_MAX: Final = 64
 """The newest saves whose statistics are kept until somebody asks."""
 
 
-class Saving(Protocol):
-    """What the clock knows of a save."""
-
-    @property
-    def over(self) -> bool: ...
-
-    @property
-    def stats(self) -> SaveStats: ...
-
-
-class Timeline(Protocol):
-    """Moments of what steps run on."""
-
-    def mark(self) -> Any:
-        """The moment when all that was asked for until now is done; None if nobody will tell."""
-
-    def between(self, first: Any, second: Any) -> float | None:
-        """Seconds from one to the next; None while the second has not come."""
-
-
 class HostTimeline:
     """Moments of this process. ``now``: seconds, from any moment on."""
 
@@ -80,25 +60,6 @@ class HostTimeline:
     def between(self, first: float, second: float) -> float:
         """See ``Timeline``."""
         return second - first
-
-
-class DeviceTimeline:
-    """Moments of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device: Final = device
-
-    def mark(self) -> torch.cuda.Event | None:
-        """See ``Timeline``: None while a CUDA graph is captured."""
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
-        """See ``Timeline``."""
-        return 1e-3 * first.elapsed_time(second) if second.query() else None
 
 
 class Clock:
@@ -135,18 +96,14 @@ class Clock:
         self._flying: tuple[Saving, ...] = ()
         self._stats: list[SaveStats] = []
         self._from = 0.0
-        global _clocks
-        with _guard:
-            _clocks = (*_clocks, self)
+        observers.observe(self)
         fence.listen(self._before_step)
 
     @calls.marked
     def close(self) -> None:
         """Count no more."""
-        global _clocks
         fence.unlisten(self._before_step)
-        with _guard:
-            _clocks = tuple(each for each in _clocks if each is not self)
+        observers.unobserve(self)
 
     def tick(self) -> None:
         """A step ends here, and the next one begins."""
@@ -262,23 +219,3 @@ class Clock:
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         device = next((each.device for each in parameters if each.is_cuda), None)
         return self._timeline if device is None or not self._is_free else DeviceTimeline(device)
-
-
-_guard = threading.RLock()
-_clocks: tuple[Clock, ...] = ()
-
-
-def _forget_in_child() -> None:
-    """Whoever held it is not in a forked child."""
-    global _guard
-    _guard = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def begins(save: Saving, medium: str) -> None:
-    """A save of this process is about to begin. ``medium``: the kind that it goes to."""
-    for clock in _clocks:
-        clock.began(save, medium)

@@ -10,30 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from portus.cadence.checkfreq import Profile, SnapshotPlace, placed
-from portus.client.fence.clock import Clock, Saving, Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRoom:
-    """What is to be copied of a device, and what the device has. Bytes; ``free``: that nobody has
-    reserved, so what training takes at most is ``total`` less that."""
-
-    size: int
-    free: int
-    total: int
-
-    @property
-    def is_enough(self) -> bool:
-        """True if a second copy fits beside what training takes at most."""
-        return self.free > self.size
+from portus.client.fence.device import DeviceRoom, Timeline
+from portus.client.job.clock import Clock
+from portus.pipeline.observers import Saving
 
 
 class Placing:
-    """Chooses for the saves of one model. ``now``: as for ``Clock``."""
+    """The ``CopyChoice`` of the saves of one model. ``now``: as for ``Clock``."""
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:
         self._clock: Final = Clock(now)

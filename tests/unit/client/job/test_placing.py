@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.fence import clock, fence
-from portus.client.fence.clock import Clock, HostTimeline
-from portus.client.fence.placing import DeviceRoom, Placing
+from portus.client.fence import fence
+from portus.client.fence.device import DeviceRoom
+from portus.client.job.clock import Clock, HostTimeline
+from portus.client.job.placing import Placing
+from portus.pipeline import observers
 from portus.pipeline.handle import SaveStats
 
 ROOM = DeviceRoom(size=10, free=11, total=40)
@@ -52,7 +54,7 @@ class Training:
         if is_on_device:
             self.placing.copied(HostTimeline(lambda: 0.0), 0.0, self.device_s)
         made = Saved(SaveStats(copy_s=self.host_s, total_s=self.host_s))
-        clock.begins(made, "memory")
+        observers.began(made, "memory")
         self.placing.begins(made)
         self.now.s += 0.75
         return is_on_device
@@ -85,12 +87,12 @@ def test_the_choice_follows_what_a_copy_to_the_host_takes_now() -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    before = clock._clocks
+    before = observers._observers
     training = Training(1.0, 1.0)
-    assert clock._clocks != before
+    assert observers._observers != before
     del training
     gc.collect()
-    assert clock._clocks == before
+    assert observers._observers == before
     assert fence._hook is None
 
 
