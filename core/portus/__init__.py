@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
     from portus.client.paths.face import save_safetensors as save_safetensors
-    from portus.client.paths.pooled import PoolCheckpointer as PoolCheckpointer
     from portus.client.paths.saver import Safetensors as Safetensors
-    from portus.client.paths.training_files import TrainingFiles as TrainingFiles
+    from portus.client.pools.checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.client.run import Run as Run
     from portus.client.state.pack import pack as pack
     from portus.client.state.pack import unpack as unpack
     from portus.client.state.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
     from portus.client.state.randomness import capture_randomness as capture_randomness
     from portus.client.state.randomness import restore_randomness as restore_randomness
+    from portus.client.training.training_files import TrainingFiles as TrainingFiles
     from portus.directory.links import replace_link as replace_link
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
@@ -82,7 +82,7 @@ _MODULE_OF: Final = {
     "MediumError": "portus.errors",
     "NoCheckpointError": "portus.errors",
     "Place": "portus.index.place",
-    "PoolCheckpointer": "portus.client.paths.pooled",
+    "PoolCheckpointer": "portus.client.pools.checkpointer",
     "PoolView": "portus.client.loading.view",
     "PortusError": "portus.errors",
     "RANDOMNESS_BYTES": "portus.client.state.randomness",
@@ -96,7 +96,7 @@ _MODULE_OF: Final = {
     "Shelf": "portus.shelf.shelf",
     "StaleError": "portus.errors",
     "Safetensors": "portus.client.paths.saver",
-    "TrainingFiles": "portus.client.paths.training_files",
+    "TrainingFiles": "portus.client.training.training_files",
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",
     "VersionInfo": "portus.spec",

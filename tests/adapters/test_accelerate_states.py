@@ -725,7 +725,9 @@ def test_what_portus_lacks_is_missed_before_accelerate_is_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(portus, "TrainingFiles")  # it is looked up anew
-    monkeypatch.setitem(sys.modules, "portus.client.paths.training_files", None)  # no msgspec, say
+    monkeypatch.setitem(
+        sys.modules, "portus.client.training.training_files", None
+    )  # no msgspec, say
     with pytest.raises(ImportError, match="training_files"):
         patch.install()
 

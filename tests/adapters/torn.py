@@ -15,8 +15,8 @@ import torch
 
 from portus.client.fence.fence import Fence
 from portus.client.fence.writers import Stability
-from portus.client.paths.pooled import PoolCheckpointer
 from portus.client.paths.saver import FileSaver
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.client.state.pickling import pickle_state
 from portus.client.state.walk import walked
 from portus.copying.segments import Stop

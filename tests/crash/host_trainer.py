@@ -12,7 +12,7 @@ import torch
 
 import portus
 from portus.client.job.settings import Settings
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.index.place import Place
 from portus.testing.nursery import Say
 

@@ -20,8 +20,8 @@ import torch
 from portus.client.job.settings import Settings
 from portus.client.loading.view import PoolView
 from portus.client.paths.face import load
-from portus.client.paths.pooled import PoolCheckpointer
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.training.training_files import TrainingFiles
 from portus.copying import native
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS

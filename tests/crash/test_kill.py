@@ -19,7 +19,7 @@ import portus
 from portus.cli import gc
 from portus.cli.output import Output
 from portus.client.paths import process
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.nursery import Child, nursery

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say
 from portus_lightning.companion_of_lightning import PortusCompanion

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from portus.client.paths.draft import PooledDraft
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.pools.destination import PooledDraft
+from portus.client.training.training_files import TrainingFiles
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Previous
 from portus.pipeline.run import Save, Stage

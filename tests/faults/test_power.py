@@ -20,7 +20,7 @@ import pytest
 import portus
 from portus.client.paths import process
 from portus.client.paths.face import load
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.nursery import nursery

@@ -35,7 +35,7 @@ import torch
 
 from portus.client.loading import restore
 from portus.client.loading.view import PoolFile, PoolView
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.embedding import protect
 from portus.format.checksum import UNIT
 from portus.format.layout import FORMAT_VERSION

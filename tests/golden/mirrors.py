@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.copying.segments import Stop
 from portus.index.directory import open_reader
 from portus.mirror.mirror import Mirror

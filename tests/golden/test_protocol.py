@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.daemon.server import Server
 from portus.errors import UsageError
 from portus.index.check import check

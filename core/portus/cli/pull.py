@@ -68,7 +68,7 @@ def _ranks(models: list[str], model: str) -> list[str]:
 
 
 def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
-    from portus.client.paths.file_mirror import DirectoryMirror  # it needs torch
+    from portus.client.training.file_mirror import DirectoryMirror  # it needs torch
 
     home = os.path.join(root, FOLDER)
     with contextlib.closing(

@@ -204,7 +204,7 @@ class Checkpointer:
 
 
 _OF_DIRECTORIES: Final = ("portus.client.paths.numbered", "DirectoryCheckpointer")
-_OF_POOLS: Final = ("portus.client.paths.pooled", "PoolCheckpointer")
+_OF_POOLS: Final = ("portus.client.pools.checkpointer", "PoolCheckpointer")
 
 
 def place_of(directory: str | os.PathLike[str] | None) -> Place:

@@ -23,16 +23,7 @@ from typing import Final
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import DIGEST_SIZE, digest
-
-GLOBAL_MODULE: Final = "portus"
-GLOBAL_NAME: Final = "this_is_a_pointer_run_portus_export"
-"""What torch calls with the string; the name is what a machine without Portus prints."""
-
-SIZE_MAX: Final = 128 << 10
-"""Bytes. A longer file is no pointer."""
-
-HEAD_SIZE: Final = 256
-"""Bytes; a pointer is longer, and says within them that it is one."""
+from portus.format.pointer_marks import HEAD_MARK, POINTER_MAX, README, is_pointer
 
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
@@ -81,13 +72,8 @@ class Reference:
 def encode(reference: Reference) -> bytes:
     """The bytes of the file that says ``reference``; equal references give equal bytes."""
     data = _archive(_text(reference))
-    assert len(data) <= SIZE_MAX  # the limits of the fields see to it
+    assert len(data) <= POINTER_MAX  # the limits of the fields see to it
     return data
-
-
-def may_begin(head: bytes) -> bool:
-    """False if ``head``, ``HEAD_SIZE`` bytes, is not how a pointer begins."""
-    return _HEAD_MARK in head
 
 
 def decode(data: bytes) -> Reference | None:
@@ -96,7 +82,7 @@ def decode(data: bytes) -> Reference | None:
     Raises ``CorruptionError`` for a damaged pointer and ``UsageError`` for one that a newer
     Portus wrote.
     """
-    if len(data) > SIZE_MAX or not (may_begin(data[:HEAD_SIZE]) or _TAIL_MARK in data):
+    if not is_pointer(data):
         return None
     text = _find_text(data)
     reference = decode_text(text)
@@ -177,20 +163,13 @@ _DATE: Final = 0x21
 """1 January 1980, the zero of zip's calendar."""
 
 _PROTO: Final = b"\x80\x02"
-_HEAD_MARK: Final = f"c{GLOBAL_MODULE}\n{GLOBAL_NAME}\n".encode()
 _UNICODE: Final = b"X"
 _CALL: Final = b"\x85R."
 """TUPLE1, REDUCE, STOP."""
 
-_README: Final = (
-    b"This file is a pointer of Portus: the checkpoint itself is in the pool named in data.pkl.\n"
-    b"torch.load reads it through Portus (pip install portus-checkpoint).\n"
-    b"To make a file of it: portus export PATH FILE\n"
-)
-_TAIL_MARK: Final = _README[:64]
 _PICKLE_NAME: Final = b"archive/data.pkl"
 _PICKLE_START: Final = _LOCAL.size + len(_PICKLE_NAME)
-_TEXT_START: Final = _PICKLE_START + len(_PROTO) + len(_HEAD_MARK) + len(_UNICODE) + 4
+_TEXT_START: Final = _PICKLE_START + len(_PROTO) + len(HEAD_MARK) + len(_UNICODE) + 4
 
 
 def _find_text(data: bytes) -> str:
@@ -207,12 +186,12 @@ def _find_text(data: bytes) -> str:
 
 def _archive(text: str) -> bytes:
     raw = text.encode("ascii")
-    call = _PROTO + _HEAD_MARK + _UNICODE + struct.pack("<I", len(raw)) + raw + _CALL
+    call = _PROTO + HEAD_MARK + _UNICODE + struct.pack("<I", len(raw)) + raw + _CALL
     entries = (
         (_PICKLE_NAME, call),
         (b"archive/version", b"3\n"),
         (b"archive/byteorder", b"little"),
-        (b"archive/README.txt", _README),
+        (b"archive/README.txt", README),
     )
     body, directory = b"", b""
     for name, content in entries:

@@ -18,8 +18,6 @@ from portus.protocol.address import parse as parse_host
 
 MIRROR_VARIABLE: Final = "PORTUS_MIRROR"
 """Names the mirror of all runs that name none."""
-UNMIRRORED: Final = "none"
-"""What says that a run has no mirror, whatever the environment says."""
 
 EXPECTED: Final = (
     "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path or "

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from portus.cli.app import app
 from portus.client.job.settings import Settings
-from portus.client.paths.pooled import PoolCheckpointer
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.training.training_files import TrainingFiles
 from portus.index.directory import WRITERS
 from portus.index.place import Place
 

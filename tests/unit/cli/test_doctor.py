@@ -21,7 +21,7 @@ from portus.cli import doctor, loopback
 from portus.cli.doctor import adapters, measure
 from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Machine, MachineFinding
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.errors import UsageError
 from portus.media.local import file_system_of
 from portus.spec import PAGE

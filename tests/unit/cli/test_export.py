@@ -16,8 +16,8 @@ import torch
 import portus as library
 from portus.client.job.settings import Settings
 from portus.client.loading.resolve import POOLS
-from portus.client.paths.pooled import PoolCheckpointer
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.training.training_files import TrainingFiles
 from portus.format.checksum import UNIT
 from portus.shelf import Shelf
 from tests.unit.cli.scene import Run, pointing, portus, portus_json, scattered, state

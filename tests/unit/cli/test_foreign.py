@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.daemon.events import Lines, tell
 from portus.errors import PortusError, UsageError, printable
 from portus.protocol import messages as said

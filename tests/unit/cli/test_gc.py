@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.index.directory import on_disk, open_reader
 from tests.unit.cli.scene import Run, portus, portus_json
 

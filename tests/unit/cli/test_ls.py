@@ -10,8 +10,8 @@ import torch
 
 from portus.cli.output import size_text
 from portus.client.job.settings import Settings
-from portus.client.paths.pooled import PoolCheckpointer
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.training.training_files import TrainingFiles
 from portus.shelf import Shelf
 from tests.unit.cli.scene import Run, portus, portus_json, state
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import portus as face
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.copying.segments import Stop
 from portus.errors import CorruptionError, UsageError
 from portus.index.directory import open_reader

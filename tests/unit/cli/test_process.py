@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import Run
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"

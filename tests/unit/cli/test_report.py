@@ -18,8 +18,8 @@ from portus.cli.output import Output
 from portus.cli.report import sparks
 from portus.cli.training import training_of
 from portus.client.job.settings import Settings
-from portus.client.paths.pooled import PoolCheckpointer
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.training.training_files import TrainingFiles
 from portus.index.place import Place
 from portus.journal.lines import Head, encoded
 from tests.bench.journal import example

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import portus as library
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.errors import UsageError
 from portus.index.directory import Writers
 from portus.index.place import Place

@@ -23,7 +23,7 @@ import torch
 import portus
 from portus.client.loading.view import PoolView
 from portus.client.paths import process
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.errors import (
     AbandonedError,
     CorruptionError,

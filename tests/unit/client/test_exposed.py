@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.client.fence.snapshot import copy_order
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.media import linux, written
 from portus.pipeline.run import Save

@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.client.files.host import HostPool
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
 from portus.errors import CorruptionError, PortusError

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.paths.pooled import PoolCheckpointer
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.training.training_files import TrainingFiles
 from portus.errors import PortusError
 from portus.spec import PAGE
 

@@ -19,7 +19,7 @@ from types import FrameType
 import pytest
 import torch
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.copying import native
 from portus.spec import PAGE
 from portus.testing.nursery import nursery

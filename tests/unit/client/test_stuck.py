@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.errors import AbandonedError
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import WAIT_S_MAX, Gate, Training, gated, is_in, until

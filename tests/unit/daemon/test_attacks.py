@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.daemon.places import Places
 from portus.errors import TransportError
 from portus.protocol import messages as said

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.daemon.server import Server
 from portus.index.check import check
 from portus.protocol import messages as said

@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.client.job.settings import Settings
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.embedding import fill
 from portus.embedding.store import MARKS
 from portus.errors import CorruptionError, PortusError, UsageError

@@ -11,6 +11,7 @@ import zipfile
 import pytest
 
 from portus.errors import CorruptionError, UsageError
+from portus.format import pointer_marks
 from portus.format import reference as ref
 from portus.format.checksum import digest
 
@@ -84,7 +85,7 @@ def test_every_cut_and_every_tail_is_found() -> None:
     data = ref.encode(SAMPLE)
     for length in range(len(data)):
         assert outcome(data[:length]) in (CorruptionError, None), length
-    head = data.index(ref._HEAD_MARK) + len(ref._HEAD_MARK)
+    head = data.index(pointer_marks.HEAD_MARK) + len(pointer_marks.HEAD_MARK)
     assert all(outcome(data[:length]) is CorruptionError for length in range(head, len(data)))
     assert outcome(data + b"\0") is CorruptionError
 
@@ -123,7 +124,7 @@ def test_files_of_others_are_no_reference(data: bytes) -> None:
 
 
 def test_a_long_file_is_no_reference_whatever_it_starts_with() -> None:
-    assert ref.decode(ref.encode(SAMPLE) + bytes(ref.SIZE_MAX)) is None
+    assert ref.decode(ref.encode(SAMPLE) + bytes(pointer_marks.POINTER_MAX)) is None
 
 
 def test_a_text_that_is_not_the_one_form_is_damage_even_with_a_right_checksum() -> None:
@@ -207,7 +208,7 @@ def test_the_pickle_is_one_call_and_nothing_else() -> None:
         "REDUCE",
         "STOP",
     ]
-    assert steps[1][1] == f"portus {ref.GLOBAL_NAME}"
+    assert steps[1][1] == f"portus {pointer_marks.GLOBAL_NAME}"
     text = steps[2][1]
     assert isinstance(text, str)
     assert ref.decode_text(text) == SAMPLE

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.format.checksum import UNIT
 from portus.index.check import CheckOptions, Finding
 from portus.index.directory import open_reader

@@ -18,7 +18,7 @@ import portus
 from portus.client.loading import restore
 from portus.client.loading.checkpoint_file import verify_file
 from portus.client.paths.saver import Safetensors
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.copying.segments import Stop
 from portus.errors import CorruptionError, MediumError, TransportError
 from portus.format.checksum import UNIT

@@ -33,7 +33,6 @@ from portus.client.files.pending import PENDING
 from portus.client.job.exchange import ID_SIZE, Word
 from portus.client.job.settings import Settings
 from portus.client.paths.saver import Laid
-from portus.client.paths.training_files import TrainingFiles
 from portus.client.shards.arrival import await_files, not_shared, unseen
 from portus.client.shards.directories import (
     complete_in,
@@ -45,6 +44,7 @@ from portus.client.shards.layouts import TORCH, DirectoryLayout, ShardContents
 from portus.client.shards.planned import Planned, agreed, values_of
 from portus.client.shards.rank_contents import in_bytes, resolved
 from portus.client.state.literal import LiteralContents
+from portus.client.training.training_files import TrainingFiles
 from portus.directory.claim import SeriesClaim
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME, metadata_image

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings
 from portus.client.loading.checkpoint_file import read_note
-from portus.client.paths.training_files import TrainingFiles
 from portus.client.shards.arrival import await_files, not_shared, unseen
+from portus.client.training.training_files import TrainingFiles
 from portus.directory.waiting import in_flight
 from portus.errors import AbandonedError, CorruptionError, PortusError, printable
 from portus.index.place import DEFAULT_DIRECTORY

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from portus.client.dcp.directory_writer import DirectoryWriter
 from portus.client.job.exchange import beside, standing
-from portus.client.job.settings import Settings, mirror_of
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.job.mirroring import mirror_of
+from portus.client.job.settings import Settings
 from portus.client.shards.directories import complete_in
 from portus.client.shards.directory_reader import DirectoryReader
+from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.index.place import DEFAULT_DIRECTORY
 from portus.pipeline.handle import SaveHandle

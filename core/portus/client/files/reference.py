@@ -7,7 +7,8 @@ import stat
 from typing import Final
 
 from portus.errors import CorruptionError, MediumError
-from portus.format.reference import SIZE_MAX, Reference, decode
+from portus.format.pointer_marks import POINTER_MAX
+from portus.format.reference import Reference, decode
 from portus.media.process import Descriptor
 
 _NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -17,8 +18,8 @@ _NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 def read(path: str | os.PathLike[str]) -> Reference | None:
     """What the pointer at ``path`` says; None if there is no regular file, or another's.
 
-    Reads at most ``SIZE_MAX`` bytes, and nothing of a longer file. Raises ``CorruptionError`` for
-    a damaged pointer, naming it, and ``MediumError`` for what cannot be read.
+    Reads at most ``POINTER_MAX`` bytes, and nothing of a longer file. Raises ``CorruptionError``
+    for a damaged pointer, naming it, and ``MediumError`` for what cannot be read.
     """
     data = _read_small(os.fspath(path))
     if data is None:
@@ -30,7 +31,7 @@ def read(path: str | os.PathLike[str]) -> Reference | None:
 
 
 def _read_small(path: str) -> bytes | None:
-    """All bytes of a regular file of at most ``SIZE_MAX``; None for anything else, or nothing."""
+    """All bytes of a regular file of at most ``POINTER_MAX``; None for anything else."""
     try:
         descriptor = Descriptor(path, os.O_RDONLY | _NO_WAIT)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -39,9 +40,9 @@ def _read_small(path: str) -> bytes | None:
         raise MediumError(error.errno, f"cannot read {path}: {error.strerror}") from error
     try:
         status = os.fstat(descriptor.number)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > SIZE_MAX:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > POINTER_MAX:
             return None
-        return os.read(descriptor.number, SIZE_MAX)
+        return os.read(descriptor.number, POINTER_MAX)
     except OSError as error:
         raise MediumError(error.errno, f"cannot read {path}: {error.strerror}") from error
     finally:

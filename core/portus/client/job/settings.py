@@ -7,13 +7,10 @@ values are allowed.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final, Literal, TypedDict
 
-from portus.errors import UsageError
-from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, StoreKind, parse
-from portus.mirror.address import UNMIRRORED as UNMIRRORED
+from portus.extensions import MIRROR_OF, PARSE_MIRROR, extension
 from portus.pipeline.audit import Guard
 from portus.settings.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
 
@@ -22,9 +19,15 @@ _log: Final = logging.getLogger("portus")
 OnError = Literal["warn", "raise"]
 
 
-MirrorAddress = Annotated[
-    str, Fits("an address", lambda value: value == UNMIRRORED or bool(parse(str(value), "mirror")))
-]
+UNMIRRORED: Final = "none"
+"""What says that a run has no mirror, whatever the environment says."""
+
+
+def _is_mirror(value: object) -> bool:
+    return value == UNMIRRORED or bool(extension(PARSE_MIRROR)(str(value), "mirror"))
+
+
+MirrorAddress = Annotated[str, Fits("an address", _is_mirror)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,33 +89,7 @@ class Settings:
     def has_mirror(self) -> bool:
         """True if a run with these settings has a mirror, here or by $PORTUS_MIRROR. Raises
         ``UsageError`` if the variable is no address."""
-        return mirror_of(self) is not None
-
-    @property
-    def can_mirror_files(self) -> bool:
-        """False if the mirror is on a storage host, whose objects are small. Raises as
-        ``has_mirror``."""
-        address = mirror_of(self)
-        return address is None or address.kind is not StoreKind.HOST
-
-    def require_mirror_of_files(self, what: str, instead: str) -> None:
-        """Raise ``UsageError`` unless ``can_mirror_files``. what: says that there are files;
-        instead: what else to do."""
-        if not self.can_mirror_files:
-            raise UsageError(
-                f"mirror: {what}, and objects on a storage host are small; mirror to a bucket or a "
-                f"directory, or {instead}"
-            )
-
-
-def mirror_of(settings: Settings) -> StoreAddress | None:
-    """The mirror of the settings, else of ``$PORTUS_MIRROR``; None for none. Raises ``UsageError``
-    for text that is no address."""
-    said = settings.mirror
-    text = said if said is not None else os.environ.get(MIRROR_VARIABLE) or UNMIRRORED
-    if text == UNMIRRORED:
-        return None
-    return parse(text, "mirror" if said is not None else f"${MIRROR_VARIABLE}")
+        return extension(MIRROR_OF)(self) is not None
 
 
 class SettingsDict(TypedDict, total=False):

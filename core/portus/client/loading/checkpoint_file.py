@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from portus.client.files.reference import read
-from portus.client.loading.open_file import OpenFile, files_opened, opened, reads
+from portus.client.loading.open_file import OpenFile, opened, reads
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.recognized import (
@@ -17,13 +16,11 @@ from portus.client.loading.recognized import (
     outlined_in,
     verify_opened,
 )
-from portus.client.loading.resolve import use_reference
 from portus.client.loading.torch_file import restore_torch
 from portus.errors import UsageError, printable
-from portus.format.reference import Reference
+from portus.extensions import USE_POINTER, extension
+from portus.format.pointer_marks import POINTER_MAX, is_pointer
 from portus.image.stored import StoredFile
-from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry
 
 Result = TypeVar("Result")
 
@@ -124,16 +121,10 @@ def outlined(path: str | os.PathLike[str]) -> StoredFile:
 
 
 def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:
-    """What ``act`` gives for the file at a path, or for the file in a pool that a pointer there
-    leads to. as_torch: see ``opened``."""
+    """Return what ``act`` gives for the file at a path, or for the file in a pool that a pointer
+    there leads to. as_torch: see ``opened``."""
     with opened(where, as_torch=as_torch) as file:
-        if read(where) is None:
+        if file.size > POINTER_MAX or not is_pointer(reads(file)(0, file.size)):
             return act(file)
-
-    def use(reader: PoolReader, entry: VersionEntry, reference: Reference) -> list[Result]:
-        with files_opened(reader, entry, reference.part) as found:
-            return [act(file) for file in found.values()][:1]
-
-    for result in use_reference(where, use):
-        return result
-    raise UsageError(f"{printable(where)} leads to a version that has no files")
+    found: Result = extension(USE_POINTER)(where, act)
+    return found

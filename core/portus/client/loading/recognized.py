@@ -14,7 +14,8 @@ from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.errors import PortusError, printable
-from portus.format.reference import SIZE_MAX, decode
+from portus.extensions import IS_POINTER_GOOD, extension
+from portus.format.pointer_marks import POINTER_MAX, is_pointer
 from portus.image.metadata_file import NAME as METADATA
 from portus.image.metadata_file import read_pickle
 from portus.image.rank_file import DISTCP, RANK_FILE, is_rank_file, read_rank_file
@@ -53,16 +54,16 @@ def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | No
 
 def is_whole(number: int, path: str) -> bool:
     """True if the open file is a checkpoint all of whose bytes are as they were saved, or a
-    pointer, or one of the other files beside checkpoints, which nothing verifies. path: where it is
-    to be."""
+    pointer that is not known to lead to nothing, or one of the other files beside checkpoints,
+    which nothing verifies. path: where it is to be."""
 
     def read(offset: int, length: int) -> bytes:
         return os.pread(number, length, offset)
 
     try:
         size = os.fstat(number).st_size
-        if size <= SIZE_MAX and decode(read(0, size)) is not None:
-            return True
+        if size <= POINTER_MAX and is_pointer(data := read(0, size)):
+            return bool(extension(IS_POINTER_GOOD)(data, path))
         shard = _shard_of(read, size, path)
         if shard is not None:
             shard.verify(read)

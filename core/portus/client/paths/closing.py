@@ -4,13 +4,14 @@ saves to."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from portus.client.checkpointer import Checkpointer
-from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.process import leave
 from portus.client.paths.saver import FileSaver
 from portus.errors import PortusError, UsageError, printable
 from portus.media import calls
+from portus.pipeline.companions import Companion
 from portus.pipeline.handle import SaveHandle, SaveStats
 
 
@@ -19,7 +20,7 @@ class ClosingCheckpointer(Checkpointer):
     fields once they are made."""
 
     _saver: FileSaver
-    _journal: FileJournal | None
+    _companions: Sequence[Companion]
     _last: SaveHandle | None
     _process: int
     _is_closed: bool
@@ -48,8 +49,8 @@ class ClosingCheckpointer(Checkpointer):
     def _end(self) -> None:
         self._is_closed = True
         leave(self)
-        if self._journal is not None:
-            self._journal.close()
+        for each in self._companions:
+            each.close()
 
     @property
     def last_stats(self) -> SaveStats | None:

@@ -13,20 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.client.loading.recognized import is_whole
-from portus.client.loading.resolve import is_removed
-from portus.client.pools.image_draft import ImageDraft
-from portus.client.pools.training_pool import TrainingPool
 from portus.copying.segments import Digests, Stop
 from portus.directory.publisher import Publication, Publisher
 from portus.directory.system import Linux, System
-from portus.errors import AbandonedError, MediumError, printable
+from portus.errors import MediumError, printable
 from portus.format.checksum import DIGEST_SIZE
-from portus.format.reference import SIZE_MAX, Reference, decode
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Column, Feed, Previous
 from portus.spec import VersionInfo
-from portus.versions.parts import Before
 from portus.writer.image_file import ImageFile
 
 
@@ -149,68 +144,6 @@ class FileDraft:
                 stack.callback(file.close)
 
 
-class PooledDraft:
-    """See ``pipeline.draft.Draft``: a version in a pool, whose pointers get their names once it is
-    committed. Until then there is at their paths what was there before; so it is for ever if this
-    process dies in between, and the version stays in the pool without a pointer.
-
-    pointers: the draft of these files. replaced: the pointers that they replace.
-    """
-
-    def __init__(
-        self,
-        pool: TrainingPool,
-        draft: ImageDraft,
-        pointers: FileDraft,
-        replaced: Callable[[], Sequence[Reference]],
-    ) -> None:
-        self._pool: Final = pool
-        self._version: Final = draft
-        self._pointers: Final = pointers
-        self._replaced: Final = replaced
-
-    @property
-    def name(self) -> str:
-        return self._version.name
-
-    @property
-    def bounced_bytes(self) -> int:
-        return self._version.bounced_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        return self._version.kept_bytes
-
-    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        return self._version.copy(indices, address, stop)
-
-    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        return self._version.copy_fed(indices, feeds, stop)
-
-    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        return self._version.share(before, indices, address, stop)
-
-    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        return self._version.stored(storage, offset, length)
-
-    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
-        replaced = self._replaced()
-        self._pointers.finish()
-        version = self._version.commit(labels, before, retire)
-        try:
-            self._pointers.publish()
-        except AbandonedError:
-            self._pool.retire(labels.token)
-            raise
-        for old in replaced:
-            self._pool.let_go(old)
-        return version
-
-    def release(self) -> None:
-        self._version.release()
-        self._pointers.release()
-
-
 def new_publisher() -> Publisher[Descriptor]:
     """Return what publishes files, and puts back none that is not whole."""
     return Publisher(Linux(), is_worth_restoring)
@@ -229,11 +162,7 @@ def make_directory(path: str) -> None:
 def is_worth_restoring(system: System[Descriptor], file: Descriptor, path: str) -> bool:
     """Return whether an open file, to be put at ``path``, is whole, and no pointer that is known to
     lead to nothing. Reads all of it."""
-    if not is_whole(file.number, path):
-        return False
-    data = os.pread(file.number, SIZE_MAX + 1, 0)
-    pointer = decode(data) if len(data) <= SIZE_MAX else None
-    return pointer is None or not is_removed(pointer, path)
+    return is_whole(file.number, path)
 
 
 def _joined(digests: Iterable[Digests]) -> Digests:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,8 +15,11 @@ from portus.client.loading.patterns import Patterns
 from portus.client.paths.process import is_blocking, recover_left, saver
 from portus.client.paths.saver import Safetensors
 from portus.directory.waiting import wait_for_drafts
-from portus.mirror.address import is_store
+from portus.extensions import MIRRORED, extension
 from portus.pipeline.handle import SaveHandle
+
+_STORE: Final = re.compile(r"(?:s3|gs|az|file)://|memory:")
+"""The beginning of a store's address, see ``portus.mirror.address``."""
 
 
 def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> SaveHandle:
@@ -88,10 +92,8 @@ def load(path: str | os.PathLike[str], names: Patterns = None, **settings: Any) 
     nothing matches a pattern; ``MediumError``; ``TransportError`` if a store does not answer; and
     what ``torch.load`` raises.
     """
-    if isinstance(path, str) and is_store(path):
-        from portus.client.loading import mirrored  # only here: it imports what reads pools
-
-        return mirrored.load(path, names)
+    if isinstance(path, str) and _STORE.match(path):
+        return extension(MIRRORED)(path, names)
     where = os.path.realpath(os.fspath(path))
     PENDING.wait_for(where)
     with PENDING.exempt():

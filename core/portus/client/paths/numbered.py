@@ -6,26 +6,23 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from portus.client.checkpointer import place_of
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
-from portus.client.job.settings import Settings, SettingsDict, mirror_of
+from portus.client.job.settings import Settings, SettingsDict
 from portus.client.loading.checkpoint_file import load_file, restore_file
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.client.paths.closing import ClosingCheckpointer
-from portus.client.paths.file_journal import JOURNALS, FileJournal
-from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import is_blocking, join, recover_left
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.paths.step_files import StepFiles
-from portus.directory.folder import FOLDER
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import (
     CorruptionError,
@@ -35,8 +32,10 @@ from portus.errors import (
     UsageError,
     printable,
 )
+from portus.extensions import COMPANIONS, extension
 from portus.index.place import Place
 from portus.media import calls
+from portus.pipeline.companions import Companion
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Save
 from portus.settings.keep import Keep, checked_metrics
@@ -73,23 +72,21 @@ class DirectoryCheckpointer(ClosingCheckpointer):
         self.settings: Final = _checked(place.path, Settings(**settings))
         """How it saves and loads."""
         self._files: Final = StepFiles(place.path)
-        name = os.path.basename(place.path) or "checkpoints"
-        self._mirror: Final = self._mirror_of(name)
-        at = partial(_place_of_journal, place.path)
-        self._journal = FileJournal(name, at) if self.settings.journal else None
+        made: Sequence[Companion] = extension(COMPANIONS)(place.path, self.settings)
+        self._companions = made
         self._last: SaveHandle | None = None
         self._last_ns = 0
         self._process = os.getpid()
         recover_left(place.path)
         self._saver = FileSaver(join(self), self.settings)
         self._is_closed = False
-        if self._mirror is not None:
-            self._saver.make_room = self._mirror.yield_space
-            try:
-                self._mirror.fetch()
-            except BaseException:
-                self.close()
-                raise
+        self._saver.make_room = self._yield_space
+        try:
+            for each in self._companions:
+                each.fetch()
+        except BaseException:
+            self.close()
+            raise
 
     def save(
         self,
@@ -101,8 +98,8 @@ class DirectoryCheckpointer(ClosingCheckpointer):
     ) -> SaveHandle:
         self._check_usable()
         path, scored, number = self._files.path_of(step), checked_metrics(metrics), int(step)
-        if self._mirror is not None:
-            self._mirror.begin()
+        for each in self._companions:
+            each.begin()
         is_new = self._make_directory()
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
         note = self._files.note(self._last_ns, scored)
@@ -160,24 +157,6 @@ class DirectoryCheckpointer(ClosingCheckpointer):
         with PENDING.exempt():
             return self._files.found()
 
-    def _end(self) -> None:
-        super()._end()
-        if self._mirror is not None:
-            self._mirror.close()
-
-    def _mirror_of(self, name: str) -> DirectoryMirror | None:
-        address = mirror_of(self.settings)
-        if address is None:
-            return None
-        return DirectoryMirror(
-            address,
-            name,
-            root=self.path,
-            checkpoints=self.path,
-            home=os.path.join(self.path, FOLDER, JOURNALS),
-            wait_s=self.settings.mirror_wait,
-        )
-
     @property
     def path(self) -> str:
         return self._files.directory
@@ -201,8 +180,11 @@ class DirectoryCheckpointer(ClosingCheckpointer):
 
     def _begun(self, path: str, begun: list[Save], save: Save) -> None:
         begun.append(save)
-        if self._journal is not None:
-            self._journal.begun(path, save)
+        for each in self._companions:
+            each.begun(path, save)
+
+    def _yield_space(self) -> bool:
+        return any(each.yield_space() for each in self._companions)
 
     def _used(self, step: int | None, use: Callable[[str], Result]) -> tuple[VersionInfo, Result]:
         """What ``use`` gives for the file of a step, or for the newest that verifies."""
@@ -258,32 +240,26 @@ class DirectoryCheckpointer(ClosingCheckpointer):
 
     def _committed(self, step: int, note: bytes, begun: list[Save]) -> None:
         self._files.committed(step, note)
-        if self._mirror is not None:
-            for save in begun:
-                save.stats.mirror_lag_s = self._mirror.lag_s
-            self._mirror.committed(self._files.path_of(step), step)
+        for save in begun:
+            for each in self._companions:
+                each.committed(self._files.path_of(step), save)
         if self._keep is not None:
             self._remove_surplus(self._keep)
 
     def _over(self, save: Save) -> None:
-        if self._journal is not None:
-            self._journal.over(save)
+        for each in self._companions:
+            each.over(save)
 
     def _remove_surplus(self, keep: Keep) -> None:
         try:
             for path in self._files.surplus(keep):
-                if self._mirror is not None:
-                    self._mirror.removing(path)
+                for each in self._companions:
+                    each.removing(path)
                 self._saver.remove(path)
         except MediumError as error:
             _log.warning(
                 "portus: %s; more checkpoints than keep= says stay until the next commit", error
             )
-
-
-def _place_of_journal(directory: str) -> str | None:
-    """Return the directory of the journal; None while there is no place for it."""
-    return os.path.join(directory, FOLDER, JOURNALS) if os.path.isdir(directory) else None
 
 
 def _refuse_names(place: Place, model: str) -> None:
@@ -298,7 +274,6 @@ def _refuse_names(place: Place, model: str) -> None:
 def _checked(path: str, settings: Settings) -> Settings:
     """Refuse what only pools have."""
     where = printable(path)
-    pool = printable(os.path.join(path, "run.portus"))
     if settings.max_bytes is not None:
         raise UsageError(
             f"max_bytes: {where} is a directory of files, which has no largest size; keep= says "
@@ -306,7 +281,4 @@ def _checked(path: str, settings: Settings) -> Settings:
         )
     if settings.durable != 1:
         raise UsageError(f"durable: {where} is a directory; only storage hosts have copies")
-    settings.require_mirror_of_files(
-        f"{where} is a directory of files", f"save to a pool file ({pool})"
-    )
     return settings

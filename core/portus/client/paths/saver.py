@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 
 from portus.client.fence.device import CopyChoice, WhereItFits, feeds_of
@@ -30,10 +29,9 @@ from portus.client.files.pending import PENDING, Ticket
 from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
-from portus.client.paths.draft import FileDraft, PooledDraft, new_publisher
+from portus.client.paths.destination import Destination, Files
+from portus.client.paths.draft import FileDraft, new_publisher
 from portus.client.paths.new_file import JoinedStorages, NewFile
-from portus.client.pools.image_draft import ImageDraft
-from portus.client.pools.training_pool import TrainingPool
 from portus.client.state.contents import FileContents
 from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
@@ -51,21 +49,17 @@ from portus.errors import (
     printable,
 )
 from portus.extensions import PLACING, extension
-from portus.format.reference import Reference, encode
-from portus.image.image import Image, bytes_image
-from portus.image.packed import FileTable, PackedFile
+from portus.image.image import Image
 from portus.media import calls
-from portus.media.base import MediumKind
 from portus.media.file import OUT_OF_SPACE
 from portus.media.process import Descriptor
 from portus.pipeline import observers
 from portus.pipeline.audit import Auditor
-from portus.pipeline.draft import CommittedVersion, Draft
+from portus.pipeline.draft import Draft
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Flags, Snapshot
 from portus.pipeline.queue import Chore, Queue, Turn
 from portus.pipeline.run import Policy, Save
-from portus.versions.parts import Before
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
 from portus.writer.ways import Ways
@@ -83,8 +77,6 @@ _STEP: Final = 0
 """A file has a name, and no step."""
 
 _NEWS_S: Final = 10.0
-
-_FILE: Final = MediumKind.FILE_PLAIN.value
 
 _log: Final = logging.getLogger("portus")
 
@@ -221,7 +213,7 @@ class SharedWriter:
 class FileSaver:
     """Saves to paths, with settings of their own. Threads may share it.
 
-    pool: None, or where the states go: at the paths are pointers to it then.
+    destination: where the storages go; None: into the files at the paths.
     raises_wrong_path: whether a path that no file can be put at is always an error of the call.
         Otherwise it is told as a save that failed, once one was committed: a training does not end
         because its file system was mounted read-only.
@@ -232,10 +224,10 @@ class FileSaver:
         shared: SharedWriter,
         settings: Settings,
         *,
-        pool: TrainingPool | None = None,
+        destination: Destination | None = None,
         raises_wrong_path: bool = False,
     ) -> None:
-        self._pool: Final = pool
+        self._destination: Final = destination or Files()
         self._raises_wrong_path: Final = raises_wrong_path
         self._queue: Final = shared.queue
         self._publisher: Final = shared.publisher
@@ -318,10 +310,9 @@ class FileSaver:
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
 
-    def open_pool(self) -> None:
-        """Open the pool that states go to, if there is one. Raises as ``TrainingPool.open``."""
-        if self._pool is not None:
-            self._pool.open()
+    def open(self) -> None:
+        """Open the destination. Raises ``PortusError``."""
+        self._destination.open()
 
     def fence(self) -> None:
         """Block until no save in flight reads the caller's tensors."""
@@ -359,8 +350,7 @@ class FileSaver:
             self._is_closed = False
             raise
         self._fence.close()
-        if self._pool is not None:
-            self._pool.close()
+        self._destination.close()
         self._tell()
 
     def _finish(self) -> None:
@@ -383,19 +373,7 @@ class FileSaver:
             self._removed(os.path.join(os.path.realpath(directory), name))
 
     def _removed(self, path: str) -> None:
-        """Remove a file, or a pointer and then the version that it alone led to."""
-        pointer = None if self._pool is None else self._pool.pointer_at(path)
-        self._publisher.remove(path)
-        if self._pool is not None and pointer is not None:
-            try:
-                self._pool.let_go(pointer)
-            except PortusError as error:
-                _log.warning(
-                    "portus: %s is removed, and what it led to stays in %s: %s",
-                    printable(path),
-                    self._pool.place,
-                    error,
-                )
+        self._destination.remove(path, self._publisher.remove)
 
     def remove_directory(self, path: str, telling: re.Pattern[str]) -> None:
         """Remove a directory, durably: its files one by one, those first whose names are
@@ -451,45 +429,36 @@ class FileSaver:
     def _begin(self, new: Sequence[NewFile], extra: Extra) -> FileJob:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
         asked, images = order.asked(), [each.image() for each in new]
-        joined, pool = JoinedStorages(new), self._pool
-        if pool is not None:
-            pool.open()
+        joined = JoinedStorages(new)
+        self._destination.open()
         snapshot = self._snapshot(_name_of(new), joined, extra)
-        if pool is not None and not new[0].real:
-            table = FileTable([PackedFile.of(new[0].said, images[0])])
-            version = pool.draft(snapshot, table, images, self.make_room)
-            return self._begun(new, joined, snapshot, version, version, extra)
+        publish = partial(self._published, new, asked, extra)
+        draft = self._destination.draft(new, images, snapshot, publish, self.make_room)
+        try:
+            return self._begun(new, joined, snapshot, draft, extra)
+        except BaseException:
+            draft.release()
+            raise
+
+    def _published(
+        self, new: Sequence[NewFile], asked: int, extra: Extra, images: Sequence[Image]
+    ) -> FileDraft:
         unpublished = self._unpublished(new, extra)
         try:
             files = [
                 ImageFile(
                     draft.file.number,
                     unpublished.path_of(draft),
-                    image if pool is None else self._pointer(pool, each, snapshot),
+                    image,
                     is_spare=draft.is_spare,
                     ring=self._ring,
                     ways=self._ways,
                     make_room=self._has_made_room,
                 )
-                for draft, image, each in zip(unpublished.files, images, new, strict=True)
+                for draft, image in zip(unpublished.files, images, strict=True)
             ]
-            pointers = FileDraft(
-                unpublished,
-                files,
-                partial(_unless_newer, new, asked),
-                extra.ready,
-                extra.committed,
-            )
-            if pool is None:
-                return self._begun(new, joined, snapshot, pointers, None, extra)
-            packed = [
-                PackedFile.of(os.path.basename(each.real), image)
-                for each, image in zip(new, images, strict=True)
-            ]
-            table = FileTable(packed, os.path.dirname(new[0].real))
-            version = pool.draft(snapshot, table, images, self.make_room)
-            draft = PooledDraft(pool, version, pointers, partial(_pointers_at, pool, new))
-            return self._begun(new, joined, snapshot, draft, version, extra)
+            turn = partial(_unless_newer, new, asked)
+            return FileDraft(unpublished, files, turn, extra.ready, extra.committed)
         except BaseException:
             self._publisher.abandon(unpublished)
             raise
@@ -500,25 +469,20 @@ class FileSaver:
         joined: JoinedStorages,
         snapshot: Snapshot,
         draft: Draft,
-        version: ImageDraft | None,
         extra: Extra,
     ) -> FileJob:
-        """The save into ``draft``; what may not wait is copied. version: what goes to the pool."""
-        name, pool = joined.describer(), self._pool
+        """The save into ``draft``; what may not wait is copied."""
+        name = joined.describer()
         policy = Policy(
             retire=extra.retire,
             describe=name,
             audit=self._auditor.begin,
             guilty=self._suspects.accuse,
             changed=lambda indices: self._reports.inexact(extra.step, name, indices),
-            committed=(
-                _nothing_to_note
-                if pool is None or version is None
-                else partial(pool.committed, version)
-            ),
+            committed=partial(self._destination.committed, draft),
         )
-        save = Save(snapshot, draft, partial(_before, pool, len(new)), policy)
-        observers.began(save, _FILE if pool is None else pool.kind)
+        save = Save(snapshot, draft, partial(self._destination.before, len(new)), policy)
+        observers.began(save, self._destination.kind)
         if self._placing is not None:
             self._placing.begins(save)
         tickets = [PENDING.add(each.real, save.join) for each in new if each.real]
@@ -562,11 +526,9 @@ class FileSaver:
         )
 
     def _steady(self, late: Flags) -> Flags:
-        """Return which storages probably have not changed: files share nothing."""
+        """Return which storages probably have not changed."""
         before, self._steps_at_last = self._steps_at_last, steps_seen()
-        if self._pool is None:
-            return np.zeros(len(late), np.bool_)
-        return self._pool.steady(late, unchanged=before == self._steps_at_last)
+        return self._destination.steady(late, unchanged=before == self._steps_at_last)
 
     def _choice(self) -> CopyChoice | None:
         """Where memory of devices is copied first; None: nowhere."""
@@ -577,10 +539,6 @@ class FileSaver:
             self._placing = WhereItFits() if is_forced else extension(PLACING)()
         return self._placing
 
-    @staticmethod
-    def _pointer(pool: TrainingPool, new: NewFile, snapshot: Snapshot) -> Image:
-        return bytes_image(encode(pool.pointer(new.real, snapshot)))
-
     # On the worker.
 
     def _after(self, save: Save, then: Callable[[Save], None] | None) -> None:
@@ -590,8 +548,7 @@ class FileSaver:
             self._auditor.use_huge_pages(lambda: not self._queue.has_more())
         else:
             self._reports.failed(save)
-            if self._pool is not None:
-                self._pool.note_failure(save)
+            self._destination.failed(save)
             if isinstance(save.error, MediumError) and save.error.errno in OUT_OF_SPACE:
                 self._publisher.drop_spare()
         if then is not None:
@@ -724,19 +681,3 @@ def _too_late(name: str, waited_s: float) -> AbandonedError:
         f"{printable(name)}: save given up: earlier saves were not finished after "
         f"{waited_s:.1f} s. Save less often, or check the disk"
     )
-
-
-def _before(pool: TrainingPool | None, files: int) -> Before | None:
-    """The version to share with; files share nothing."""
-    found = None if pool is None else pool.before(files)
-    return None if found is None else found.storages
-
-
-def _nothing_to_note(version: CommittedVersion, steady: Flags) -> None:
-    """Nothing is noted of files."""
-
-
-def _pointers_at(pool: TrainingPool, files: Sequence[NewFile]) -> list[Reference]:
-    """The pointers that are at the paths of ``files``."""
-    found = [pool.pointer_at(each.real) for each in files]
-    return [each for each in found if each is not None]

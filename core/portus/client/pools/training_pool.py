@@ -33,7 +33,6 @@ from portus.index.catalogue import Catalogue
 from portus.index.place import Place
 from portus.index.records import VersionEntry
 from portus.media import calls
-from portus.pipeline.draft import CommittedVersion
 from portus.pipeline.plan import Flags, Snapshot
 from portus.pipeline.run import Save
 from portus.versions.parts import Before
@@ -150,10 +149,9 @@ class TrainingPool:
         draft: SummingDraft = self._home.draft(whole)
         return ImageDraft(draft, self.model, files, images, lambda: self.before(count), make_room)
 
-    def committed(self, draft: ImageDraft, version: CommittedVersion, steady: Flags) -> None:
-        """Note the newest version, that of ``draft``. steady: which of its storages equalled those
-        before."""
-        self._before, self._steady = draft.committed, steady
+    def committed(self, images: CommittedImages | None, steady: Flags) -> None:
+        """Note the newest version. steady: which of its storages equalled those before."""
+        self._before, self._steady = images, steady
 
     def pointer(self, path: str, snapshot: Snapshot) -> Reference:
         """Return the pointer to be put at ``path``, absolute, for the file of that name in the

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 import portus.client.shards.arrival
 import portus.dcp
 from portus.client.dcp.directory_writer import DirectoryWriter
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import MediumError, PortusError, UsageError
 from portus.writer.image_file import ImageFile

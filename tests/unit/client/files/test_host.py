@@ -20,7 +20,7 @@ import torch
 
 import portus
 from portus.client.files.host import HostPool, _Reached
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.copying.local import check as hashes
 from portus.copying.segments import Stop
 from portus.daemon.house import ClientTimeouts

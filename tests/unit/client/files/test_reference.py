@@ -9,7 +9,8 @@ import pytest
 
 from portus.client.files.reference import read
 from portus.errors import CorruptionError
-from portus.format.reference import SIZE_MAX, Reference, encode
+from portus.format.pointer_marks import POINTER_MAX
+from portus.format.reference import Reference, encode
 
 
 def pointer(path: Path) -> Reference:
@@ -38,7 +39,7 @@ def test_what_was_written_is_read_also_through_a_link(tmp_path: Path) -> None:
 
 def test_only_what_is_small_and_regular_is_read(tmp_path: Path) -> None:
     data = encode(pointer(tmp_path / "x"))
-    (tmp_path / "large").write_bytes(data + bytes(SIZE_MAX))
+    (tmp_path / "large").write_bytes(data + bytes(POINTER_MAX))
     (tmp_path / "other").write_bytes(b"somebody else's")
     (tmp_path / "empty").touch()
     os.mkfifo(tmp_path / "pipe")

@@ -20,9 +20,9 @@ import torch
 
 import portus
 from portus.client.fence import fence
+from portus.client.job.file_journal import FileJournal
 from portus.client.job.journal import SIZE_MAX
-from portus.client.paths.file_journal import FileJournal
-from portus.client.paths.pooled import PoolCheckpointer
+from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.index.journals import journals_in, pages, read
 from portus.journal.account import Account, account
 from portus.journal.lines import Decided, Head, Saved, encoded
@@ -348,8 +348,8 @@ def test_a_journal_stays_small(tmp_path: Path, run: Training) -> None:
 
 def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     run.go(3)
-    journal = run.checkpointer._journal
-    assert journal is not None
+    (journal,) = run.checkpointer._companions
+    assert isinstance(journal, FileJournal)
     called: set[str] = set()
 
     def note(_: object, event: str, function: object) -> None:

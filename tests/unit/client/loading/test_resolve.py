@@ -30,7 +30,7 @@ from portus.client.loading.checkpoint_file import (
 )
 from portus.client.loading.resolve import KnownPools, load_text, use_reference
 from portus.client.paths.saver import Safetensors
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.format.reference import Reference, encode
 from portus.index import roots

@@ -21,9 +21,9 @@ from portus.client.paths import process
 from portus.client.paths.face import load
 from portus.client.paths.process import saver
 from portus.client.paths.saver import Extra, ToSave, recover
-from portus.client.paths.training_files import TrainingFiles
 from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
+from portus.client.training.training_files import TrainingFiles
 from portus.errors import MediumError, UsageError
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import nursery

@@ -20,7 +20,7 @@ import torch
 import portus
 from portus.client.loading.checkpoint_file import verify_file
 from portus.client.paths.saver import Safetensors
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError
 from portus.format.checksum import UNIT
 from portus.index.directory import open_reader

@@ -19,7 +19,7 @@ import torch
 
 import portus
 from portus.client.paths.draft import FileDraft, is_worth_restoring
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.training.training_files import TrainingFiles
 from portus.daemon.house import ClientTimeouts
 from portus.directory.system import Linux
 from portus.errors import BusyError, MediumError, UsageError

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from portus.client.checkpointer import place_of
 from portus.client.fence.fence import before_write
-from portus.client.job.settings import Settings, SettingsDict, mirror_of
+from portus.client.job.file_journal import FileJournal
+from portus.client.job.mirroring import mirror_of
+from portus.client.job.settings import Settings, SettingsDict
 from portus.client.loading import restore, view
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.client.paths.closing import ClosingCheckpointer
-from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.process import is_blocking, join
 from portus.client.paths.saver import Extra, FileSaver
+from portus.client.pools.destination import PoolDestination
 from portus.client.pools.training_pool import TrainingPool
 from portus.errors import UsageError
 from portus.index.directory import has_pool
@@ -84,14 +86,11 @@ class PoolCheckpointer(ClosingCheckpointer):
             _log.warning("portus: model %r is NOT mirrored: %s", model, why)
         self._keep: Final = Keep.of(keep)
         self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
-        self._journal = (
-            FileJournal(model, self._pool.journal, place.kind.value)
-            if self.settings.journal
-            else None
-        )
+        journal = FileJournal(model, self._pool.journal, place.kind.value)
+        self._companions = [journal] if self.settings.journal else []
         self._last: SaveHandle | None = None
         self._process = os.getpid()
-        self._saver = FileSaver(join(self), self.settings, pool=self._pool)
+        self._saver = FileSaver(join(self), self.settings, destination=PoolDestination(self._pool))
         self._is_closed = False
         try:
             if place.is_host or has_pool(place.path):
@@ -170,12 +169,12 @@ class PoolCheckpointer(ClosingCheckpointer):
         return str(self._pool.place)
 
     def _begun(self, save: Save) -> None:
-        if self._journal is not None:
-            self._journal.begun("", save)
+        for each in self._companions:
+            each.begun("", save)
 
     def _over(self, save: Save) -> None:
-        if self._journal is not None:
-            self._journal.over(save)
+        for each in self._companions:
+            each.over(save)
 
     def _is_there(self) -> bool:
         return self._pool.place.is_host or has_pool(self._pool.place.path)

@@ -41,7 +41,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.format.reference import SIZE_MAX
+from portus.format.pointer_marks import POINTER_MAX
 from portus.index.journals import LINES, lines_path
 from portus.media.local import LocalFiles
 from portus.mirror.address import StoreAddress
@@ -51,6 +51,8 @@ from portus.mirror.objects import Filed, State
 from portus.mirror.opening import check_writable, open_file_store
 from portus.mirror.store import UnwritableError
 from portus.mirror.waiting import bar
+from portus.pipeline.companions import Companion
+from portus.pipeline.run import Save
 
 _log: Final = logging.getLogger("portus")
 
@@ -100,7 +102,7 @@ class _Committed:
         return self.newest.time_ns
 
 
-class DirectoryMirror(Behind):
+class DirectoryMirror(Behind, Companion):
     """See the module. Thread-safe but for ``fetch`` and ``begin``."""
 
     def __init__(
@@ -195,9 +197,10 @@ class DirectoryMirror(Behind):
 
     # While it saves. On the worker, as a rule.
 
-    def committed(self, path: str, step: int) -> None:
-        """The checkpoint at ``path``, absolute, was committed: a file or a directory."""
-        name = self._name_of(path)
+    def committed(self, path: str, save: Save) -> None:
+        """Mirror the checkpoint at ``path``, absolute: a file or a directory."""
+        save.stats.mirror_lag_s = self.lag_s
+        name, step = self._name_of(path), save.step
         with PENDING.exempt(), self._guard:
             if name is None:
                 return
@@ -635,7 +638,7 @@ def _is_there(path: str) -> bool:
 
 def _size_of(path: str, status: os.stat_result) -> int:
     """The size of a file; of a pointer, that of what it leads to."""
-    if status.st_size <= SIZE_MAX:
+    if status.st_size <= POINTER_MAX:
         with contextlib.suppress(PortusError, OSError):
             return use_file(path, lambda file: file.size)
     return status.st_size

@@ -7,13 +7,14 @@ from typing import Final
 
 from portus.client.job.journal import Journal
 from portus.index.place import PlaceKind
+from portus.pipeline.companions import Companion
 from portus.pipeline.run import Save
 
 JOURNALS: Final = "checkpoints.journal"
 """In ``.portus``: the journals of all trainings that save files there, each a file of its own."""
 
 
-class FileJournal:
+class FileJournal(Companion):
     """The journal of one training, which is called ``name`` there. place: returns the directory of
     the journal; None while there is none. It is asked again at each save. medium: what is saved
     to."""
@@ -27,11 +28,9 @@ class FileJournal:
         self._journal.on_first_step(self._begin_at)
 
     def begun(self, path: str, save: Save) -> None:
-        """A save to ``path``, absolute, is sure to end; empty: it has no path."""
         self._journal.asked(save.token, save.step, path or None)
 
     def over(self, save: Save) -> None:
-        """Record that a save has ended, and how. On the worker."""
         place = self._begin_at()
         if place is not None:
             self._journal.begin(*place)  # nothing, if it has begun

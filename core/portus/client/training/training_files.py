@@ -16,18 +16,20 @@ from typing import Final
 import torch
 
 from portus.client.files.pending import PENDING
-from portus.client.job.settings import Settings, mirror_of
+from portus.client.job.file_journal import JOURNALS, FileJournal
+from portus.client.job.mirroring import mirror_of, require_mirror_of_files
+from portus.client.job.settings import Settings
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.elsewhere import fill
 from portus.client.loading.loaded import note_loaded
-from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.draft import make_directory
-from portus.client.paths.file_journal import JOURNALS, FileJournal
-from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of, files_below
+from portus.client.pools.destination import PoolDestination
 from portus.client.pools.training_pool import TrainingPool
 from portus.client.state.literal import LiteralContents
+from portus.client.training.after_commit import AfterCommit, say_it_stays
+from portus.client.training.file_mirror import DirectoryMirror
 from portus.directory.links import replace_link
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import MediumError, PortusError, UsageError, printable
@@ -76,7 +78,7 @@ class TrainingFiles:
                 "a directory; checkpoints are files in the directories that they are saved to, so "
                 "leave it out"
             )
-        settings.require_mirror_of_files("checkpoints are files", "save to that host: pool=")
+        require_mirror_of_files(settings, "checkpoints are files", "save to that host: pool=")
         self._pool_at: Final = pool
         self._is_named: Final = is_named
         self._rank: Final = rank
@@ -123,7 +125,7 @@ class TrainingFiles:
         self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
         self._begin_journal()
         if self._pool_at is not None:
-            self._opened()[0].open_pool()
+            self._opened()[0].open()
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.begin()
@@ -361,22 +363,23 @@ class TrainingFiles:
     def _opened(self) -> tuple[FileSaver, AfterCommit]:
         self._forget_parent()
         if self._saver is None or self._after is None:
-            saver = FileSaver(join(self), self._settings, pool=self._pool())
+            saver = FileSaver(join(self), self._settings, destination=self._destination())
             self._after = AfterCommit(partial(self._remove, saver), saver.later)
             self._saver = saver
             saver.make_room = self._make_room
         return self._saver, self._after
 
-    def _pool(self) -> TrainingPool | None:
+    def _destination(self) -> PoolDestination | None:
         if self._pool_at is None:
             return None
-        return TrainingPool(
+        pool = TrainingPool(
             self._pool_at,
             lambda: self._name if self._rank is None else f"{self._name}/rank-{self._rank}",
             self._settings,
             is_named=self._is_named,
             rank=self._rank or 0,
         )
+        return PoolDestination(pool)
 
     def _remove(self, saver: FileSaver, path: str) -> None:
         self._tell_mirror(path)
@@ -426,8 +429,7 @@ class TrainingFiles:
         """Tell the mirror of a commit before anybody else: later removals come later there too."""
         if self._mirror is not None:
             for save in begun:
-                save.stats.mirror_lag_s = self._mirror.lag_s
-                self._mirror.committed(path, save.step)
+                self._mirror.committed(path, save)
 
     def _over(self, number: int, path: str, save: Save) -> None:
         if self._after is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from portus.client.paths.after_commit import AfterCommit
+from portus.client.training.after_commit import AfterCommit
 from portus.errors import MediumError
 
 

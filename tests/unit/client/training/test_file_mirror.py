@@ -16,8 +16,9 @@ import torch
 
 import portus
 from portus.client.job.settings import Settings
-from portus.client.paths import file_mirror, process
-from portus.client.paths.training_files import TrainingFiles
+from portus.client.paths import process
+from portus.client.training import file_mirror
+from portus.client.training.training_files import TrainingFiles
 from portus.directory.publisher import Publisher
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.mirror.address import parse

@@ -1,0 +1,97 @@
+"""Where the storages of saved files go: into the files themselves, or into a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from portus.client.paths.draft import FileDraft
+from portus.client.paths.new_file import NewFile
+from portus.image.image import Image
+from portus.media.base import MediumKind
+from portus.pipeline.draft import CommittedVersion, Draft
+from portus.pipeline.plan import Flags, Previous, Snapshot
+from portus.pipeline.run import Save
+
+Publish = Callable[[Sequence[Image]], FileDraft]
+"""Begins the files at the paths of a save, each with an image. Raises ``MediumError``."""
+
+
+class Destination(Protocol):
+    """See the module. Each ``FileSaver`` has one of its own."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of medium, once this is open."""
+
+    def open(self) -> object:
+        """Open it, if it is not open. Raises ``PortusError``."""
+
+    def steady(self, late: Flags, *, unchanged: bool) -> Flags:
+        """Return which storages to hash before anything is copied. late: those that are copied
+        late. unchanged: nothing was stepped since the last save."""
+
+    def before(self, files: int) -> Previous | None:
+        """Return the newest version that one of so many files may share storages with."""
+
+    def draft(
+        self,
+        new: Sequence[NewFile],
+        images: Sequence[Image],
+        snapshot: Snapshot,
+        publish: Publish,
+        make_room: Callable[[], bool],
+    ) -> Draft:
+        """Begin one save. make_room: asked where there is no space: True if some was given back.
+        Raises ``PortusError``."""
+
+    def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
+        """Note that ``draft`` was committed. steady: which storages equalled those before."""
+
+    def remove(self, path: str, remove: Callable[[str], object]) -> None:
+        """Remove the file at ``path``, by ``remove``, and what it alone leads to."""
+
+    def failed(self, save: Save) -> None:
+        """Note that a save failed. Raises nothing."""
+
+    def close(self) -> None:
+        """Let go of everything. A later save opens it again."""
+
+
+class Files:
+    """See ``Destination``: the files have their storages, and share none."""
+
+    kind = MediumKind.FILE_PLAIN.value
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    def steady(self, late: Flags, *, unchanged: bool) -> Flags:
+        return np.zeros(len(late), np.bool_)
+
+    def before(self, files: int) -> None:
+        """Return None."""
+
+    def draft(
+        self,
+        new: Sequence[NewFile],
+        images: Sequence[Image],
+        snapshot: Snapshot,
+        publish: Publish,
+        make_room: Callable[[], bool],
+    ) -> FileDraft:
+        return publish(images)
+
+    def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
+        """Do nothing."""
+
+    def remove(self, path: str, remove: Callable[[str], object]) -> None:
+        remove(path)
+
+    def failed(self, save: Save) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,1 @@
+"""The checkpoints of one training, at paths that its framework chooses."""

@@ -1,0 +1,40 @@
+"""What accompanies the saves to a directory, see ``portus.pipeline.companions``."""
+
+from __future__ import annotations
+
+import os
+
+from portus.client.job.file_journal import JOURNALS, FileJournal
+from portus.client.job.mirroring import mirror_of, require_mirror_of_files
+from portus.client.job.settings import Settings
+from portus.client.training.file_mirror import DirectoryMirror
+from portus.directory.folder import FOLDER
+from portus.errors import printable
+from portus.pipeline.companions import Companion
+
+
+def companions_of(directory: str, settings: Settings) -> list[Companion]:
+    """Return what accompanies the saves to a directory: its journal and its mirror, if the
+    settings say so. Raises ``UsageError`` for a mirror that cannot have files."""
+    where, pool = printable(directory), printable(os.path.join(directory, "run.portus"))
+    require_mirror_of_files(
+        settings, f"{where} is a directory of files", f"save to a pool file ({pool})"
+    )
+    name = os.path.basename(directory) or "checkpoints"
+    home = os.path.join(directory, FOLDER, JOURNALS)
+    found: list[Companion] = []
+    if settings.journal:
+        found.append(FileJournal(name, lambda: home if os.path.isdir(directory) else None))
+    address = mirror_of(settings)
+    if address is not None:
+        found.append(
+            DirectoryMirror(
+                address,
+                name,
+                root=directory,
+                checkpoints=directory,
+                home=home,
+                wait_s=settings.mirror_wait,
+            )
+        )
+    return found
