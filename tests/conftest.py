@@ -125,7 +125,7 @@ def no_notes_from_outside(monkeypatch: pytest.MonkeyPatch, homes: Iterator[Path]
 def no_pools_from_before() -> Iterator[None]:
     """Where references may lead is known to the process; what one test allowed is not another's."""
     yield
-    resolve = sys.modules.get("portus.client.loading.resolve")
+    resolve = sys.modules.get("portus.client.pools.resolve")
     if resolve is not None:
         resolve.POOLS._allowed.clear()
 

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from portus.client.loaders.cursor import DataCursor as DataCursor
     from portus.client.loaders.seeded import SeededDataset as SeededDataset
     from portus.client.loading.checkpoint_file import read_note as read_note
-    from portus.client.loading.resolve import allow as allow
-    from portus.client.loading.resolve import is_reference as is_reference
-    from portus.client.loading.resolve import read_reference as read_reference
     from portus.client.loading.stock import Framework as Framework
     from portus.client.loading.stock import is_disabled as is_disabled
-    from portus.client.loading.view import PoolView as PoolView
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
     from portus.client.paths.face import save_safetensors as save_safetensors
     from portus.client.paths.saver import Safetensors as Safetensors
     from portus.client.pools.checkpointer import PoolCheckpointer as PoolCheckpointer
+    from portus.client.pools.resolve import allow as allow
+    from portus.client.pools.resolve import is_reference as is_reference
+    from portus.client.pools.resolve import read_reference as read_reference
+    from portus.client.pools.view import PoolView as PoolView
     from portus.client.run import Run as Run
     from portus.client.state.pack import pack as pack
     from portus.client.state.pack import unpack as unpack
@@ -83,7 +83,7 @@ _MODULE_OF: Final = {
     "NoCheckpointError": "portus.errors",
     "Place": "portus.index.place",
     "PoolCheckpointer": "portus.client.pools.checkpointer",
-    "PoolView": "portus.client.loading.view",
+    "PoolView": "portus.client.pools.view",
     "PortusError": "portus.errors",
     "RANDOMNESS_BYTES": "portus.client.state.randomness",
     "Preemption": "portus.client.job.preemption",
@@ -100,18 +100,18 @@ _MODULE_OF: Final = {
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",
     "VersionInfo": "portus.spec",
-    "allow": "portus.client.loading.resolve",
+    "allow": "portus.client.pools.resolve",
     "capture_randomness": "portus.client.state.randomness",
     "check": "portus.index.check",
     "checked_cadence": "portus.client.job.cadence",
     "is_disabled": "portus.client.loading.stock",
     "is_nested": "portus.media.calls",
-    "is_reference": "portus.client.loading.resolve",
+    "is_reference": "portus.client.pools.resolve",
     "load": "portus.client.paths.face",
     "local_path": "portus.index.place",
-    "open": "portus.client.loading.view:PoolView",
+    "open": "portus.client.pools.view:PoolView",
     "pack": "portus.client.state.pack",
-    "read_reference": "portus.client.loading.resolve",
+    "read_reference": "portus.client.pools.resolve",
     "register_reference_loader": "portus._autoload",
     "replace_link": "portus.directory.links",
     "restore_randomness": "portus.client.state.randomness",

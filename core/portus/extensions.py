@@ -12,10 +12,10 @@ from typing import Any, Final
 PLACING: Final = "portus.client.job.placing:Placing"
 """Makes a ``CopyChoice`` that chooses by what was measured."""
 
-USE_POINTER: Final = "portus.client.loading.pointers:use_pointer"
+USE_POINTER: Final = "portus.client.pools.pointers:use_pointer"
 """Gives the file that a pointer leads to, open, to a function."""
 
-IS_POINTER_GOOD: Final = "portus.client.loading.pointers:is_pointer_good"
+IS_POINTER_GOOD: Final = "portus.client.pools.pointers:is_pointer_good"
 """Returns whether a pointer is whole, and not known to lead to nothing."""
 
 COMPANIONS: Final = "portus.client.training.companions:companions_of"
@@ -27,7 +27,7 @@ MIRROR_OF: Final = "portus.client.job.mirroring:mirror_of"
 PARSE_MIRROR: Final = "portus.mirror.address:parse"
 """Checks the address of a mirror."""
 
-MIRRORED: Final = "portus.client.loading.mirrored:load"
+MIRRORED: Final = "portus.client.pools.mirrored:load"
 """Loads a version from a mirror."""
 
 

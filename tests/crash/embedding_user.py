@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
-from portus.client.loading.restore import load
+from portus.client.pools.restore import load
 from portus.client.state.pickling import pickle_state
 from portus.client.state.walk import walked
 from portus.copying.segments import Stop

@@ -13,7 +13,7 @@ from typing import Final, cast
 import numpy as np
 import torch
 
-from portus.client.loading.restore import load
+from portus.client.pools.restore import load
 from portus.client.state.pickling import pickle_state
 from portus.client.state.walk import walked
 from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, RowsThere, TensorLocation

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from portus.client.job.settings import Settings
-from portus.client.loading.view import PoolView
 from portus.client.paths.face import load
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.pools.view import PoolView
 from portus.client.training.training_files import TrainingFiles
 from portus.copying import native
 from portus.errors import BusyError, UsageError

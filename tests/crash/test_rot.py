@@ -22,8 +22,8 @@ import torch
 
 import portus
 from portus.client.job.settings import Settings
-from portus.client.loading.view import PoolView
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.pools.view import PoolView
 from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.format.layout import SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS

@@ -18,8 +18,8 @@ from typing import Final, cast
 
 import numpy as np
 
-from portus.client.loading.open_file import VersionFile, file_in, table_of
 from portus.client.pools.image_draft import CommittedImages, ImageDraft, packed_lengths
+from portus.client.pools.version_file import VersionFile, file_in, table_of
 from portus.copying.segments import Stop
 from portus.errors import MediumError
 from portus.format.checksum import digest

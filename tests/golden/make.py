@@ -33,9 +33,9 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.loading import restore
-from portus.client.loading.view import PoolFile, PoolView
+from portus.client.pools import restore
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.pools.view import PoolFile, PoolView
 from portus.embedding import protect
 from portus.format.checksum import UNIT
 from portus.format.layout import FORMAT_VERSION

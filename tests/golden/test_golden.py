@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from portus.cli.output import FOUND, MEND
-from portus.client.loading.open_file import table_of
-from portus.client.loading.view import PoolView
+from portus.client.pools.version_file import table_of
+from portus.client.pools.view import PoolView
 from portus.embedding.store import MARKS, MODEL
 from portus.errors import CorruptionError
 from portus.format.layout import (

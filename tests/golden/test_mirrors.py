@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from portus.client.loading import restore
+from portus.client.pools import restore
 from portus.index.check import check
 from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import FORMAT_VERSION

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading import restore
+from portus.client.pools import restore
 from portus.copying.segments import Stop
 from portus.errors import PortusError, TransportError, UsageError
 from portus.index.directory import open_reader

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from portus.cli.progress import adding, bar
-from portus.client.loading.contents import Storages
-from portus.client.loading.open_file import table_of
+from portus.client.pools.contents import Storages
+from portus.client.pools.version_file import table_of
 from portus.errors import CorruptionError, UsageError
 from portus.image.packed import PackedFile
 from portus.index.reader import PoolReader

@@ -20,7 +20,7 @@ from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import FoundVersion, allow, newest, open_pools, version_document
 from portus.client.files.reference import read as pointer_at
 from portus.client.leaving.written import WrittenExport
-from portus.client.loading.resolve import use_reference
+from portus.client.pools.resolve import use_reference
 from portus.directory.folder import FOLDER
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.reference import Reference

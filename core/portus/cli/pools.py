@@ -15,8 +15,8 @@ from portus.cli.output import Json, fields, moment_text
 from portus.client.files.home import open_place
 from portus.client.files.host import HostPool
 from portus.client.files.reference import read as pointer_at
-from portus.client.loading.open_file import table_of
-from portus.client.loading.resolve import POOLS
+from portus.client.pools.resolve import POOLS
+from portus.client.pools.version_file import table_of
 from portus.copying.segments import Stop
 from portus.errors import PortusError, UsageError
 from portus.image.packed import FileTable

@@ -19,7 +19,7 @@ from portus.cli.pools import (
 from portus.client.files.home import Pool
 from portus.client.files.host import HostPool
 from portus.client.files.reference import read as pointer_at
-from portus.client.loading.resolve import use_reference
+from portus.client.pools.resolve import use_reference
 from portus.errors import StaleError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS

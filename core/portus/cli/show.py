@@ -26,8 +26,8 @@ from portus.cli.pools import (
     version_document,
 )
 from portus.cli.trees import batches_of
-from portus.client.loading.contents import Storages
-from portus.client.loading.open_file import VersionFile, file_in, table_of
+from portus.client.pools.contents import Storages
+from portus.client.pools.version_file import VersionFile, file_in, table_of
 from portus.format.arrays import ArrayShape
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
@@ -154,7 +154,7 @@ def _show_leaves(
     reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
 ) -> dict[str, Json]:
     """Show what is in a version of a shelf, or of tables."""
-    from portus.client.loading.restore import leaves_in  # and torch with it
+    from portus.client.pools.restore import leaves_in  # and torch with it
 
     tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
     changed = logged(reader.medium, record)

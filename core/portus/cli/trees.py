@@ -15,8 +15,8 @@ from portus.cli.pools import FoundVersion
 from portus.cli.progress import adding, bar
 from portus.client.leaving import safetensors
 from portus.client.leaving.written import WrittenExport
-from portus.client.loading.contents import Storages, tensor_bytes
 from portus.client.loading.patterns import matcher
+from portus.client.pools.contents import Storages, tensor_bytes
 from portus.errors import CorruptionError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.log import logged
@@ -64,7 +64,7 @@ def write(
         specs = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
         if is_torch:
             from portus.client.leaving import torch_file
-            from portus.client.loading.restore import named
+            from portus.client.pools.restore import named
 
             fits: Callable[[int], None] = lambda size: check_room(out, size)  # noqa: E731
             torch_file.write(reader, entry, file, keep=keep, fits=fits)
@@ -72,7 +72,7 @@ def write(
                 keep.complain(named(found.info))
             done = WrittenExport(tensors=sum(keep is None or keep(spec.name) for spec in specs))
         else:
-            from portus.client.loading.restore import leaves_in
+            from portus.client.pools.restore import leaves_in
 
             tensors, left_out = _tensors(leaves_in(reader, entry), keep, strip)
             if not tensors:

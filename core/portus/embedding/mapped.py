@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.client.loading.restore import load_over
+from portus.client.pools.restore import load_over
 from portus.copying.segments import memory
 from portus.embedding.placed import PlacedStore, RowsThere, TensorLocation
 from portus.embedding.tables import Table

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from portus.client.loading.elsewhere import within
+from portus.client.pools.elsewhere import within
 from portus.client.state.elsewhere import Elsewhere
 from portus.embedding.committer import Committer
 from portus.embedding.elsewhere import marked

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from portus.client.loading.restore import load
+from portus.client.pools.restore import load
 from portus.embedding.mapped import Mapped
 from portus.embedding.tables import Table
 from portus.embedding.training import ProtectedTraining

@@ -15,8 +15,8 @@ import torch
 
 import portus as library
 from portus.client.job.settings import Settings
-from portus.client.loading.resolve import POOLS
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.pools.resolve import POOLS
 from portus.client.training.training_files import TrainingFiles
 from portus.format.checksum import UNIT
 from portus.shelf import Shelf

@@ -8,8 +8,8 @@ import torch
 
 import portus as face
 from portus.cli import gc
-from portus.client.loading.resolve import POOLS
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.pools.resolve import POOLS
 from portus.index.directory import on_disk
 from tests.hosts import serving, url
 from tests.unit.cli.scene import pointing, portus, portus_json, state

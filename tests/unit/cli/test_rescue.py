@@ -11,8 +11,8 @@ import pytest
 
 import portus
 from portus.cli import rescue
-from portus.client.loading.view import PoolView
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.pools.view import PoolView
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
 from portus.index import directory
 from portus.index.check import check

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading.view import PoolView
 from portus.client.paths import process
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.pools.view import PoolView
 from portus.errors import (
     AbandonedError,
     CorruptionError,

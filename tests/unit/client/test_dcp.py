@@ -19,8 +19,8 @@ import portus
 import portus.dcp
 from portus.client.dcp import whole_calls
 from portus.client.dcp.directory_writer import DirectoryWriter
-from portus.client.loading import resolve
 from portus.client.loading.checkpoint_file import verify_file
+from portus.client.pools import resolve
 from portus.daemon.server import Server
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import CorruptionError, UsageError

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading import restore
+from portus.client.pools import restore
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
 from portus.embedding.moment import Moment
 from portus.embedding.placed import PlacedStore

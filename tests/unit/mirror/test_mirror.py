@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading import restore
+from portus.client.pools import restore
 from portus.copying.segments import Stop, StoppedError
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError, UsageError
 from portus.format.checksum import UNIT

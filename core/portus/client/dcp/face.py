@@ -17,7 +17,7 @@ from torch.futures import Future
 from portus.client.dcp.directory_writer import DirectoryWriter
 from portus.client.dcp.whole_calls import save_with
 from portus.client.job.settings import Settings
-from portus.client.loading.resolve import allow
+from portus.client.pools.resolve import allow
 from portus.client.shards.directory_reader import DirectoryReader
 from portus.client.shards.layouts import LAYOUTS, TORCH
 from portus.errors import UsageError

@@ -13,8 +13,8 @@ import torch
 
 from portus.client.leaving.written import WrittenExport
 from portus.client.loading.checkpoint_file import load_file
-from portus.client.loading.elsewhere import fill
 from portus.client.loading.outline import leaves_of
+from portus.client.pools.elsewhere import fill
 from portus.errors import UsageError, printable
 
 PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "model.safetensors.", "state_dict.", "model.")

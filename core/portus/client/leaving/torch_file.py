@@ -18,9 +18,9 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, Final
 
-from portus.client.loading import restore
-from portus.client.loading.contents import Storages
-from portus.client.loading.restore import Outline
+from portus.client.pools import restore
+from portus.client.pools.contents import Storages
+from portus.client.pools.restore import Outline
 from portus.client.state.pickling import pickle_state
 from portus.errors import CorruptionError
 from portus.index.reader import PoolReader

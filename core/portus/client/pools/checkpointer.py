@@ -15,13 +15,13 @@ from portus.client.fence.fence import before_write
 from portus.client.job.file_journal import FileJournal
 from portus.client.job.mirroring import mirror_of
 from portus.client.job.settings import Settings, SettingsDict
-from portus.client.loading import restore, view
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.client.paths.closing import ClosingCheckpointer
 from portus.client.paths.process import is_blocking, join
 from portus.client.paths.saver import Extra, FileSaver
+from portus.client.pools import restore, view
 from portus.client.pools.destination import PoolDestination
 from portus.client.pools.training_pool import TrainingPool
 from portus.errors import UsageError

@@ -16,14 +16,14 @@ from portus.client.files.home import Home, Pool, home_of
 from portus.client.files.host import HostPool
 from portus.client.files.reference import read
 from portus.client.job.settings import Settings
-from portus.client.loading.open_file import table_of
-from portus.client.loading.resolve import POOLS
 from portus.client.pools.image_draft import (
     CommittedImages,
     ImageDraft,
     SummingDraft,
     packed_lengths,
 )
+from portus.client.pools.resolve import POOLS
+from portus.client.pools.version_file import table_of
 from portus.errors import BusyError, CorruptionError, PortusError, StaleError, UsageError
 from portus.format.layout import RecordKind
 from portus.format.reference import Reference

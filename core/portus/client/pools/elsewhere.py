@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from portus.client.loading.restore import load
-from portus.client.loading.view import of_token
+from portus.client.pools.restore import load
+from portus.client.pools.view import of_token
 from portus.client.state.elsewhere import Elsewhere, replaced
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.index.directory import open_reader

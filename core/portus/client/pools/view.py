@@ -9,10 +9,10 @@ from typing import Final, NamedTuple, TypeVar
 
 from portus.client.fence.fence import before_write
 from portus.client.files.home import open_place
-from portus.client.loading import restore
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
+from portus.client.pools import restore
 from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import pools_at

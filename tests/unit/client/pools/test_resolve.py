@@ -19,7 +19,6 @@ import torch
 
 import portus
 from portus.client.files.reference import read
-from portus.client.loading import resolve
 from portus.client.loading.checkpoint_file import (
     has_digests,
     load_file,
@@ -28,8 +27,9 @@ from portus.client.loading.checkpoint_file import (
     restore_file,
     verify_file,
 )
-from portus.client.loading.resolve import KnownPools, load_text, use_reference
 from portus.client.paths.saver import Safetensors
+from portus.client.pools import resolve
+from portus.client.pools.resolve import KnownPools, load_text, use_reference
 from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.format.reference import Reference, encode

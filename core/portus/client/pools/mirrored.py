@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from portus.client.loading import restore
 from portus.client.loading.patterns import Patterns
-from portus.client.loading.view import again
+from portus.client.pools import restore
+from portus.client.pools.view import again
 from portus.errors import CorruptionError, UsageError
 from portus.mirror.address import EXPECTED, is_store
 from portus.mirror.fetching import place_of

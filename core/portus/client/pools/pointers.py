@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from portus.client.loading.open_file import OpenFile, files_opened
-from portus.client.loading.resolve import is_removed, use_reference
+from portus.client.loading.open_file import OpenFile
+from portus.client.pools.resolve import is_removed, use_reference
+from portus.client.pools.version_file import files_opened
 from portus.errors import UsageError, printable
 from portus.format.reference import Reference, decode
 from portus.index.reader import PoolReader

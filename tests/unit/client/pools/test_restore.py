@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading import over, restore
+from portus.client.loading import over
 from portus.client.loading.over import Rename
 from portus.client.loading.overlap import overlapping
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
+from portus.client.pools import restore
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.index.directory import open_reader
 from portus.index.reader import PoolReader

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from portus.client.loading.contents import _blocks, _is_contiguous, _part
+from portus.client.pools.contents import _blocks, _is_contiguous, _part
 from portus.spec import Extent, TensorSpec
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from portus.client.loading.loaded import note_loaded
-from portus.client.loading.open_file import OpenFile, files_opened
+from portus.client.loading.open_file import OpenFile
 from portus.client.loading.over import Rename, fetched, restore_over, view_of
 from portus.client.loading.patterns import Patterns, matcher, part_of
 from portus.client.loading.recognized import load_opened
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import restore_torch
+from portus.client.pools.version_file import files_opened
 from portus.client.state.walk import Walked, end_of, is_plain, leaves
 from portus.client.state.weights_only import unpickled
 from portus.copying.local import check, fetch

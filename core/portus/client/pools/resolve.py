@@ -91,7 +91,7 @@ def allow(pool: PlaceName) -> None:
 
 def load_text(text: str) -> object:
     """What ``torch.load`` gets for the string in a pointer. Raises as ``use_reference``."""
-    from portus.client.loading.restore import (
+    from portus.client.pools.restore import (
         load_file_of,  # it is heavy, and most programs load files
     )
 
