@@ -18,6 +18,9 @@ USE_POINTER: Final = "portus.client.pools.pointers:use_pointer"
 IS_POINTER_GOOD: Final = "portus.client.pools.pointers:is_pointer_good"
 """Returns whether a pointer is whole, and not known to lead to nothing."""
 
+SHARD_OF: Final = "portus.client.shards.shard_file:shard_of"
+"""Recognizes a file of a sharded checkpoint."""
+
 COMPANIONS: Final = "portus.client.training.companions:companions_of"
 """Makes what accompanies the saves to a directory: a journal, a mirror."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.media.base import Locks
 from portus.media.lock import FileLocks, LockTable, ProcessLocks
+from portus.media.pool import Locks
 from portus.testing.contract import LocksContract
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from portus.errors import MediumError
-from portus.media.base import MappedMedium, Medium, MediumKind, SparseMedium
+from portus.media.base import MappedMedium, Medium, MediumKind
 from portus.media.dax import SpaceMedium
 from portus.media.file import MappedFile, PlainFile
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
+from portus.media.pool import SparseMedium
 from portus.spec import Extent
 from portus.testing.contract import (
     MappedMediumContract,

@@ -11,9 +11,10 @@ from portus.index.check import Severity, check
 from portus.index.device import is_blank, make_pool
 from portus.index.directory import create_pool
 from portus.index.reader import PoolReader
-from portus.media.base import FileSystem, Medium
+from portus.media.base import Medium
 from portus.media.dax import SpaceMedium
 from portus.media.lock import ProcessLocks
+from portus.media.pool import FileSystem
 from tests.simulation import lines
 from tests.simulation.crash import CrashFiles
 from tests.simulation.explore import Explorer

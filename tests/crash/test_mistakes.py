@@ -24,8 +24,8 @@ from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.index.roots import format_superblock
 from portus.index.space import Runs
-from portus.media.base import FileSystem, Locks
 from portus.media.lock import LockTable, ProcessLocks
+from portus.media.pool import FileSystem, Locks
 from portus.spec import PAGE, Extent
 from tests.crash.trainer import (
     POOL,

@@ -34,8 +34,9 @@ from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.records import NOWHERE, VersionEntry, decode_copies, encode_layout, read
 from portus.index.roots import read_roots
-from portus.media.base import Locks, Medium
+from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
+from portus.media.pool import Locks
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Previous, Snapshot
 from portus.pipeline.run import Policy, Save

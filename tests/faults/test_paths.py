@@ -21,7 +21,7 @@ from portus.client.paths.face import load, save
 from portus.directory.system import Linux, System
 from portus.errors import MediumError
 from portus.media import linux
-from portus.media.file import write_all
+from portus.media.file_calls import write_all
 from portus.writer import staged
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")

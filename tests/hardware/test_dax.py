@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from portus.errors import MediumError, UsageError
-from portus.media.base import MappedMedium, Medium, MediumKind, SparseMedium
+from portus.media.base import MappedMedium, Medium, MediumKind
 from portus.media.dax import DaxDevice, DaxFile, device_facts, is_device, open_device
 from portus.media.local import LocalFiles
 from portus.media.pmem import Libpmem, processor
+from portus.media.pool import SparseMedium
 from portus.spec import Extent
 from portus.testing.contract import MappedMediumContract, SparseMediumContract, assert_raises
 from tests.hardware.conftest import DEVDAX, EXPANDER, FSDAX

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 from portus.errors import MediumError, UsageError
-from portus.media.base import FileStatus, MediumInfo, MediumKind
-from portus.media.file import SECTOR
+from portus.media.base import MediumInfo, MediumKind
+from portus.media.pool import FileStatus
+from portus.media.read_file import SECTOR
 from portus.spec import Extent
 from tests.simulation.disk import Disk, File
 from tests.simulation.outcomes import WORD, PowerLossChoice, outcomes, power_loss

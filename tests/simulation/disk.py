@@ -34,8 +34,8 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from portus.media.file import SECTOR
 from portus.media.pmem import LINE
+from portus.media.read_file import SECTOR
 from portus.spec import PAGE, Extent
 
 _IDEALS_MAX: Final = 8

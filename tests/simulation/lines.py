@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Final, cast
 
 from portus.errors import UsageError
-from portus.media.base import FileSystem, Medium
+from portus.media.base import Medium
 from portus.media.dax import SpaceMedium
 from portus.media.pmem import LINE
+from portus.media.pool import FileSystem
 from portus.spec import Extent
 from tests.simulation.crash import CrashFiles
 from tests.simulation.disk import File

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Protocol
 
-from portus.media.file import SECTOR
 from portus.media.pmem import LINE
+from portus.media.read_file import SECTOR
 from portus.spec import PAGE
 from tests.simulation.disk import Disk, NameTable, Page
 

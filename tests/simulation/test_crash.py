@@ -12,7 +12,8 @@ import pytest
 
 from portus.errors import MediumError
 from portus.format.checksum import digest
-from portus.media.base import Files, Medium, Names, SparseMedium
+from portus.media.base import Medium
+from portus.media.pool import Files, Names, SparseMedium
 from portus.spec import PAGE, Extent
 from portus.testing.contract import FilesContract, SparseMediumContract
 from tests.simulation.crash import (

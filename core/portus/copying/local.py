@@ -26,7 +26,6 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from portus.copying import native
-from portus.copying.parallel import SharedIterator
 from portus.copying.segments import (
     Column,
     Crcs,
@@ -41,7 +40,7 @@ from portus.copying.segments import (
     cut,
 )
 from portus.copying.segments import memory as _view
-from portus.copying.thread import Beside, finish
+from portus.copying.thread import Beside, SharedIterator, finish
 from portus.errors import MediumError
 from portus.media.base import MappedMedium, Medium
 from portus.spec import PAGE, Extent

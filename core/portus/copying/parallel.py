@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from portus.copying.thread import Beside, finish
+from portus.copying.thread import Beside, SharedIterator, finish
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -58,23 +58,6 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
         finish(begun)
     if failed:
         raise failed[0]
-
-
-class SharedIterator(Iterator[_Item]):
-    """Items for several threads: each goes to one of them."""
-
-    def __init__(self, items: Iterable[_Item]) -> None:
-        self._items = iter(items)
-        self._guard: Final = threading.Lock()
-
-    def __next__(self) -> _Item:
-        with self._guard:
-            return next(self._items)
-
-    def end(self) -> None:
-        """Nobody gets any more."""
-        with self._guard:
-            self._items = iter(())
 
 
 class _Abreast(Generic[_Item, _Result]):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
+
+_Item = TypeVar("_Item")
 
 DEAF_S_MAX: Final = 0.25
 """The longest wait at a time. Python runs a signal's handler late if the signal comes just before
@@ -64,3 +66,20 @@ def finish(threads: Iterable[Beside]) -> None:
                 raised = error
     if raised is not None:
         raise raised
+
+
+class SharedIterator(Iterator[_Item]):
+    """Items for several threads: each goes to one of them."""
+
+    def __init__(self, items: Iterable[_Item]) -> None:
+        self._items = iter(items)
+        self._guard: Final = threading.Lock()
+
+    def __next__(self) -> _Item:
+        with self._guard:
+            return next(self._items)
+
+    def end(self) -> None:
+        """Nobody gets any more."""
+        with self._guard:
+            self._items = iter(())

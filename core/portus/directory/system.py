@@ -18,7 +18,7 @@ from typing import Final, Protocol, TypeVar
 
 from portus.errors import MediumError, printable
 from portus.media import linux
-from portus.media.file import OUT_OF_SPACE, write_all
+from portus.media.file_calls import OUT_OF_SPACE, write_all
 from portus.media.process import Descriptor
 
 _TRIES: Final = 10

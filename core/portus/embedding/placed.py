@@ -49,7 +49,8 @@ from portus.index.in_place import (
 from portus.index.log import Bunch, LogWriter, entry_size, logged, pending
 from portus.index.pool import PoolWriter
 from portus.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
-from portus.media.base import Extents, MappedMedium
+from portus.media.base import MappedMedium
+from portus.media.pool import Extents
 from portus.spec import PAGE, Extent
 from portus.versions.parts import StorageRows, exact, rows_of
 

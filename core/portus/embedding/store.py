@@ -39,7 +39,7 @@ from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, VersionEntry, VersionRecord
 from portus.index.tables import MARKS as MARKS
 from portus.index.tables import MODEL as MODEL
-from portus.media.file import OUT_OF_SPACE
+from portus.media.file_calls import OUT_OF_SPACE
 from portus.spec import PAGE
 from portus.versions.parts import rows_of, shared
 

@@ -27,7 +27,8 @@ from portus.index.records import (
 )
 from portus.index.roots import Root, read_roots
 from portus.index.space import Runs, extents_runs, runs_of
-from portus.media.base import Loads, Medium, MediumKind, RemoteMedium
+from portus.media.base import Medium, MediumKind
+from portus.media.pool import Loads, RemoteMedium
 from portus.spec import Extent
 
 _log: Final = logging.getLogger("portus")

@@ -34,9 +34,10 @@ from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.index.rescue import next_catalogue
 from portus.index.roots import damaged_slot, read_roots
-from portus.media.base import Locks, Medium
+from portus.media.base import Medium
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
+from portus.media.pool import Locks
 from portus.spec import VersionInfo
 
 __all__ = ["RULES", "CheckOptions", "Finding", "Severity", "check", "check_file", "check_medium"]

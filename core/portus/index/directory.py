@@ -27,12 +27,13 @@ from portus.index.messages import read_holder, store_failure
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.index.pool import PoolWriter, format_pool
 from portus.index.reader import PoolReader
-from portus.media.base import FileStatus, FileSystem, Locks, MediumKind
+from portus.media.base import MediumKind
 from portus.media.dax import is_device
 from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
 from portus.media.names import hidden
+from portus.media.pool import FileStatus, FileSystem, Locks
 from portus.media.process import NUMBERS
 
 _log: Final = logging.getLogger("portus")

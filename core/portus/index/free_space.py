@@ -30,7 +30,8 @@ from portus.index.space import (
     runs_of,
     without,
 )
-from portus.media.base import Locks, Medium
+from portus.media.base import Medium
+from portus.media.pool import Locks
 from portus.media.warm import warm
 from portus.spec import PAGE, Extent
 

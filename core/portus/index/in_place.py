@@ -28,7 +28,7 @@ from portus.errors import BusyError, CorruptionError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest
 from portus.index.log import Bytes, Column, Logged, entries
 from portus.index.records import CELLS, InPlaceStorage, VersionRecord
-from portus.media.base import Loads
+from portus.media.pool import Loads
 
 _MODULUS: Final = 1 << 8 * DIGEST_SIZE
 

@@ -34,7 +34,8 @@ from portus.errors import CorruptionError, MediumError
 from portus.format.layout import BUNCH, ENTRY_MAGIC, EXTENT, LOG_ENTRY, UNDO, WITH_NEXT
 from portus.format.record import Value
 from portus.index.records import VersionLog, VersionRecord
-from portus.media.base import Loads, Medium
+from portus.media.base import Medium
+from portus.media.pool import Loads
 from portus.spec import PAGE, Extent
 
 _DIGEST: Final = slice(LOG_ENTRY.size - 16, LOG_ENTRY.size)

@@ -71,8 +71,9 @@ from portus.index.space import (
     merged,
     page_count,
 )
-from portus.media.base import Locks, Medium, SparseMedium
-from portus.media.file import OUT_OF_SPACE
+from portus.media.base import Medium
+from portus.media.file_calls import OUT_OF_SPACE
+from portus.media.pool import Locks, SparseMedium
 from portus.spec import PAGE, Extent
 
 _log: Final = logging.getLogger("portus")

@@ -21,7 +21,8 @@ from portus.index.records import Copy, Pointer, VersionEntry, VersionRecord, rea
 from portus.index.rescue import next_catalogue
 from portus.index.roots import Root, Superblock, damaged_slot, read_superblock
 from portus.index.space import Runs, alone, extents_runs, merged, page_count
-from portus.media.base import Locks, Medium
+from portus.media.base import Medium
+from portus.media.pool import Locks
 from portus.spec import PAGE
 
 _log: Final = logging.getLogger("portus")

@@ -38,7 +38,7 @@ from portus.format.layout import (
     RecordKind,
 )
 from portus.format.record import Value
-from portus.media.base import Loads
+from portus.media.pool import Loads
 from portus.spec import PAGE, Extent, TensorSpec, VersionInfo
 
 _log: Final = logging.getLogger("portus")

@@ -30,10 +30,13 @@ import numpy as np
 from portus.errors import MediumError, UsageError
 from portus.media import linux
 from portus.media.addresses import AddressRange
-from portus.media.base import MediumInfo, MediumKind, bounds, spans
-from portus.media.file import FileSystemTraits, MappedFile, file_error
+from portus.media.base import MediumInfo, MediumKind
+from portus.media.file import MappedFile
+from portus.media.file_calls import file_error
+from portus.media.file_system import FileSystemTraits
 from portus.media.memory import WORD
 from portus.media.pmem import Processor, processor
+from portus.media.pool import bounds, spans
 from portus.media.process import Descriptor
 from portus.spec import Extent
 

@@ -16,24 +16,30 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from portus.errors import MediumError, UsageError
 from portus.media import linux
 from portus.media.addresses import AddressRange
 from portus.media.base import MediumInfo, MediumKind
+from portus.media.file_calls import (
+    Sync,
+    advice,
+    allocate,
+    data_sync,
+    file_error,
+    fill_holes,
+    free_bytes,
+    write_all,
+)
+from portus.media.file_system import FileSystemTraits
 from portus.media.process import Descriptor
+from portus.media.read_file import SECTOR, ReadFile
 from portus.spec import Extent
-
-SECTOR: Final = 512
-"""Bytes that a disk writes as one; a larger store can tear at any multiple of it."""
 
 WRITEBACK_MIN: Final = 16 << 20
 """Bytes stored before write-back is started on them: fewer calls, longer runs on the disk."""
-
-_ZEROS: Final = bytes(1 << 20)
 
 UNCACHED: Final = 1 << 20
 """Bytes that are read at once past the system's pages."""
@@ -41,41 +47,8 @@ UNCACHED: Final = 1 << 20
 _BLOCK: Final = 4096
 """Such reads begin and end at multiples of it, in memory too: no disk asks for more."""
 
-OUT_OF_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that space would mend."""
 
-_ADVICE: Final = {
-    errno.ENOSPC: "free space on it, or put the pool elsewhere",
-    errno.EDQUOT: "raise the quota, or put the pool elsewhere",
-    errno.EFBIG: "raise `ulimit -f`, or put the pool on a file system that allows larger files",
-    errno.EIO: "the device failed: see the kernel's log",
-    errno.EROFS: "mount it for writing, or put the pool elsewhere",
-    errno.EACCES: "check owner and mode of the file and its directory",
-    errno.EPERM: "check owner, mode and attributes of the file and its directory",
-    errno.ENOENT: "check the path",
-    errno.ENXIO: "no driver serves it: `daxctl reconfigure-device --mode=devdax`, for a DAX device",
-    errno.EEXIST: "choose another name",
-}
-
-Sync = Callable[[int], None]
-"""Given a descriptor, return when its data is on the medium; raises ``OSError``."""
-
-data_sync: Final[Sync] = getattr(os, "fdatasync", os.fsync)
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystemTraits:
-    """What matters of the file system that holds a file.
-
-    ``volatile``: in memory, gone at power loss. ``early``: it is of use to start write-back
-    before the sync.
-    """
-
-    volatile: bool
-    early: bool
-
-
-class PlainFile:
+class PlainFile(ReadFile):
     """A regular file, stored to with pwrite. Owns its descriptor."""
 
     kind: ClassVar[MediumKind] = MediumKind.FILE_PLAIN
@@ -89,21 +62,13 @@ class PlainFile:
         sync: Sync = data_sync,
     ) -> None:
         """sync: what ``persist`` calls; tests pass one that fails."""
-        self._descriptor: Final = descriptor
         self._file_system: Final = file_system
         self._writable: Final = writable
         self._sync: Final = sync
-        self._lock: Final = threading.Lock()
         self._growing: Final = threading.Lock()
         self._poison = ""
-        self._known = 0
         self._begin = self._end = self._stored = 0
-        self._known = self.size
-
-    @property
-    def path(self) -> str:
-        """The name it was opened by."""
-        return self._descriptor.path
+        super().__init__(descriptor)
 
     def path_now(self) -> str:
         """A name that it has now: it may have been renamed, or a directory above it. The name that
@@ -127,11 +92,6 @@ class PlainFile:
     def info(self) -> MediumInfo:
         """The medium's ``MediumInfo``; its granularity is a sector of the disk."""
         return MediumInfo(self.kind, self.path, SECTOR, self._file_system.volatile, self._writable)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file now, also after another process made it grow. ``MediumError``."""
-        return self._status().st_size
 
     @property
     def poisoned(self) -> bool:
@@ -177,22 +137,6 @@ class PlainFile:
                 "store", self.path, error, f"{view.nbytes} bytes at {offset}"
             ) from error
         self._write_early(offset, view.nbytes)
-
-    def load(self, offset: int, target: memoryview) -> None:
-        """Load with preadv. Raises ``MediumError`` if somebody truncated the file meanwhile."""
-        self._check_range(offset, target.nbytes)
-        if target.readonly or not target.c_contiguous:
-            raise UsageError(f"{self.path}: load into memory that is read-only or has gaps")
-        if target.nbytes == 0:
-            return
-        try:
-            found = self._read(offset, target.cast("B"))
-        except OSError as error:
-            raise file_error(
-                "load", self.path, error, f"{target.nbytes} bytes at {offset}"
-            ) from error
-        if found < target.nbytes:
-            raise self._truncated(offset + target.nbytes)
 
     def persist(self, ranges: Sequence[Extent]) -> None:
         """Blocks for as long as the device needs. Any failure poisons, also that somebody deleted
@@ -259,10 +203,6 @@ class PlainFile:
         except OSError:
             return True
 
-    def close(self) -> None:
-        """Close the descriptor. Nobody may be inside another call."""
-        self._descriptor.close()
-
     def _check_writable(self) -> None:
         _ = self._descriptor.number  # Raises when closed, and in a forked child.
         if not self._writable:
@@ -270,27 +210,10 @@ class PlainFile:
         if self._poison:
             raise MediumError(errno.EIO, self._poison)
 
-    def _check_range(self, offset: int, length: int) -> None:
-        end = offset + length
-        if end > self._known:
-            self._known = max(self._known, self.size)
-        if offset < 0 or end > self._known:
-            raise UsageError(
-                f"{self.path}: bytes {offset} to {end} are outside the file of {self._known} bytes"
-            )
-
     def _check_length(self, end: int) -> None:
         """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
         if end > self._status().st_size:
             raise self._truncated(end)
-
-    def _truncated(self, expected: int) -> MediumError:
-        found = self._status().st_size
-        return MediumError(
-            errno.EIO,
-            f"{self.path}: expected bytes up to {expected}, found the end at {found}: another "
-            "program truncated the file; restore it from a copy",
-        )
 
     def _poisoned(self, operation: str, error: OSError) -> MediumError:
         self._poison = (
@@ -299,12 +222,6 @@ class PlainFile:
             f"loaded; {advice(error)}, then open it again"
         )
         return MediumError(error.errno, self._poison)
-
-    def _status(self) -> os.stat_result:
-        try:
-            return os.fstat(self._descriptor.number)
-        except OSError as error:
-            raise file_error("look at", self.path, error) from error
 
     def _reach(self, size: int) -> None:
         """Allow access to the bytes below ``size`` from now on."""
@@ -315,7 +232,7 @@ class PlainFile:
         try:
             allocate(number, before, size - before)
         except OSError as error:
-            free = _free_bytes(number)
+            free = free_bytes(number)
             self._shrink(before)
             raise MediumError(
                 error.errno,
@@ -329,24 +246,6 @@ class PlainFile:
             os.ftruncate(self._descriptor.number, size)
         except OSError as error:
             raise self._poisoned("undoing a failed growth", error) from error
-
-    def _read(self, offset: int, target: memoryview) -> int:
-        """Fill ``target``; returns the bytes found, fewer at the end of the file."""
-        done = count = self._read_once(offset, target)
-        while count and done < len(target):
-            count = self._read_once(offset + done, target[done:])
-            done += count
-        return done
-
-    def _read_once(self, offset: int, target: memoryview) -> int:
-        number = self._descriptor.number
-        if hasattr(os, "preadv"):
-            return os.preadv(number, [target], offset)
-        with self._lock:  # Windows: one file position for all threads.
-            os.lseek(number, offset, os.SEEK_SET)
-            data = os.read(number, len(target))
-        target[: len(data)] = data
-        return len(data)
 
     def _write_early(self, offset: int, length: int) -> None:
         """Count stored bytes, and start write-back on the hull of what was stored since the last
@@ -471,69 +370,3 @@ class MappedFile(PlainFile):
 
     def _map(self, size: int, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
         self._addresses.map(size, descriptor.number, huge=file_system.volatile)
-
-
-def file_error(operation: str, path: str, cause: OSError, what: str = "") -> MediumError:
-    """``cause`` as a ``MediumError`` that says where it happened, and what to do."""
-    text = f"{path}: cannot {operation}" + (f" {what}" if what else "")
-    return MediumError(cause.errno, f"{text}: {cause.strerror or cause}; {advice(cause)}")
-
-
-def advice(cause: OSError) -> str:
-    """What the operator can do about ``cause``."""
-    return _ADVICE.get(cause.errno or 0, "see the kernel's log, and check that it is still mounted")
-
-
-def allocate(number: int, offset: int, length: int) -> None:
-    """Lengthen a file by zeros that have their blocks; raises ``OSError``, then maybe half done.
-
-    What cannot fit is refused at once: tmpfs would take all memory before it noticed.
-    """
-    status = os.fstatvfs(number)
-    if status.f_blocks > 0 and status.f_bfree * status.f_frsize < length:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    try:
-        linux.allocate(number, offset, length)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        _write_zeros(number, offset, length)
-
-
-def fill_holes(number: int, size: int, *, every_block_counts: bool) -> None:
-    """Give every byte its block: a pool that was copied is sparse where it was never written to.
-
-    every_block_counts: of tmpfs, whose count of blocks is exact, and whose fallocate is slow.
-    """
-    if size == 0 or (every_block_counts and os.fstat(number).st_blocks * 512 >= size):
-        return
-    try:
-        linux.allocate(number, 0, size)
-    except OSError as error:
-        # Without fallocate (ext2) there are no blocks that look like holes: this is exact.
-        if error.errno != errno.EOPNOTSUPP or os.lseek(number, 0, os.SEEK_HOLE) < size:
-            raise
-
-
-def _write_zeros(number: int, offset: int, length: int) -> None:
-    end = offset + length
-    while offset < end:
-        piece = memoryview(_ZEROS)[: end - offset]
-        write_all(number, piece, offset)
-        offset += len(piece)
-
-
-def write_all(number: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset`` of an open file. Raises ``OSError``."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(number, data[done:], offset + done)
-
-
-def _free_bytes(number: int) -> int | str:
-    """What an unprivileged process may still allocate on the file system, for messages."""
-    try:
-        status = os.fstatvfs(number)
-    except OSError as error:
-        return f"unknown ({error.strerror})"
-    return status.f_bavail * status.f_frsize

@@ -17,24 +17,15 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from portus.errors import MediumError, UsageError
-from portus.media import linux
-from portus.media.base import FileStatus
 from portus.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device
-from portus.media.file import (
-    FileSystemTraits,
-    MappedFile,
-    PlainFile,
-    Sync,
-    UncachedFile,
-    data_sync,
-    file_error,
-)
+from portus.media.file import MappedFile, PlainFile, UncachedFile
+from portus.media.file_calls import Sync, data_sync, file_error
+from portus.media.file_system import FileSystemTraits, file_system_of
 from portus.media.pmem import Processor
+from portus.media.pool import FileStatus
 from portus.media.process import Descriptor
 
 _LOG: Final = logging.getLogger("portus")
-_VOLATILE: Final = (linux.TMPFS_TYPE, linux.RAMFS_TYPE)
-_IN_PLACE: Final = (linux.EXT_TYPE, linux.TMPFS_TYPE)
 
 Result = TypeVar("Result")
 
@@ -181,17 +172,6 @@ class LocalFiles:
         except MediumError as error:
             _LOG.warning("%s; written to by pwrite, which is slower", error.strerror)
         return None
-
-
-def file_system_of(number: int, path: str) -> tuple[FileSystemTraits, bool]:
-    """What holds the open file ``number``, and whether its blocks are overwritten in place. Raises
-    ``MediumError``. path: for messages."""
-    found = _translate("ask for the file system of", path, lambda: linux.file_system_type(number))
-    in_place = found in _IN_PLACE or (
-        found == linux.XFS_TYPE and not linux.may_share_blocks(number)
-    )
-    early = found in (linux.EXT_TYPE, linux.XFS_TYPE)
-    return FileSystemTraits(volatile=found in _VOLATILE, early=early), in_place
 
 
 def _translate(operation: str, path: str, call: Callable[[], Result]) -> Result:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Final
 
 from portus.errors import BusyError, MediumError, UsageError
-from portus.media.file import file_error
+from portus.media.file_calls import file_error
 from portus.media.process import Descriptor
 
 PIN_BASE: Final = 1 << 62

@@ -18,7 +18,7 @@ import xxhash
 from portus.copying.parallel import in_any_order
 from portus.copying.segments import Stop
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError, printable
-from portus.media.file import write_all
+from portus.media.file_calls import write_all
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import (
     AGAIN,

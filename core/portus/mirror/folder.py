@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from portus.errors import MediumError, TransportError, UsageError
-from portus.media.file import file_error
+from portus.media.file_calls import file_error
 from portus.media.local import LocalFiles
 from portus.mirror.names import (
     bytes_of,

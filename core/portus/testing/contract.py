@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 
 from portus.errors import BusyError, MediumError, UsageError
-from portus.media.base import Extents, Files, Locks, MappedMedium, Medium, Names, SparseMedium
+from portus.media.base import MappedMedium, Medium
+from portus.media.pool import Extents, Files, Locks, Names, SparseMedium
 from portus.spec import PAGE, Extent
 
 SIZE: Final = 3 * PAGE

@@ -24,7 +24,7 @@ from portus.copying.segments import Column, Crcs, Digests, Segments, Stop
 from portus.image.image import Image, Literal
 from portus.media import linux
 from portus.media.addresses import AddressRange
-from portus.media.file import fill_holes, write_all
+from portus.media.file_calls import fill_holes, write_all
 from portus.spec import Extent
 from portus.writer.ring import RingTasks, StagingRing
 from portus.writer.ways import Way

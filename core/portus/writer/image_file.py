@@ -22,8 +22,8 @@ from portus.errors import MediumError
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image, Literal
 from portus.media import linux
-from portus.media.file import OUT_OF_SPACE, advice
-from portus.media.local import file_system_of
+from portus.media.file_calls import OUT_OF_SPACE, advice
+from portus.media.file_system import file_system_of
 from portus.writer import crc
 from portus.writer.cached import CachedWay, MappedWay
 from portus.writer.ring import StagingRing

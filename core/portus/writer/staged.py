@@ -30,7 +30,7 @@ from portus.copying.segments import (
     unit_spans,
 )
 from portus.image.image import Image, Literal
-from portus.media.file import write_all
+from portus.media.file_calls import write_all
 from portus.spec import PAGE
 from portus.writer.ring import SLOT, RingTasks, Slot, StagingRing
 from portus.writer.ways import Way

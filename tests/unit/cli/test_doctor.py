@@ -23,7 +23,7 @@ from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Machine, MachineFinding
 from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.errors import UsageError
-from portus.media.local import file_system_of
+from portus.media.file_system import file_system_of
 from portus.spec import PAGE
 from portus.transport.cuda import Driver
 from portus.transport.verbs import Region

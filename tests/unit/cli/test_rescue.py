@@ -16,8 +16,8 @@ from portus.client.pools.view import PoolView
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
 from portus.index import directory
 from portus.index.check import check
-from portus.media.base import FileSystem
 from portus.media.lock import FileLocks
+from portus.media.pool import FileSystem
 from portus.spec import PAGE
 from tests.unit.cli.scene import Run, portus_json, state
 from tests.unit.cli.scene import portus as command

@@ -15,7 +15,8 @@ import torch
 
 from portus.index.directory import WRITERS, _Shared, create_pool, make_directory, open_writer
 from portus.media.dax import DaxDevice
-from portus.media.file import FileSystemTraits, PlainFile
+from portus.media.file import PlainFile
+from portus.media.file_system import FileSystemTraits
 from portus.media.local import LocalFiles
 from portus.media.process import Descriptor
 from portus.spec import Extent

@@ -12,8 +12,8 @@ import pytest
 from portus.index.check import check
 from portus.index.directory import create_pool, open_writer
 from portus.index.pool import PoolWriter
-from portus.media.base import SparseMedium
 from portus.media.local import LocalFiles
+from portus.media.pool import SparseMedium
 from portus.spec import PAGE
 from tests.unit.client.stuck import WAIT_S_MAX, is_in, until
 from tests.unit.index.pools import save

@@ -23,7 +23,7 @@ from portus.media.dax import (
     is_device,
     open_device,
 )
-from portus.media.file import FileSystemTraits
+from portus.media.file_system import FileSystemTraits
 from portus.media.local import LocalFiles
 from portus.media.pmem import processor
 from portus.media.process import Descriptor

@@ -22,14 +22,8 @@ import pytest
 
 from portus.errors import MediumError, UsageError
 from portus.media.base import Medium, MediumKind
-from portus.media.file import (
-    UNCACHED,
-    WRITEBACK_MIN,
-    FileSystemTraits,
-    MappedFile,
-    PlainFile,
-    UncachedFile,
-)
+from portus.media.file import UNCACHED, WRITEBACK_MIN, MappedFile, PlainFile, UncachedFile
+from portus.media.file_system import FileSystemTraits
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
 from portus.media.process import Descriptor

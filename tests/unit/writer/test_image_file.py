@@ -26,8 +26,8 @@ from portus.errors import MediumError
 from portus.format.checksum import UNIT, digest
 from portus.image.torch_reader import read_torch
 from portus.media import linux
-from portus.media.file import write_all
-from portus.media.local import file_system_of
+from portus.media.file_calls import write_all
+from portus.media.file_system import file_system_of
 from portus.writer import crc, image_file, staged
 from portus.writer.cached import CachedWay
 from portus.writer.image_file import ImageFile

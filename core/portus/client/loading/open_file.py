@@ -10,18 +10,15 @@ from typing import Final, Protocol
 from portus.errors import MediumError, printable
 from portus.image.stored import Read
 from portus.media.base import Medium
-from portus.media.file import FileSystemTraits, PlainFile
 from portus.media.process import Descriptor
+from portus.media.read_file import ReadFile
 from portus.spec import Extent
-
-_TRAITS: Final = FileSystemTraits(volatile=False, early=False)
-"""Of a file that is only read from."""
 
 
 class DiskFile:
     """See ``OpenFile``."""
 
-    def __init__(self, file: PlainFile, number: int) -> None:
+    def __init__(self, file: ReadFile, number: int) -> None:
         self.medium: Final = file
         self.number: Final[int | None] = number
 
@@ -65,7 +62,7 @@ def opened(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
         if as_torch and isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
+    with contextlib.closing(ReadFile(descriptor)) as file:
         yield DiskFile(file, descriptor.number)
 
 

@@ -14,16 +14,15 @@ from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.errors import PortusError, printable
-from portus.extensions import IS_POINTER_GOOD, extension
+from portus.extensions import IS_POINTER_GOOD, SHARD_OF, extension
 from portus.format.pointer_marks import POINTER_MAX, is_pointer
-from portus.image.metadata_file import NAME as METADATA
-from portus.image.metadata_file import read_pickle
-from portus.image.rank_file import DISTCP, RANK_FILE, is_rank_file, read_rank_file
 from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import is_safetensors, read_safetensors
 from portus.image.stored import Read, StoredFile
 from portus.image.torch_reader import read_torch
 from portus.image.torch_zip import ZIP
+
+_OF_SHARDS: Final = (".distcp", ".metadata")
 
 _TORCH_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
@@ -95,25 +94,20 @@ def has_digests_in(file: OpenFile, where: str) -> bool:
     return has_digests_of_torch(file, where)
 
 
-class _Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """A file of a sharded checkpoint. verify: reads all that has digests."""
 
     has_digests: bool
     verify: Callable[[Read], object]
 
 
-def _shard_of(read: Read, size: int, path: str) -> _Shard | None:
-    """What is known of a file of a directory of ``torch.distributed.checkpoint``, by its name; None
-    for another one. Raises ``CorruptionError``."""
-    name = os.path.basename(path)
-    if name == METADATA:
-        _, is_verified = read_pickle(read, size, printable(path))
-        return _Shard(is_verified, lambda _: None)
-    if not name.endswith(DISTCP):
+def _shard_of(read: Read, size: int, path: str) -> ShardFile | None:
+    """Return what is known of a file of a sharded checkpoint, by its name; None for another one.
+    Raises ``CorruptionError``."""
+    if not path.endswith(_OF_SHARDS):
         return None
-    if not is_rank_file(read, size) and not RANK_FILE.fullmatch(name):
-        return _Shard(False, lambda _: None)
-    return _Shard(True, read_rank_file(read, size, printable(path)).verify)
+    found: ShardFile | None = extension(SHARD_OF)(read, size, path)
+    return found
 
 
 def _is_safetensors(read: Read, name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -16,7 +15,6 @@ from portus.client.loading.recognized import is_whole
 from portus.copying.segments import Digests, Stop
 from portus.directory.publisher import Publication, Publisher
 from portus.directory.system import Linux, System
-from portus.errors import MediumError, printable
 from portus.format.checksum import DIGEST_SIZE
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
@@ -147,16 +145,6 @@ class FileDraft:
 def new_publisher() -> Publisher[Descriptor]:
     """Return what publishes files, and puts back none that is not whole."""
     return Publisher(Linux(), is_worth_restoring)
-
-
-def make_directory(path: str) -> None:
-    """Make a directory, and those above it; nothing if it is there. Raises ``MediumError``."""
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise MediumError(
-            error.errno, f"{printable(path)}: cannot make the directory: {error.strerror}"
-        ) from error
 
 
 def is_worth_restoring(system: System[Descriptor], file: Descriptor, path: str) -> bool:

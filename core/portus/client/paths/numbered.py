@@ -33,7 +33,6 @@ from portus.errors import (
     printable,
 )
 from portus.extensions import COMPANIONS, extension
-from portus.index.place import Place
 from portus.media import calls
 from portus.pipeline.companions import Companion
 from portus.pipeline.handle import SaveHandle
@@ -67,7 +66,7 @@ class DirectoryCheckpointer(ClosingCheckpointer):
     ) -> None:
         self._is_closed = True  # until it is made
         place = place_of(directory)
-        _refuse_names(place, model)
+        _refuse_names(place.path, model)
         self._keep: Final = Keep.of(keep)
         self.settings: Final = _checked(place.path, Settings(**settings))
         """How it saves and loads."""
@@ -262,8 +261,8 @@ class DirectoryCheckpointer(ClosingCheckpointer):
             )
 
 
-def _refuse_names(place: Place, model: str) -> None:
-    where = printable(place.path)
+def _refuse_names(path: str, model: str) -> None:
+    where = printable(path)
     if model != "default":
         raise UsageError(
             f"model: {where} is a directory, which has the checkpoints of one run; found "

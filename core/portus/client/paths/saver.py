@@ -51,7 +51,7 @@ from portus.errors import (
 from portus.extensions import PLACING, extension
 from portus.image.image import Image
 from portus.media import calls
-from portus.media.file import OUT_OF_SPACE
+from portus.media.file_calls import OUT_OF_SPACE
 from portus.media.process import Descriptor
 from portus.pipeline import observers
 from portus.pipeline.audit import Auditor

@@ -17,7 +17,7 @@ from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image
 from portus.image.packed import FileTable, encode_table
 from portus.index.records import encode_layout
-from portus.media.file import OUT_OF_SPACE
+from portus.media.file_calls import OUT_OF_SPACE
 from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.plan import Column, Feed, OnDevice, Previous
 from portus.versions.parts import Before, shared

@@ -21,7 +21,6 @@ from portus.client.job.mirroring import mirror_of, require_mirror_of_files
 from portus.client.job.settings import Settings
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.loaded import note_loaded
-from portus.client.paths.draft import make_directory
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of, files_below
 from portus.client.pools.destination import PoolDestination
@@ -29,6 +28,7 @@ from portus.client.pools.elsewhere import fill
 from portus.client.pools.training_pool import TrainingPool
 from portus.client.state.literal import LiteralContents
 from portus.client.training.after_commit import AfterCommit, say_it_stays
+from portus.client.training.directories import make_directory
 from portus.client.training.file_mirror import DirectoryMirror
 from portus.directory.links import replace_link
 from portus.directory.waiting import wait_for_drafts

@@ -29,7 +29,7 @@ from portus.format.layout import RecordKind
 from portus.index.check_version import check_layout, check_tree, read_layout, read_tree
 from portus.index.findings import Findings
 from portus.index.records import Pointer, Rows, decode_layout, encode_version
-from portus.media.file import OUT_OF_SPACE
+from portus.media.file_calls import OUT_OF_SPACE
 from portus.pipeline.draft import Labels
 from portus.protocol import messages as said
 from portus.protocol.messages import Said, column, handles

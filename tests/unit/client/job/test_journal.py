@@ -27,7 +27,7 @@ from portus.index.journals import journals_in, pages, read
 from portus.journal.account import Account, account
 from portus.journal.lines import Decided, Head, Saved, encoded
 from portus.media import local
-from portus.media.file import FileSystemTraits
+from portus.media.file_system import FileSystemTraits, file_system_of
 from portus.pipeline import observers
 from tests.moments import at
 
@@ -296,7 +296,7 @@ def test_where_no_page_can_be_mapped_it_lies_in_memory(
 ) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no file system in memory at /dev/shm")
-    real = local.file_system_of
+    real = file_system_of
 
     def as_over_a_network(number: int, path: str) -> tuple[FileSystemTraits, bool]:
         found, in_place = real(number, path)

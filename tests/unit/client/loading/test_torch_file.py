@@ -18,7 +18,7 @@ from portus.client.loading.checkpoint_file import load_file, verify_file
 from portus.client.loading.recognized import is_whole
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.image.torch_reader import read_torch
-from portus.media.file import PlainFile
+from portus.media.read_file import ReadFile
 from tests.unit.client.same import assert_same
 from tests.unit.client.state.image_bytes import saved
 
@@ -178,7 +178,7 @@ def test_a_whole_file_verifies_and_so_does_a_stock_one(path: Path, tmp_path: Pat
         verify_file(tmp_path / "none.pt")
 
 
-class Counted(PlainFile):
+class Counted(ReadFile):
     read = 0
 
     def load(self, offset: int, target: memoryview) -> None:
@@ -190,7 +190,7 @@ class Counted(PlainFile):
 def test_a_part_is_what_matches_and_no_other_tensor_is_read(
     path: Path, names: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_file, "PlainFile", Counted)
+    monkeypatch.setattr(open_file, "ReadFile", Counted)
     Counted.read = 0
     part = load_file(path, names)
     whole = torch.load(path)
