@@ -134,7 +134,7 @@ def no_pools_from_before() -> Iterator[None]:
 def nothing_said_before() -> Iterator[None]:
     """What is said once in a process is said once in a test."""
     yield
-    stock = sys.modules.get("portus.client.loading.stock")
+    stock = sys.modules.get("portus.client.job.stock")
     if stock is not None:
         stock._said.clear()
 

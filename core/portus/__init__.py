@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from portus.client.job.preemption import times_preempted as times_preempted
     from portus.client.job.settings import Settings as Settings
     from portus.client.job.settings import SettingsDict as SettingsDict
+    from portus.client.job.stock import Framework as Framework
+    from portus.client.job.stock import is_disabled as is_disabled
     from portus.client.loaders.cursor import DataCursor as DataCursor
+    from portus.client.loaders.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
+    from portus.client.loaders.randomness import capture_randomness as capture_randomness
+    from portus.client.loaders.randomness import restore_randomness as restore_randomness
     from portus.client.loaders.seeded import SeededDataset as SeededDataset
     from portus.client.loading.checkpoint_file import read_note as read_note
-    from portus.client.loading.stock import Framework as Framework
-    from portus.client.loading.stock import is_disabled as is_disabled
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
     from portus.client.paths.face import save_safetensors as save_safetensors
@@ -36,13 +39,10 @@ if TYPE_CHECKING:
     from portus.client.pools.resolve import read_reference as read_reference
     from portus.client.pools.view import PoolView as PoolView
     from portus.client.run import Run as Run
-    from portus.client.state.pack import pack as pack
-    from portus.client.state.pack import unpack as unpack
-    from portus.client.state.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
-    from portus.client.state.randomness import capture_randomness as capture_randomness
-    from portus.client.state.randomness import restore_randomness as restore_randomness
+    from portus.client.training.links import replace_link as replace_link
+    from portus.client.training.pack import pack as pack
+    from portus.client.training.pack import unpack as unpack
     from portus.client.training.training_files import TrainingFiles as TrainingFiles
-    from portus.directory.links import replace_link as replace_link
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
     from portus.errors import CorruptionError as CorruptionError
@@ -77,7 +77,7 @@ _MODULE_OF: Final = {
     "CorruptionError": "portus.errors",
     "DataCursor": "portus.client.loaders.cursor",
     "Finding": "portus.index.findings",
-    "Framework": "portus.client.loading.stock",
+    "Framework": "portus.client.job.stock",
     "Keep": "portus.settings.keep",
     "MediumError": "portus.errors",
     "NoCheckpointError": "portus.errors",
@@ -85,7 +85,7 @@ _MODULE_OF: Final = {
     "PoolCheckpointer": "portus.client.pools.checkpointer",
     "PoolView": "portus.client.pools.view",
     "PortusError": "portus.errors",
-    "RANDOMNESS_BYTES": "portus.client.state.randomness",
+    "RANDOMNESS_BYTES": "portus.client.loaders.randomness",
     "Preemption": "portus.client.job.preemption",
     "Run": "portus.client.run",
     "SaveHandle": "portus.pipeline.handle",
@@ -101,26 +101,26 @@ _MODULE_OF: Final = {
     "UsageError": "portus.errors",
     "VersionInfo": "portus.spec",
     "allow": "portus.client.pools.resolve",
-    "capture_randomness": "portus.client.state.randomness",
+    "capture_randomness": "portus.client.loaders.randomness",
     "check": "portus.index.check",
     "checked_cadence": "portus.client.job.cadence",
-    "is_disabled": "portus.client.loading.stock",
+    "is_disabled": "portus.client.job.stock",
     "is_nested": "portus.media.calls",
     "is_reference": "portus.client.pools.resolve",
     "load": "portus.client.paths.face",
     "local_path": "portus.index.place",
     "open": "portus.client.pools.view:PoolView",
-    "pack": "portus.client.state.pack",
+    "pack": "portus.client.training.pack",
     "read_reference": "portus.client.pools.resolve",
     "register_reference_loader": "portus._autoload",
-    "replace_link": "portus.directory.links",
-    "restore_randomness": "portus.client.state.randomness",
+    "replace_link": "portus.client.training.links",
+    "restore_randomness": "portus.client.loaders.randomness",
     "read_note": "portus.client.loading.checkpoint_file",
     "save": "portus.client.paths.face",
     "save_safetensors": "portus.client.paths.face",
     "this_is_a_pointer_run_portus_export": "portus._autoload",
     "times_preempted": "portus.client.job.preemption",
-    "unpack": "portus.client.state.pack",
+    "unpack": "portus.client.training.pack",
 }
 
 

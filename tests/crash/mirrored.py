@@ -18,7 +18,6 @@ import numpy as np
 from portus.copying.segments import owners
 from portus.errors import CorruptionError, PortusError, TransportError
 from portus.format.checksum import UNIT, digest
-from portus.image.packed import PackedFile
 from portus.mirror.log import KnownLog, MirrorLog, SupersededError, folded
 from portus.mirror.objects import (
     LOG,
@@ -36,6 +35,7 @@ from portus.mirror.store import MissingError
 from portus.mirror.units import Mirrored, Pack, WholeFile, keys_of, unit_lengths
 from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
 from portus.spec import VersionInfo
+from portus.versions.packed import PackedFile
 from tests.simulation.model_store import ModelStore, Odds, Unsure
 
 MODEL = "gpt"

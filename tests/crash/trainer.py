@@ -25,7 +25,6 @@ from portus.errors import MediumError
 from portus.format.checksum import digest
 from portus.format.layout import RecordKind
 from portus.image.image import Crcs, Digests, Image, Literal
-from portus.image.packed import FileTable, PackedFile, encode_table
 from portus.index.catalogue import read_catalogue
 from portus.index.check import Severity, check
 from portus.index.commit_records import Change
@@ -41,6 +40,7 @@ from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Previous, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE
+from portus.versions.packed import FileTable, PackedFile, encode_table
 from portus.versions.parts import Before
 from portus.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults

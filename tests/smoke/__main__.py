@@ -29,7 +29,7 @@ TESTS: Final = (
     # All of it is imported, and what is saved comes back.
     "tests/unit/test_face.py::test_every_module_imports_where_linux_is_missing",
     "tests/unit/protocol/test_session.py",
-    "tests/unit/client/state/test_weights_only.py",
+    "tests/unit/client/pools/test_weights_only.py",
     "tests/unit/client/test_checkpointer.py::test_every_version_holds_the_state_at_its_call",
     "tests/golden",
     # Files: equal to torch's byte for byte, written and loaded by each of its versions.

@@ -11,9 +11,9 @@ from portus.cli.progress import adding, bar
 from portus.client.pools.contents import Storages
 from portus.client.pools.version_file import table_of
 from portus.errors import CorruptionError, UsageError
-from portus.image.packed import PackedFile
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
+from portus.versions.packed import PackedFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,12 @@ from portus.cli.output import (
 )
 from portus.cli.pools import nearest
 from portus.client.files.reference import read as pointer_at
+from portus.client.shards.metadata_file import NAME as METADATA
+from portus.client.shards.rank_file import DISTCP
 from portus.directory.folder import FOLDER, HiddenFolder
 from portus.directory.system import Linux
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.reference import Reference
-from portus.image.metadata_file import NAME as METADATA
-from portus.image.rank_file import DISTCP
 from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import is_safetensors
 from portus.image.torch_zip import ZIP
@@ -43,7 +43,7 @@ from portus.media.local import LocalFiles
 from portus.settings.keep import Keep
 
 if TYPE_CHECKING:
-    from portus.client.loading.outline import FileOutline
+    from portus.client.leaving.outline import FileOutline
 
 _SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX, DISTCP, METADATA)
 _END: Final = b"PK\x05\x06"
@@ -257,7 +257,7 @@ def _check_unlinked(path: str) -> None:
 
 def show(path: str, output: Output) -> None:
     """Show the tensors of one file."""
-    from portus.client.loading.outline import outline_of  # and torch with it
+    from portus.client.leaving.outline import outline_of  # and torch with it
 
     found, outline = _found(path), outline_of(path)
     by = verified_by(path, outline.has_digests)

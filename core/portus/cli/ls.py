@@ -29,12 +29,12 @@ from portus.cli.pools import (
 )
 from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, StaleError
-from portus.image.packed import FileTable
 from portus.index.catalogue import Catalogue
 from portus.index.messages import read_failure
 from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 from portus.index.reader import PoolReader
 from portus.spec import VersionInfo
+from portus.versions.packed import FileTable
 
 NEWEST: Final = 10
 """Versions of a model that are listed, unless all are asked for."""

@@ -19,7 +19,6 @@ from portus.client.pools.resolve import POOLS
 from portus.client.pools.version_file import table_of
 from portus.copying.segments import Stop
 from portus.errors import PortusError, UsageError
-from portus.image.packed import FileTable
 from portus.index.catalogue import Catalogue
 from portus.index.directory import on_disk, pools_at
 from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
@@ -32,6 +31,7 @@ from portus.mirror.mirrors import Mirrors, meant
 from portus.mirror.objects import Added
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
+from portus.versions.packed import FileTable
 
 _STEPS_MAX: Final = 20
 """Steps and models that an error lists."""

@@ -28,11 +28,11 @@ from portus.cli.pools import (
 from portus.cli.trees import batches_of
 from portus.client.pools.contents import Storages
 from portus.client.pools.version_file import VersionFile, file_in, table_of
+from portus.client.shards.metadata_file import NAME as METADATA
+from portus.client.shards.rank_file import DISTCP
 from portus.format.arrays import ArrayShape
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
-from portus.image.metadata_file import NAME as METADATA
-from portus.image.rank_file import DISTCP
 from portus.index.log import logged
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
@@ -140,7 +140,7 @@ def _identity(found: FoundVersion) -> dict[str, Json]:
 
 def _show_file(name: str, file: VersionFile, output: Output) -> dict[str, Json]:
     """Show a file of a version; of one of a sharded checkpoint nothing but its size."""
-    from portus.client.loading.outline import outline_in  # and torch with it
+    from portus.client.leaving.outline import outline_in  # and torch with it
 
     output.line()
     output.line(f"{name}: {size_text(file.size)}")

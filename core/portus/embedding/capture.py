@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from portus.client.pools.weights_only import Loadable, pickle_for_pool
 from portus.client.state.pickling import PickledState
 from portus.client.state.walk import walked
-from portus.client.state.weights_only import Loadable, pickle_for_pool
 from portus.embedding.mapped import Mapped
 from portus.embedding.moment import Moment, Rows
 from portus.embedding.placed import NO_ROWS, PlacedMoment, RowsThere

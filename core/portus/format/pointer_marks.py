@@ -1,4 +1,4 @@
-"""By what a pointer is known. All else of it is in ``portus.format.reference``."""
+"""The marks of a pointer. All else of it is in ``portus.format.reference``."""
 
 from __future__ import annotations
 

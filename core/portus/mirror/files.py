@@ -15,7 +15,6 @@ from typing import Final
 
 import xxhash
 
-from portus.copying.parallel import in_any_order
 from portus.copying.segments import Stop
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError, printable
 from portus.media.file_calls import write_all
@@ -36,6 +35,7 @@ from portus.mirror.objects import (
 from portus.mirror.opening import configured_key
 from portus.mirror.store import FileStore, MissingError
 from portus.mirror.writer import GRACE_S
+from portus.versions.parallel import in_any_order
 
 PIECE: Final = 16 << 20
 """Bytes that are read, or asked for, at once."""

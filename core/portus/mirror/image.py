@@ -15,9 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from portus.copying.buffers import Rooms
 from portus.copying.local import best_engine
-from portus.copying.parallel import in_any_order
 from portus.copying.segments import Column, Digests, Segments, Sources, Stop, cut, memory
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
@@ -39,6 +37,8 @@ from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
 from portus.mirror.units import Mirrored, unit_lengths
 from portus.spec import PAGE, VersionInfo
+from portus.versions.buffers import Rooms
+from portus.versions.parallel import in_any_order
 from portus.versions.parts import StorageRows, rows_of
 
 Load = Callable[[str, int, memoryview], None]

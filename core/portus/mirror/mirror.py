@@ -14,14 +14,11 @@ from typing import Final, TypeVar
 import numpy as np
 import xxhash
 
-from portus.copying.buffers import Room, Rooms
 from portus.copying.local import fetch
-from portus.copying.parallel import abreast, in_any_order
 from portus.copying.segments import Column, Sources, Stop, cut, ranges
 from portus.errors import CorruptionError, PortusError, StaleError, printable
 from portus.format.checksum import UNIT, digest, unit_counts
 from portus.format.layout import RecordKind
-from portus.image.packed import PackedFile, decode_table
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
 from portus.mirror.image import ABREAST, image
@@ -57,6 +54,9 @@ from portus.mirror.requests import (
 from portus.mirror.store import FileStore, ListedObject, MissingError, Store
 from portus.mirror.units import Key, Mirrored, Pack, WholeFile, is_in_file, unit_lengths
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
+from portus.versions.buffers import Room, Rooms
+from portus.versions.packed import PackedFile, decode_table
+from portus.versions.parallel import abreast, in_any_order
 from portus.versions.parts import shared, sources
 from portus.versions.transfer import unchanging
 

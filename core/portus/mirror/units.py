@@ -21,7 +21,6 @@ import numpy as np
 from portus.copying.segments import Column, Digests, owners
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
-from portus.image.packed import PackedFile
 from portus.mirror.objects import (
     VERSIONS,
     FileObject,
@@ -30,6 +29,7 @@ from portus.mirror.objects import (
     content_name,
     object_of,
 )
+from portus.versions.packed import PackedFile
 
 ALONE: Final = 4 << 20
 """Bytes. Smaller units share packs, of up to ``UNIT`` bytes."""

@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from portus.copying.segments import Column, Digests
 from portus.errors import CorruptionError
-from portus.image.packed import PackedFile
 from portus.mirror.log import KnownLog, MirrorLog
 from portus.mirror.objects import (
     FACTS_MAX,
@@ -52,6 +51,7 @@ from portus.mirror.units import (
     planned_files,
 )
 from portus.spec import VersionInfo
+from portus.versions.packed import PackedFile
 
 GRACE_S: Final = 24 * 3600.0
 """Seconds, by the clock of the store, for which readers find what was there when they began."""

@@ -87,7 +87,7 @@ class Previous(Protocol):
 
     @property
     def may_share(self) -> Flags:
-        """Which storages another version may share."""
+        """True for each storage that another version may share."""
 
     def digests(self, indices: Column) -> Digests:
         """Return the digests of the units of some storages."""

@@ -15,9 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from portus.copying.buffers import Room, Rooms
 from portus.copying.local import copy, fetch
-from portus.copying.parallel import in_any_order
 from portus.copying.segments import Digests, Packed, Segments, Sources, Stop, cut
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import UNIT
@@ -27,6 +25,8 @@ from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Column
+from portus.versions.buffers import Room, Rooms
+from portus.versions.parallel import in_any_order
 from portus.versions.parts import shared, sources
 from portus.versions.pool_draft import PoolDraft, Reserved
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from portus.copying import local
-from portus.copying.parallel import NAME, abreast, in_any_order
 from portus.copying.segments import Segments
 from portus.copying.thread import Beside, finish
+from portus.versions.parallel import NAME, abreast, in_any_order
 from tests.unit.client.stuck import is_in, until
 
 WAIT_S = 30.0

@@ -20,8 +20,8 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
+from portus.client.pools.weights_only import pickle_for_pool
 from portus.client.state.pickling import PickledState
-from portus.client.state.weights_only import pickle_for_pool
 from portus.copying.segments import Stop
 from portus.embedding import (
     Elsewhere,

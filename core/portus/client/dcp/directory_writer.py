@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from portus.client.dcp.claim import SeriesClaim
 from portus.client.files.pending import PENDING
 from portus.client.job.exchange import ID_SIZE, Word
 from portus.client.job.settings import Settings
@@ -41,13 +42,12 @@ from portus.client.shards.directories import (
     stale_in,
 )
 from portus.client.shards.layouts import TORCH, DirectoryLayout, ShardContents
+from portus.client.shards.metadata_file import NAME, metadata_image
 from portus.client.shards.planned import Planned, agreed, values_of
 from portus.client.shards.rank_contents import in_bytes, resolved
-from portus.client.state.literal import LiteralContents
+from portus.client.training.literal import LiteralContents
 from portus.client.training.training_files import TrainingFiles
-from portus.directory.claim import SeriesClaim
 from portus.errors import AbandonedError, PortusError, UsageError, printable
-from portus.image.metadata_file import NAME, metadata_image
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.pipeline.handle import SaveHandle
 

@@ -27,7 +27,7 @@ from portus.client.job import journal
 from portus.client.job.clock import Clock
 from portus.client.job.exchange import beside, standing, told_by_first
 from portus.client.job.preemption import Preemption
-from portus.client.loading.stock import Framework
+from portus.client.job.stock import Framework
 from portus.errors import UsageError
 from portus.settings.numbers import parse_seconds
 

@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
+from portus.client.leaving.outline import leaves_of
 from portus.client.leaving.written import WrittenExport
 from portus.client.loading.checkpoint_file import load_file
-from portus.client.loading.outline import leaves_of
 from portus.client.pools.elsewhere import fill
 from portus.errors import UsageError, printable
 

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from portus.client.loaders import samplers
 from portus.client.loaders.dealing import Dispatch, change_batch, length, way_of
 from portus.client.loaders.order import DeliveredOrder
-from portus.client.state.randomness import capture_randomness, no_randomness, restore_randomness
+from portus.client.loaders.randomness import capture_randomness, no_randomness, restore_randomness
 from portus.errors import UsageError
 from portus.samples.deal import Deal, batch_of_ranks
 from portus.samples.position import Position

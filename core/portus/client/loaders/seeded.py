@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from portus.client.state.randomness import SEED_BYTES, begun_at
+from portus.client.loaders.randomness import SEED_BYTES, begun_at
 from portus.errors import UsageError
 
 T = TypeVar("T", covariant=True)

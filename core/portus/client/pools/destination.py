@@ -19,10 +19,10 @@ from portus.copying.segments import Digests, Stop
 from portus.errors import AbandonedError, PortusError, printable
 from portus.format.reference import Reference, encode
 from portus.image.image import Image, bytes_image
-from portus.image.packed import FileTable, PackedFile
 from portus.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.pipeline.plan import Column, Feed, Flags, Previous, Snapshot
 from portus.pipeline.run import Save
+from portus.versions.packed import FileTable, PackedFile
 from portus.versions.parts import Before
 
 _log: Final = logging.getLogger("portus")

@@ -15,11 +15,11 @@ from portus.copying.segments import Crcs, Digests, Sources, Stop, ranges, unit_s
 from portus.errors import MediumError
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image
-from portus.image.packed import FileTable, encode_table
 from portus.index.records import encode_layout
 from portus.media.file_calls import OUT_OF_SPACE
 from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.plan import Column, Feed, OnDevice, Previous
+from portus.versions.packed import FileTable, encode_table
 from portus.versions.parts import Before, shared
 from portus.writer import crc
 

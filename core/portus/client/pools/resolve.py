@@ -25,7 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from portus.client.files.reference import read
-from portus.client.loading.stock import say_once
+from portus.client.job.stock import say_once
 from portus.errors import (
     BusyError,
     MediumError,

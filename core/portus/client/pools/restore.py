@@ -25,8 +25,8 @@ from portus.client.loading.recognized import load_opened
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import restore_torch
 from portus.client.pools.version_file import files_opened
+from portus.client.pools.weights_only import unpickled
 from portus.client.state.walk import Walked, end_of, is_plain, leaves
-from portus.client.state.weights_only import unpickled
 from portus.copying.local import check, fetch
 from portus.copying.segments import Digests, Stop, memory
 from portus.errors import CorruptionError, StaleError, UsageError

@@ -28,13 +28,13 @@ from portus.errors import BusyError, CorruptionError, PortusError, StaleError, U
 from portus.format.layout import RecordKind
 from portus.format.reference import Reference
 from portus.image.image import Image
-from portus.image.packed import FileTable, decode_table
 from portus.index.catalogue import Catalogue
 from portus.index.place import Place
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.pipeline.plan import Flags, Snapshot
 from portus.pipeline.run import Save
+from portus.versions.packed import FileTable, decode_table
 from portus.versions.parts import Before
 
 _NAMES_MAX: Final = 64

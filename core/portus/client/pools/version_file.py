@@ -8,10 +8,10 @@ from typing import Final
 
 from portus.errors import CorruptionError
 from portus.format.layout import RecordKind
-from portus.image.packed import FileTable, PackedFile, decode_table
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
 from portus.spec import Extent
+from portus.versions.packed import FileTable, PackedFile, decode_table
 
 _READ_MAX: Final = 16 << 20
 """Bytes around the storages of a file of a version that are read at once, and kept."""

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from portus.client.loading.checkpoint_file import has_digests as has_digests_of
 from portus.client.loading.checkpoint_file import use_file
 from portus.client.loading.open_file import reads
+from portus.client.shards.metadata_file import NAME, read_pickle
+from portus.client.shards.rank_file import RANK_FILE
 from portus.errors import (
     CorruptionError,
     NoCheckpointError,
@@ -23,8 +25,6 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.image.metadata_file import NAME, read_pickle
-from portus.image.rank_file import RANK_FILE
 from portus.image.safetensors import SUFFIX
 
 _STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")

@@ -26,6 +26,16 @@ from portus.client.files.pending import PENDING
 from portus.client.loading.checkpoint_file import use_file
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.shards.directories import has_safetensors_of_torch, read_metadata
+from portus.client.shards.metadata_file import NAME as METADATA
+from portus.client.shards.rank_file import (
+    BLOCK,
+    RANK_FILE,
+    RankFile,
+    bytes_of,
+    is_rank_file,
+    read_rank_file,
+    slice_of,
+)
 from portus.copying.local import fetch
 from portus.copying.segments import Digests, Source, Stop
 from portus.directory.waiting import wait_for_drafts
@@ -37,16 +47,6 @@ from portus.errors import (
     printable,
 )
 from portus.format.checksum import UNIT, unit_counts
-from portus.image.metadata_file import NAME as METADATA
-from portus.image.rank_file import (
-    BLOCK,
-    RANK_FILE,
-    RankFile,
-    bytes_of,
-    is_rank_file,
-    read_rank_file,
-    slice_of,
-)
 from portus.image.safetensors import SAVE, SUFFIX
 from portus.image.safetensors_reader import SafetensorsFile, read_safetensors
 from portus.image.stored import Read

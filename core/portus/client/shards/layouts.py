@@ -20,13 +20,13 @@ from portus.client.shards.directories import (
     renumbered,
     shard_file_name,
 )
+from portus.client.shards.metadata_file import NAME
 from portus.client.shards.rank_contents import RankContents
 from portus.client.shards.tensor_shards import TensorShards
 from portus.client.state.contents import FileContents
 from portus.directory.system import medium_error
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import UsageError, printable
-from portus.image.metadata_file import NAME
 from portus.image.safetensors import SUFFIX
 
 

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from portus.client.shards.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
 from portus.client.state.contents import changes_of
 from portus.client.state.pickling import PickledState, pickle_state
 from portus.errors import UsageError
 from portus.image.image import Column, Image
-from portus.image.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
 
 _SCALARS: Final = frozenset({bool, int, float, str, type(None)})
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from portus.client.loading.recognized import ShardFile
+from portus.client.shards.metadata_file import NAME as METADATA
+from portus.client.shards.metadata_file import read_pickle
+from portus.client.shards.rank_file import DISTCP, RANK_FILE, is_rank_file, read_rank_file
 from portus.errors import printable
-from portus.image.metadata_file import NAME as METADATA
-from portus.image.metadata_file import read_pickle
-from portus.image.rank_file import DISTCP, RANK_FILE, is_rank_file, read_rank_file
 from portus.image.stored import Read
 
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from portus.directory.links import replace_link
+from portus.client.training.links import replace_link
 from portus.errors import MediumError, printable
 
 _log: Final = logging.getLogger("portus")

@@ -30,8 +30,8 @@ from portus.client.loading.checkpoint_file import has_digests, use_file
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.paths.draft import new_publisher
 from portus.client.training.directories import make_directory
+from portus.client.training.links import replace_link
 from portus.directory.folder import FOLDER
-from portus.directory.links import replace_link
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import (
     CorruptionError,

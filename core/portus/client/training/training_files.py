@@ -26,11 +26,11 @@ from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of, fil
 from portus.client.pools.destination import PoolDestination
 from portus.client.pools.elsewhere import fill
 from portus.client.pools.training_pool import TrainingPool
-from portus.client.state.literal import LiteralContents
 from portus.client.training.after_commit import AfterCommit, say_it_stays
 from portus.client.training.directories import make_directory
 from portus.client.training.file_mirror import DirectoryMirror
-from portus.directory.links import replace_link
+from portus.client.training.links import replace_link
+from portus.client.training.literal import LiteralContents
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.image.image import bytes_image

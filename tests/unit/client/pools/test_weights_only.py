@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from portus.client.pools.weights_only import Loadable, pickle_for_pool, unpickled
 from portus.client.state.pickling import pickle_state
-from portus.client.state.weights_only import Loadable, pickle_for_pool, unpickled
 from portus.errors import CorruptionError, UsageError
 from tests.unit.client.same import assert_same
 

@@ -11,7 +11,7 @@ import pytest
 
 from portus.errors import CorruptionError
 from portus.image.image import Column, Literal, bytes_image
-from portus.image.packed import FileTable, PackedFile, decode_table, encode_table
+from portus.versions.packed import FileTable, PackedFile, decode_table, encode_table
 
 EDGES: list[tuple[int, list[int], list[int]]] = [
     (0, [], []),

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 import torch
 
+from portus.client.pools.weights_only import Loadable, pickle_for_pool, unpickled
 from portus.client.state.walk import walked
-from portus.client.state.weights_only import Loadable, pickle_for_pool, unpickled
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, digest
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from portus.client.paths.saver import recover
-from portus.directory.links import replace_link
+from portus.client.training.links import replace_link
 from portus.errors import MediumError
 from tests.unit.client.paths.programs import in_process
 
@@ -31,7 +31,7 @@ def test_a_process_that_is_killed_leaves_the_one_or_the_other(tmp_path: Path, th
             (where / "last").write_text("old")
         done = in_process(
             "import os\n"
-            "from portus.directory.links import replace_link\n"
+            "from portus.client.training.links import replace_link\n"
             "from tests.adapters.kills import Kills\n"
             f"os.chdir({str(where)!r})\n"
             f"Kills({number})\n"

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from portus.copying.buffers import Rooms
-from portus.copying.parallel import NAME, in_any_order
+from portus.versions.buffers import Rooms
+from portus.versions.parallel import NAME, in_any_order
 
 WAIT_S = 30.0
 

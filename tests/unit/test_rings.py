@@ -1,0 +1,113 @@
+"""The three rings: the table of the architecture page, and the contract that holds it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from portus import extensions
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"portus": ROOT / "core" / "portus"} | {
+    name: ROOT / name for name in ("portus_accelerate", "portus_lightning")
+}
+CONTRACT: Final = "The engine imports neither reach nor companions"
+ENGINE_LINES_MAX: Final = 15_000
+
+
+def modules() -> dict[str, Path]:
+    """Every module that is shipped, by its name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            found[name] = path
+    return found
+
+
+def table() -> dict[str, str]:
+    """The ring of each package or module that the table names."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    text = page[page.index("## The rings") : page.index("## The floors")]
+    rows = re.findall(r"^\| (engine|reach|companions|face) \| (.*) \|$", text, re.MULTILINE)
+    named = [(name, ring) for ring, cell in rows for name in re.findall(r"`([\w.]+)`", cell)]
+    assert len(dict(named)) == len(named), "something is in the table twice"
+    assert len(rows) == 4
+    return dict(named)
+
+
+def rings_of_modules() -> dict[str, str]:
+    """The ring of each module, but for packages of several rings: that of the nearest of its
+    parents in the table."""
+    rows, found = table(), {}
+    for module in modules():
+        parents = [module.rsplit(".", cut)[0] for cut in range(module.count(".") + 1)]
+        own = [each for each in parents if each in rows and (each != "portus" or each == module)]
+        assert own or module == "portus.client", f"{module} is in no ring of the page"
+        found[module] = rows[own[0]] if own else ""
+    return {module: ring for module, ring in found.items() if not is_holder(module, found)}
+
+
+def is_holder(module: str, rings: dict[str, str]) -> bool:
+    """True for a package, below ``portus``, that has modules of several rings."""
+    below = {ring for name, ring in rings.items() if f"{name}.".startswith(f"{module}.")}
+    return module != "portus" and len(below) > 1
+
+
+def listed(name: str) -> set[str]:
+    """A list of the contract, as modules."""
+    text = (ROOT / "pyproject.toml").read_text()
+    contract = text[text.index(f'name = "{CONTRACT}"') :].split("[[tool", 1)[0]
+    body = re.search(rf"^{name} = \[(.*?)^\]", contract, re.MULTILINE | re.DOTALL)
+    assert body is not None
+    named = set(re.findall(r'"([\w.]+)"', body[1]))
+    known = rings_of_modules()
+    return {each for each in known if any(f"{each}.".startswith(f"{one}.") for one in named)}
+
+
+def test_the_table_names_nothing_that_is_not_there() -> None:
+    assert sorted(set(table()) - set(modules())) == []
+
+
+def test_the_contract_is_about_the_modules_of_the_table() -> None:
+    rings = rings_of_modules()
+    engine = {name for name, ring in rings.items() if ring == "engine"}
+    assert listed("source_modules") == engine
+    assert listed("forbidden_modules") == rings.keys() - engine - {"portus"}
+
+
+def test_a_package_of_several_rings_holds_nothing_itself() -> None:
+    known = rings_of_modules()
+    holders = {name: path for name, path in modules().items() if name not in known}
+    assert "portus.client" in holders
+    assert [n for n, path in holders.items() if len(path.read_text().splitlines()) > 1] == []
+
+
+def test_the_engine_is_small_enough_to_be_read() -> None:
+    rings, files = rings_of_modules(), modules()
+    lines = [
+        len(files[name].read_text().splitlines())
+        for name, ring in rings.items()
+        if ring == "engine"
+    ]
+    assert sum(lines) <= ENGINE_LINES_MAX
+
+
+NAMED: Final = {
+    name: value
+    for name, value in vars(extensions).items()
+    if name.isupper() and isinstance(value, str)
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_the_engine_calls_by_name_is_there_and_outside_of_it(name: str) -> None:
+    module = NAMED[name].partition(":")[0]
+    assert rings_of_modules()[module] in ("reach", "companions")
+    assert importlib.import_module(module)
+    assert callable(extensions.extension(NAMED[name]))
