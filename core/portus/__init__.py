@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from portus.client.loading.checkpoint_file import read_note as read_note
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
-    from portus.client.paths.face import save_safetensors as save_safetensors
-    from portus.client.paths.saver import Safetensors as Safetensors
     from portus.client.pools.checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.client.pools.resolve import allow as allow
     from portus.client.pools.resolve import is_reference as is_reference
@@ -42,6 +40,8 @@ if TYPE_CHECKING:
     from portus.client.training.links import replace_link as replace_link
     from portus.client.training.pack import pack as pack
     from portus.client.training.pack import unpack as unpack
+    from portus.client.training.safetensors import Safetensors as Safetensors
+    from portus.client.training.safetensors import save_safetensors as save_safetensors
     from portus.client.training.training_files import TrainingFiles as TrainingFiles
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
@@ -95,7 +95,7 @@ _MODULE_OF: Final = {
     "SettingsDict": "portus.client.job.settings",
     "Shelf": "portus.shelf.shelf",
     "StaleError": "portus.errors",
-    "Safetensors": "portus.client.paths.saver",
+    "Safetensors": "portus.client.training.safetensors",
     "TrainingFiles": "portus.client.training.training_files",
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",
@@ -117,7 +117,7 @@ _MODULE_OF: Final = {
     "restore_randomness": "portus.client.loaders.randomness",
     "read_note": "portus.client.loading.checkpoint_file",
     "save": "portus.client.paths.face",
-    "save_safetensors": "portus.client.paths.face",
+    "save_safetensors": "portus.client.training.safetensors",
     "this_is_a_pointer_run_portus_export": "portus._autoload",
     "times_preempted": "portus.client.job.preemption",
     "unpack": "portus.client.training.pack",

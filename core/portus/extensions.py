@@ -18,6 +18,9 @@ USE_POINTER: Final = "portus.client.pools.pointers:use_pointer"
 IS_POINTER_GOOD: Final = "portus.client.pools.pointers:is_pointer_good"
 """Returns whether a pointer is whole, and not known to lead to nothing."""
 
+OTHER_FORMAT: Final = "portus.client.formats.safetensors_file:other_format"
+"""Recognizes a file that is no zip."""
+
 SHARD_OF: Final = "portus.client.shards.shard_file:shard_of"
 """Recognizes a file of a sharded checkpoint."""
 

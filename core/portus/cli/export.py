@@ -19,12 +19,12 @@ from portus.cli.in_place import check_room, directory_in_place, file_in_place, s
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import FoundVersion, allow, newest, open_pools, version_document
 from portus.client.files.reference import read as pointer_at
+from portus.client.formats.safetensors import SUFFIX
 from portus.client.leaving.written import WrittenExport
 from portus.client.pools.resolve import use_reference
 from portus.directory.folder import FOLDER
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.reference import Reference
-from portus.image.safetensors import SUFFIX
 from portus.index.place import local_path
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry

@@ -28,14 +28,14 @@ from portus.cli.output import (
 )
 from portus.cli.pools import nearest
 from portus.client.files.reference import read as pointer_at
+from portus.client.formats.safetensors import LENGTH_SIZE, SUFFIX
+from portus.client.formats.safetensors_reader import is_safetensors
 from portus.client.shards.metadata_file import NAME as METADATA
 from portus.client.shards.rank_file import DISTCP
 from portus.directory.folder import FOLDER, HiddenFolder
 from portus.directory.system import Linux
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.reference import Reference
-from portus.image.safetensors import LENGTH_SIZE, SUFFIX
-from portus.image.safetensors_reader import is_safetensors
 from portus.image.torch_zip import ZIP
 from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, Place

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portus.client.paths.saver import Safetensors
 from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.client.training.safetensors import Safetensors
 from portus.shelf import Shelf
 from tests.unit.cli.scene import Run, pointing, portus, portus_json
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import portus
 from portus.client.loading.checkpoint_file import verify_file
-from portus.client.paths.saver import Safetensors
 from portus.client.pools import restore
+from portus.client.training.safetensors import Safetensors
 from portus.client.training.training_files import TrainingFiles
 from portus.copying.segments import Stop
 from portus.errors import CorruptionError, MediumError, TransportError

@@ -12,13 +12,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from portus.client.formats.safetensors import DTYPES
+from portus.client.formats.safetensors_reader import SafetensorsFile
 from portus.client.loading.checkpoint_file import use_file
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.recognized import note_of, outlined_in
 from portus.errors import printable
 from portus.image.key_paths import storage_places
-from portus.image.safetensors import DTYPES
-from portus.image.safetensors_reader import SafetensorsFile
 from portus.image.torch_reader import TorchFile
 
 _VALUE_MAX: Final = 60

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from portus.client.formats.safetensors import DTYPES, LENGTH_SIZE, METADATA, NamedTensor, header
 from portus.errors import UsageError
 from portus.format.dtypes import ITEM_SIZES
-from portus.image.safetensors import DTYPES, LENGTH_SIZE, METADATA, NamedTensor, header
 from portus.spec import TensorSpec
 
 

@@ -1,5 +1,4 @@
-"""One open checkpoint file, of torch or safetensors, or one of a sharded checkpoint, recognized by
-its first or last bytes: loaded and verified."""
+"""One open checkpoint file, recognized by its first bytes or its name: loaded and verified."""
 
 from __future__ import annotations
 
@@ -10,29 +9,41 @@ from typing import Any, Final, NamedTuple
 
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.patterns import Patterns
-from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.errors import PortusError, printable
-from portus.extensions import IS_POINTER_GOOD, SHARD_OF, extension
+from portus.extensions import IS_POINTER_GOOD, OTHER_FORMAT, SHARD_OF, extension
 from portus.format.pointer_marks import POINTER_MAX, is_pointer
-from portus.image.safetensors import LENGTH_SIZE, SUFFIX
-from portus.image.safetensors_reader import is_safetensors, read_safetensors
 from portus.image.stored import Read, StoredFile
 from portus.image.torch_reader import read_torch
 from portus.image.torch_zip import ZIP
 
 _OF_SHARDS: Final = (".distcp", ".metadata")
 
-_TORCH_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
+_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".safetensors")
+
+
+class FileFormat(NamedTuple):
+    """A format of checkpoint files. Each function takes the path of a file for messages.
+
+    load: see ``load_opened``. outline: returns where everything is in a file. note,
+    has_digests: see ``note_of`` and ``has_digests_in``.
+    """
+
+    load: Callable[..., Any]
+    outline: Callable[[Read, int, str], StoredFile]
+    note: Callable[[OpenFile, str], bytes | None]
+    has_digests: Callable[[OpenFile, str], bool]
+
+
+_TORCH: Final = FileFormat(load_torch, read_torch, note_of_torch, has_digests_of_torch)
 
 
 def load_opened(
     file: OpenFile, where: str, names: Patterns, *, verify: bool, settings: dict[str, Any]
 ) -> Any:
     """Return what is in an open file; see ``load_file``. where: its path, for messages."""
-    load = load_tensors if _is_safetensors(reads(file), where) else load_torch
-    return load(file, where, names, verify=verify, settings=settings)
+    return _format_of(reads(file), where).load(file, where, names, verify=verify, settings=settings)
 
 
 def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | None = None) -> int:
@@ -67,10 +78,11 @@ def is_whole(number: int, path: str) -> bool:
         if shard is not None:
             shard.verify(read)
             return True
-        is_other = os.path.splitext(path)[1] not in (SUFFIX, *_TORCH_SUFFIXES)
-        if is_other and not _is_safetensors(read, path) and read(0, len(ZIP)) != ZIP:
+        is_other = os.path.splitext(path)[1] not in _SUFFIXES and read(0, len(ZIP)) != ZIP
+        found = _format_of(read, path)
+        if is_other and found is _TORCH:
             return True
-        outlined_in(read, size, path).verify(read)
+        found.outline(read, size, path).verify(read)
     except (PortusError, OSError):
         return False
     return True
@@ -78,10 +90,7 @@ def is_whole(number: int, path: str) -> bool:
 
 def note_of(file: OpenFile, where: str) -> bytes | None:
     """Return the note of an open file; see ``read_note``."""
-    if _is_safetensors(reads(file), where):
-        note = read_safetensors(reads(file), file.size, printable(where)).note
-        return None if note is None else note.encode()
-    return note_of_torch(file, where)
+    return _format_of(reads(file), where).note(file, where)
 
 
 def has_digests_in(file: OpenFile, where: str) -> bool:
@@ -89,9 +98,7 @@ def has_digests_in(file: OpenFile, where: str) -> bool:
     shard = _shard_of(reads(file), file.size, where)
     if shard is not None:
         return shard.has_digests
-    if _is_safetensors(reads(file), where):
-        return read_safetensors(reads(file), file.size, printable(where)).digests is not None
-    return has_digests_of_torch(file, where)
+    return _format_of(reads(file), where).has_digests(file, where)
 
 
 class ShardFile(NamedTuple):
@@ -110,16 +117,17 @@ def _shard_of(read: Read, size: int, path: str) -> ShardFile | None:
     return found
 
 
-def _is_safetensors(read: Read, name: str) -> bool:
-    """Return whether a file is safetensors, by its first bytes, or its name if they say nothing."""
-    begin = read(0, LENGTH_SIZE + 1)
-    return is_safetensors(begin) or (name.endswith(SUFFIX) and not begin.startswith(ZIP))
+def _format_of(read: Read, name: str) -> FileFormat:
+    """Return the format of a file, by its first bytes, or its name if they say nothing."""
+    found: FileFormat | None = None
+    if read(0, len(ZIP)) != ZIP:
+        found = extension(OTHER_FORMAT)(read, name)
+    return found or _TORCH
 
 
 def outlined_in(read: Read, size: int, name: str) -> StoredFile:
     """Return where everything is in the file that ``read`` reads; see ``outlined``."""
-    reader = read_safetensors if _is_safetensors(read, name) else read_torch
-    return reader(read, size, name)
+    return _format_of(read, name).outline(read, size, name)
 
 
 def _drop_cached(file: OpenFile) -> None:

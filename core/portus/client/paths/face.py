@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from typing import Any, Final
-
-import torch
 
 from portus.client.files.pending import PENDING
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.patterns import Patterns
 from portus.client.paths.process import is_blocking, recover_left, saver
-from portus.client.paths.saver import Safetensors
 from portus.directory.waiting import wait_for_drafts
 from portus.extensions import MIRRORED, extension
 from portus.pipeline.handle import SaveHandle
@@ -45,30 +41,11 @@ def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> Sa
     ``MediumError`` if the file cannot be begun. At the exit of the process saves in flight are
     finished. In a signal handler that interrupted a call of Portus the file is written at once.
     """
-    return _returned(saver().save(obj, path), wait)
+    return returned(saver().save(obj, path), wait)
 
 
-def save_safetensors(
-    tensors: Mapping[str, torch.Tensor],
-    path: str | os.PathLike[str],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    wait: bool = False,
-) -> SaveHandle:
-    """Save ``tensors`` to ``path`` in the background, as ``safetensors.torch.save_file`` would.
-
-    The file is one that every reader of safetensors reads, with digests in its metadata. All else
-    is as of ``portus.save``. A tensor that is a part of a larger storage is copied in the call.
-
-    tensors: dense and contiguous, by their names; no two of them may share memory.
-    metadata: texts by their names, which readers find in the file.
-
-    Raises ``UsageError`` for what safetensors cannot hold, and as ``portus.save``.
-    """
-    return _returned(saver().save(Safetensors(tensors, metadata or {}), path), wait)
-
-
-def _returned(handle: SaveHandle, wait: bool) -> SaveHandle:
+def returned(handle: SaveHandle, wait: bool) -> SaveHandle:
+    """Return the handle of a save, at its end if ``wait`` or ``$PORTUS_BLOCKING`` says so."""
     if wait or is_blocking():
         handle.wait()
     return handle

@@ -5,6 +5,7 @@ All savers of a process share a ``SharedWriter``: one queue, one ring of buffers
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import errno
 import logging
@@ -33,7 +34,6 @@ from portus.client.paths.destination import Destination, Files
 from portus.client.paths.draft import FileDraft, new_publisher
 from portus.client.paths.new_file import JoinedStorages, NewFile
 from portus.client.state.contents import FileContents
-from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
 from portus.directory.publisher import Publication
 from portus.directory.system import medium_error
@@ -117,27 +117,28 @@ class ToSave(NamedTuple):
     contents: Callable[[], FileContents]
 
 
-@dataclass(frozen=True, slots=True)
-class Safetensors:
-    """Tensors by their names that are to be a safetensors file, and its metadata."""
-
-    tensors: Mapping[str, torch.Tensor]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Laid:
+class OwnFormat(abc.ABC):
     """What is to be saved as a file in a format of its own."""
 
+    @abc.abstractmethod
+    def file_contents(self) -> FileContents:
+        """Return the contents of the file. Raises ``UsageError``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Laid(OwnFormat):
+    """See ``OwnFormat``: its contents are there."""
+
     contents: FileContents
+
+    def file_contents(self) -> FileContents:
+        return self.contents
 
 
 def contents_of(state: object) -> Callable[[], FileContents]:
     """Return what gives the contents of a file for ``state``, in the format that it is for."""
-    if isinstance(state, Laid):
-        return lambda: state.contents
-    if isinstance(state, Safetensors):
-        return partial(named_tensors, state.tensors, state.metadata)
+    if isinstance(state, OwnFormat):
+        return state.file_contents
     return partial(pickle_state, state)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
+from portus.client.formats.safetensors import DTYPES
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.open_file import OpenFile
 from portus.client.loading.over import Rename, fetched, restore_over, view_of
@@ -35,7 +36,6 @@ from portus.format.arrays import ArrayShape, array_over
 from portus.format.checksum import UNIT, unit_counts
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
-from portus.image.safetensors import DTYPES
 from portus.index.in_place import InPlace
 from portus.index.log import NOT_LOGGED, Logged, logged
 from portus.index.reader import PoolReader

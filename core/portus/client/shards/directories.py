@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from portus.client.formats.safetensors import SUFFIX
 from portus.client.loading.checkpoint_file import has_digests as has_digests_of
 from portus.client.loading.checkpoint_file import use_file
 from portus.client.loading.open_file import reads
@@ -25,7 +26,6 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.image.safetensors import SUFFIX
 
 _STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")
 """The file of a rank, whoever wrote it."""

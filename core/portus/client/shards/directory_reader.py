@@ -23,6 +23,8 @@ from torch.futures import Future
 
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
+from portus.client.formats.safetensors import SAVE, SUFFIX
+from portus.client.formats.safetensors_reader import SafetensorsFile, read_safetensors
 from portus.client.loading.checkpoint_file import use_file
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.shards.directories import has_safetensors_of_torch, read_metadata
@@ -47,8 +49,6 @@ from portus.errors import (
     printable,
 )
 from portus.format.checksum import UNIT, unit_counts
-from portus.image.safetensors import SAVE, SUFFIX
-from portus.image.safetensors_reader import SafetensorsFile, read_safetensors
 from portus.image.stored import Read
 from portus.image.torch_reader import read_torch
 

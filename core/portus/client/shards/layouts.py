@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from portus.client.formats.safetensors import SUFFIX
 from portus.client.shards.directories import (
     is_shard_of_portus,
     rank_file_name,
@@ -27,7 +28,6 @@ from portus.client.state.contents import FileContents
 from portus.directory.system import medium_error
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import UsageError, printable
-from portus.image.safetensors import SUFFIX
 
 
 class ShardContents(FileContents, Protocol):

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from portus.client.state.named_tensors import named_tensors
+from portus.client.formats.named_tensors import named_tensors
+from portus.client.formats.safetensors import SAVE, safetensors_image
 from portus.errors import UsageError
 from portus.image.image import Column, Image
-from portus.image.safetensors import SAVE, safetensors_image
 
 
 class TensorShards:

@@ -15,13 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from portus.client.formats.named_tensors import named_tensors
 from portus.client.job.settings import Settings
 from portus.client.loading.checkpoint_file import verify_file
 from portus.client.paths import process
 from portus.client.paths.face import load
 from portus.client.paths.process import saver
 from portus.client.paths.saver import Extra, ToSave, recover
-from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
 from portus.client.training.training_files import TrainingFiles
 from portus.errors import MediumError, UsageError

@@ -13,8 +13,8 @@ import portus
 from portus.client.files.home import open_place
 from portus.client.loading.checkpoint_file import use_file
 from portus.client.loading.open_file import reads
-from portus.client.paths.face import save, save_safetensors
-from portus.client.paths.saver import Safetensors
+from portus.client.paths.face import save
+from portus.client.training.safetensors import Safetensors, save_safetensors
 from portus.client.training.training_files import TrainingFiles
 from portus.index.check import check
 

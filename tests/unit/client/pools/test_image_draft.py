@@ -19,7 +19,7 @@ import torch
 
 import portus
 from portus.client.loading.checkpoint_file import verify_file
-from portus.client.paths.saver import Safetensors
+from portus.client.training.safetensors import Safetensors
 from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError
 from portus.format.checksum import UNIT

@@ -27,9 +27,9 @@ from portus.client.loading.checkpoint_file import (
     restore_file,
     verify_file,
 )
-from portus.client.paths.saver import Safetensors
 from portus.client.pools import resolve
 from portus.client.pools.resolve import KnownPools, load_text, use_reference
+from portus.client.training.safetensors import Safetensors
 from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.format.reference import Reference, encode

@@ -1,4 +1,4 @@
-"""Safetensors files, loaded: every byte is compared with the digests on the way."""
+"""Safetensors files, recognized and loaded: every byte is compared with the digests on the way."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from portus.client.formats.safetensors import DTYPES, LENGTH_SIZE, SUFFIX
+from portus.client.formats.safetensors_reader import is_safetensors, read_safetensors
 from portus.client.loading.open_file import OpenFile, reads
 from portus.client.loading.patterns import Patterns, matcher
+from portus.client.loading.recognized import FileFormat
 from portus.client.loading.stored_bytes import StoredBytes
 from portus.errors import UsageError, printable
-from portus.image.safetensors import DTYPES
-from portus.image.safetensors_reader import read_safetensors
+from portus.image.stored import Read
 
 _DTYPES: Final = {code: getattr(torch, name, None) for name, code in DTYPES.items()}
 _KNOWN: Final = frozenset({"map_location", "weights_only"})
@@ -59,3 +61,22 @@ def load_tensors(
     if keep is not None:
         keep.complain(printable(where))
     return {name: tensor.to(device) for name, tensor in made.items()} if device else made
+
+
+def _note_of(file: OpenFile, where: str) -> bytes | None:
+    note = read_safetensors(reads(file), file.size, printable(where)).note
+    return None if note is None else note.encode()
+
+
+def _has_digests(file: OpenFile, where: str) -> bool:
+    return read_safetensors(reads(file), file.size, printable(where)).digests is not None
+
+
+_FORMAT: Final = FileFormat(load_tensors, read_safetensors, _note_of, _has_digests)
+
+
+def other_format(read: Read, name: str) -> FileFormat | None:
+    """Return the format of a file that is no zip: by its first bytes, or its name if they say
+    nothing. None for one that is torch's affair."""
+    is_ours = is_safetensors(read(0, LENGTH_SIZE + 1)) or name.endswith(SUFFIX)
+    return _FORMAT if is_ours else None

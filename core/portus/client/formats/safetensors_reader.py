@@ -15,11 +15,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from portus.errors import CorruptionError, printable
-from portus.format.dtypes import ITEM_SIZES
-from portus.image.digests import MAGIC, size_noted, unpacked
-from portus.image.image import Column, Digests
-from portus.image.safetensors import (
+from portus.client.formats.safetensors import (
     BEGIN,
     DIGESTS,
     DTYPES,
@@ -29,6 +25,10 @@ from portus.image.safetensors import (
     NOTE,
     NamedTensor,
 )
+from portus.errors import CorruptionError, printable
+from portus.format.dtypes import ITEM_SIZES
+from portus.image.digests import MAGIC, size_noted, unpacked
+from portus.image.image import Column, Digests
 from portus.image.stored import Read, StoredFile, exactly
 from portus.image.torch_zip import ZIP
 

@@ -16,7 +16,8 @@ import torch
 from portus.client.loading.checkpoint_file import has_digests, verify_file
 from portus.client.loading.recognized import is_whole
 from portus.client.paths import process
-from portus.client.paths.face import load, save, save_safetensors
+from portus.client.paths.face import load, save
+from portus.client.training.safetensors import save_safetensors
 from portus.errors import CorruptionError, UsageError
 from portus.writer.image_file import ImageFile
 from tests.unit.client.paths.programs import in_process
@@ -202,7 +203,7 @@ def test_a_load_waits_for_a_save_in_flight_and_commits_are_in_order() -> None:
 def test_a_save_in_a_signal_handler_is_written_at_once() -> None:
     done = in_process(
         "import os, signal, torch, safetensors.torch\n"
-        "from portus.client.paths.face import save_safetensors\n"
+        "from portus.client.training.safetensors import save_safetensors\n"
         "from portus.media import calls\n"
         "flat = torch.arange(100.0)\n"
         "def handle(*_):\n"
@@ -211,7 +212,7 @@ def test_a_save_in_a_signal_handler_is_written_at_once() -> None:
         "signal.signal(signal.SIGUSR1, handle)\n"
         "from portus.client.state import named_tensors\n"
         "real = named_tensors.named_tensors\n"
-        "import portus.client.paths.saver as made\n"
+        "import portus.client.training.safetensors as made\n"
         "def interrupted(*a, **k):\n"
         "    made.named_tensors = real\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n"
@@ -227,7 +228,7 @@ def test_a_save_in_a_signal_handler_is_written_at_once() -> None:
 def test_a_file_removed_too_early_by_a_killed_program_is_put_back_if_it_is_whole() -> None:
     program = (
         "import os, signal, torch\n"
-        "from portus.client.paths.face import save_safetensors\n"
+        "from portus.client.training.safetensors import save_safetensors\n"
         "from portus.writer.image_file import ImageFile\n"
         "save_safetensors({'n': torch.ones(9)}, '1.safetensors').wait()\n"
         "ImageFile.finish = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,10 +10,10 @@ from typing import Final
 import numpy as np
 import torch
 
+from portus.client.formats.safetensors import DTYPES, METADATA, NOTE, NamedTensor, safetensors_image
 from portus.client.state.contents import changes_of
 from portus.errors import UsageError
 from portus.image.image import Column, Image
-from portus.image.safetensors import DTYPES, METADATA, NOTE, NamedTensor, safetensors_image
 
 _CODES: Final = {getattr(torch, name, None): code for name, code in DTYPES.items()}
 

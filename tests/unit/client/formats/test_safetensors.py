@@ -12,11 +12,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from portus.client.state.named_tensors import named_tensors
+from portus.client.formats import safetensors as ours
+from portus.client.formats.named_tensors import named_tensors
+from portus.client.formats.safetensors_reader import (
+    SafetensorsFile,
+    is_safetensors,
+    read_safetensors,
+)
 from portus.errors import CorruptionError, UsageError
-from portus.image import safetensors as ours
 from portus.image.digests import MAGIC
-from portus.image.safetensors_reader import SafetensorsFile, is_safetensors, read_safetensors
 from portus.spec import PAGE
 from tests.unit.client.state.image_bytes import filled, stored
 

@@ -1,0 +1,1 @@
+"""Formats of checkpoint files besides those of ``torch.save``."""
