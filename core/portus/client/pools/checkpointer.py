@@ -86,8 +86,9 @@ class PoolCheckpointer(ClosingCheckpointer):
             _log.warning("portus: model %r is NOT mirrored: %s", model, why)
         self._keep: Final = Keep.of(keep)
         self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
-        journal = FileJournal(model, self._pool.journal, place.kind.value)
-        self._companions = [journal] if self.settings.journal else []
+        self._companions = []
+        if self.settings.journal:
+            self._companions = [FileJournal(model, self._pool.journal, place.kind.value)]
         self._last: SaveHandle | None = None
         self._process = os.getpid()
         self._saver = FileSaver(join(self), self.settings, destination=PoolDestination(self._pool))
