@@ -1,7 +1,7 @@
 """Histories of one mirror: several writers and readers on a store whose requests land when they
 like, by a seed. An oracle that sees every object holds them to what was told.
 
-No byte is moved: the content of a pack, or of a file, says here which unit is at which offset.
+No byte is moved: the content of a file, or of a piece of one, says here which unit is where.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from portus.copying.segments import owners
+from portus.copying.segments import Digests, owners
 from portus.errors import CorruptionError, PortusError, TransportError
-from portus.format.checksum import UNIT, digest
+from portus.format.checksum import UNIT, digest, unit_counts
 from portus.mirror.log import KnownLog, MirrorLog, SupersededError, folded
 from portus.mirror.objects import (
     LOG,
     MANIFESTS,
     Added,
     Claimed,
+    FileObject,
     Removed,
     Seal,
     State,
     entry_number,
-    object_of,
 )
+from portus.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of, unit_lengths
 from portus.mirror.requests import GetObject, Steps
 from portus.mirror.store import MissingError
-from portus.mirror.units import Mirrored, Pack, WholeFile, keys_of, unit_lengths
 from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
 from portus.spec import VersionInfo
-from portus.versions.packed import PackedFile
+from portus.versions.packed import FileTable, PackedFile, encode_table
 from tests.simulation.model_store import ModelStore, Odds, Unsure
 
 MODEL = "gpt"
 SEAL = Seal()
-LENGTHS = np.array([20 << 20, 5 << 20, 3 << 20, 1000, 0, 2000, 300, 400], np.int64)
+LENGTHS = np.array([20 << 20, 5 << 20, 3 << 20, 1000, 0, 2000], np.int64)
 FILES = (
     PackedFile("a", 25 << 20, np.array([0, 20 << 20]), LENGTHS[:2]),
     PackedFile("b", (3 << 20) + 3000, np.array([1500, 0]), LENGTHS[2:4]),
 )
 """Of the storages: what is around those of the first file is nothing."""
+TREE = encode_table(FileTable(FILES))
 UNITS = list(zip(owners(LENGTHS).tolist(), unit_lengths(LENGTHS).tolist(), strict=True))
 MakeWriter = Callable[[str, Seal], Writer]
 
@@ -54,20 +55,26 @@ class BrokenError(AssertionError):
     """What was promised does not hold."""
 
 
-def contents(version: Version | None, content: Pack | WholeFile) -> bytes:
-    """version: whose file it is."""
-    if isinstance(content, WholeFile):
-        assert version is not None
-        keys, of_storage = keys_of(version.lengths, version.digests), 2 * content.number
-        owner = owners(version.lengths)
-        at: dict[int, bytes] = {}
-        for storage, start in enumerate(FILES[content.number].offset.tolist(), of_storage):
-            for rank, unit in enumerate(np.flatnonzero(owner == storage).tolist()):
-                at[start + rank * UNIT] = keys[unit][0]
-        return msgspec.msgpack.encode(at)
-    ends = np.cumsum(content.lengths).tolist()
-    rows = zip(ends, content.lengths, content.digests, strict=True)
-    return msgspec.msgpack.encode({end - length: found for end, length, found in rows})
+def contents(version: Version, number: int, start: int, size: int) -> bytes:
+    """What is in a part of a file of a version."""
+    counts = unit_counts(version.lengths)
+    first, found = (np.cumsum(counts) - counts).tolist(), []
+    for storage, inside, length in FILES[number].spans().within(start, size):
+        index = 4 + number if storage == 2 else 2 * number + storage
+        for at in range(inside, inside + length, UNIT):
+            row = version.digests[first[index] + at // UNIT]
+            found.append((at, min(UNIT, inside + length - at), row.tobytes()))
+    return msgspec.msgpack.encode(found)
+
+
+def pieces(digests: Digests) -> list[list[Piece]]:
+    """The pieces of the files of a version."""
+    rows = [each.tobytes() for each in digests]
+
+    def around(inside: int, size: int) -> bytes:
+        return b"%d %d %b" % (inside, size, rows[-1])
+
+    return [pieces_of(FILES[0], rows[:3], around), pieces_of(FILES[1], rows[3:5], around)]
 
 
 @dataclass
@@ -76,8 +83,8 @@ class Pool:
 
     uuid: bytes
     values: list[int]
-    files: tuple[PackedFile, ...]
-    """What its versions are kept as; none: in packs."""
+    in_pieces: bool
+    """Whether the files of its versions are kept so, or whole."""
     commit: int = 0
     versions: list[Version] = field(default_factory=list)
 
@@ -90,9 +97,10 @@ class Pool:
             for owner, length in UNITS
         ]
         token = chance.randbytes(16)
-        step, size = chance.randrange(100), int(LENGTHS[:-2].sum())
+        step, size, digests = chance.randrange(100), int(LENGTHS.sum()), np.stack(rows)
         info = VersionInfo(MODEL, self.commit, self.commit, step, token, 0, size)
-        self.versions.append(Version(info, self.uuid, LENGTHS, np.stack(rows), self.files))
+        cut = pieces(digests) if self.in_pieces else None
+        self.versions.append(Version(info, self.uuid, LENGTHS, digests, b"", TREE, FILES, cut))
         return self.versions[-1]
 
 
@@ -178,20 +186,24 @@ def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> Mir
     for name in mirrored.manifest.object_sizes():
         if name not in bucket.objects:
             raise BrokenError(f"{name} is not there, and step {added.step} needs it")
-    for name in mirrored.manifest.packs:
-        in_pack(mirrored, name, bucket.objects[object_of(name)][0])
-    for file in mirrored.manifest.files:
-        if digest(bucket.objects[file.name][0]) != file.digest:
-            raise BrokenError(f"{file.name} has other bytes")
+    for each, expected in objects_of(mirrored, truth[added.token]):
+        check(each, bucket.objects[each.name][0], expected)
     same(mirrored, truth[added.token])
     return mirrored
 
 
-def in_pack(mirrored: Mirrored, name: str, data: bytes) -> None:
-    units = msgspec.msgpack.decode(data, type=dict[int, bytes])
-    for key, place in mirrored.places().items():
-        if place.pack == name and units.get(place.offset) != key[0]:
-            raise BrokenError(f"{name} has another unit at {place.offset}")
+def objects_of(mirrored: Mirrored, version: Version) -> Iterator[tuple[FileObject, bytes]]:
+    """The objects of a version, and what is to be in them."""
+    for number, file in enumerate(mirrored.manifest.files):
+        start = 0
+        for each in file:
+            yield each, contents(version, number, start, each.size)
+            start += each.size
+
+
+def check(each: FileObject, data: bytes, expected: bytes) -> None:
+    if data != expected or digest(data) != each.digest:
+        raise BrokenError(f"{each.name} has other bytes")
 
 
 def same(mirrored: Mirrored, version: Version) -> None:
@@ -306,10 +318,10 @@ class Reader:
         found: list[Mirrored] = []
         try:
             yield from history.perform(_keeping(read_manifest(SEAL, MODEL, newest.manifest), found))
-            for name in found[0].manifest.packs:
-                packs: list[bytes] = []
-                yield from history.perform(_keeping(_read(object_of(name)), packs))
-                in_pack(found[0], name, packs[0])
+            for each, expected in objects_of(found[0], history.oracle.truth[newest.token]):
+                read: list[bytes] = []
+                yield from history.perform(_keeping(_read(each.name), read))
+                check(each, read[0], expected)
         except (MissingError, CorruptionError) as error:
             gone = newest.token in history.oracle.may_be_removed
             if not gone or history.bucket.now < self._began + GRACE_S:
@@ -317,6 +329,11 @@ class Reader:
             return  # it starts over
         same(found[0], history.oracle.truth[newest.token])
         history.loads += 1
+
+
+def _contents(version: Version | None, wanted: WantedObject) -> bytes:
+    assert version is not None
+    return contents(version, wanted.number, wanted.start, wanted.size)
 
 
 def _read(name: str) -> Steps[bytes]:
@@ -364,7 +381,7 @@ class History:
             while True:
                 yield None
                 try:
-                    answer = self.store.perform(request, partial(contents, version))
+                    answer = self.store.perform(request, partial(_contents, version))
                 except PortusError as error:
                     request = steps.throw(error)
                 else:
@@ -414,8 +431,8 @@ class History:
         self._sessions.append(Session(self, pool))
 
     def _new_pool(self) -> Pool:
-        files = FILES if self.chance.random() < 0.5 else ()
-        return Pool(self.chance.randbytes(16), [0] * len(LENGTHS), files)
+        in_pieces = self.chance.random() < 0.5
+        return Pool(self.chance.randbytes(16), [0] * len(LENGTHS), in_pieces)
 
     def _end(self) -> None:
         """All that was under way lands; then what was told loads, by the reader's own way."""

@@ -125,7 +125,7 @@ def assert_loads(url: str, steps: list[int]) -> None:
             for entry, step in zip(pool.catalogue().entries(), steps, strict=True):
                 assert_same(restore.load(pool, entry), state_of(step))
         for added, step in zip(versions, steps, strict=True):
-            [file] = mirror.manifest(added).manifest.files
+            [[file]] = mirror.manifest(added).manifest.files
             assert_same(torch.load(io.BytesIO(store.get(f"{MODEL}/{file.name}"))), state_of(step))
 
 

@@ -19,6 +19,7 @@ from portus.errors import TransportError, UsageError
 from portus.format.checksum import digest
 from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
 from portus.mirror.objects import DIGEST_SUFFIX, FileObject
+from portus.mirror.pieces import WantedObject
 from portus.mirror.requests import (
     CreateObject,
     DeleteObjects,
@@ -30,13 +31,12 @@ from portus.mirror.requests import (
     Request,
 )
 from portus.mirror.store import Buffer, ListedObject, MissingError
-from portus.mirror.units import Pack, WholeFile
 
 Objects = dict[str, tuple[bytes, float]]
 _WHERE: Final = "a model of a store"
 
-Contents = Callable[[Pack | WholeFile], bytes]
-"""What is in a pack, or in a file, that a writer puts."""
+Contents = Callable[[WantedObject], bytes]
+"""What is in a file, or in a piece of one, that a writer puts."""
 
 
 class ModelStore:
@@ -180,9 +180,10 @@ class Unsure:
             content = put.content
             data = content if isinstance(content, bytes) else contents(content)
             self._put(put.name, data)
-            if isinstance(content, WholeFile):
+            if isinstance(content, WantedObject):
                 there = FileObject(put.name, content.size, digest(data))
-                self._put(put.name + DIGEST_SUFFIX, there.line)
+                if there.is_whole:
+                    self._put(put.name + DIGEST_SUFFIX, there.line)
                 content.there = there
             put.done = True
 

@@ -1,28 +1,37 @@
 """Versions of a mirror as a pool that can be read: whatever reads a pool reads a mirror.
 
-The records are made here, of the manifests, and are in memory. The bytes of storages are in packs:
-a load reads the ranges of those that it needs, several at a time. Nothing is believed: whoever
-reads a pool compares digests, and those are the manifests'.
+The records are made here, of the manifests, and are in memory. Behind them are the files of all
+versions: a load reads the ranges of their objects that it needs, several at a time. Nothing is
+believed: whoever reads a pool compares digests, and those are the manifests'.
 """
 
 from __future__ import annotations
 
+import bisect
 import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Final
 
 import numpy as np
 
 from portus.copying.local import best_engine
-from portus.copying.segments import Column, Digests, Segments, Sources, Stop, cut, memory
-from portus.errors import CorruptionError, MediumError, UsageError
-from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
+from portus.copying.segments import (
+    Column,
+    Digests,
+    Segments,
+    Sources,
+    Stop,
+    cut,
+    memory,
+)
+from portus.errors import MediumError, UsageError
+from portus.format.checksum import UNIT, digest
 from portus.format.layout import DATA_START, EXTENT, SUPERBLOCK_OFFSETS, RecordKind
 from portus.index.reader import PoolReader
 from portus.index.records import (
     Pointer,
+    Rows,
     VersionEntry,
     VersionRecord,
     encode_index,
@@ -35,104 +44,74 @@ from portus.index.roots import Root, Superblock, store_root, store_superblock
 from portus.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
-from portus.mirror.units import Mirrored, unit_lengths
+from portus.mirror.pieces import Mirrored
 from portus.spec import PAGE, VersionInfo
 from portus.versions.buffers import Rooms
 from portus.versions.parallel import in_any_order
 from portus.versions.parts import StorageRows, rows_of
 
 Load = Callable[[str, int, memoryview], None]
-"""Fills memory from a byte of a pack on. Raises what a load raises."""
+"""Fills memory from a byte of an object on. Raises what a load raises."""
 
 ABREAST: Final = 4
 """Ranges that are read at once."""
 
+_SMALL_ABREAST: Final = 16
+"""Of those of less than ``_GAP`` bytes: an answer is waited for, not its bytes."""
+
 _GAP: Final = 256 << 10
-"""Bytes between two pieces of a pack that are read and thrown away, rather than ask twice."""
+"""Bytes between two parts of an object that are read and thrown away, rather than ask twice."""
 
 _CHECKED: Final = 4 * UNIT
 """Bytes in memory while they are only compared."""
 
 
 def image(name: str, versions: Sequence[Mirrored], load: Load) -> PoolReader:
-    """A pool of ``versions``, oldest first, whose bytes ``load`` reads. Reads layouts and trees.
+    """A pool of ``versions``, oldest first, whose bytes ``load`` reads. Asks nothing.
 
-    name: for messages. Raises ``CorruptionError`` where a manifest does not fit together, or a
-    layout or a tree is damaged, and what ``load`` raises.
+    name: for messages.
     """
-    head, units = _Head(versions), _Units()
+    head, objects = _Head(versions), _Objects()
     for each in versions:
-        payloads = [_read_whole(each, len(each.lengths) - 2 + at, load) for at in range(2)]
-        head.add(each, payloads, units.lay(each))
-    medium = _Image(name, head.memory(units.end), units, load)
+        head.add(each, objects.lay(each))
+    medium = _Image(name, head.memory(objects.end), objects, load)
     return PoolReader(medium, ProcessLocks())
 
 
-def _read_whole(version: Mirrored, storage: int, load: Load) -> bytes:
-    """All of one storage, verified."""
-    lengths = unit_lengths(version.lengths)
-    first = int(unit_counts(version.lengths[:storage]).sum())
-    found = bytearray(int(version.lengths[storage]))
-    for unit in range(first, first + -(-len(found) // UNIT)):
-        start, length = (unit - first) * UNIT, int(lengths[unit])
-        part = memoryview(found)[start : start + length]
-        pack, offset = version.manifest.packs[int(version.pack[unit])], int(version.offset[unit])
-        load(pack, offset, part)
-        expected, arrived = version.keys[unit][0], digest(part)
-        if arrived != expected:
-            raise CorruptionError(
-                f"pack {pack} of step {version.manifest.step} of model {version.manifest.model!r}: "
-                f"{length} bytes from byte {offset} are damaged: expected digest "
-                f"{expected.hex()}, found {arrived.hex()}"
-            )
-    return bytes(found)
-
-
-class _Units:
-    """Where the units of all versions are laid: storages one after another, each on pages."""
+class _Objects:
+    """Where the objects of all versions are laid: those of a file end to end, each file on pages of
+    its own."""
 
     def __init__(self) -> None:
         self.end = _START
-        self.packs: Final[list[str]] = []
-        self._rows: Final[list[tuple[Column, Column, Column, Column]]] = []
+        self.names: Final[list[str]] = []
+        self.starts: Final[list[int]] = []
+        self._ends: Final[list[int]] = []
 
-    def lay(self, version: Mirrored) -> Column:
-        """Where each storage begins."""
-        lengths = version.lengths[:-2]
-        room = -(-lengths // PAGE) * PAGE
-        starts: Column = self.end + np.cumsum(room) - room
-        self.end += int(room.sum())
-        counts, length = unit_counts(lengths), unit_lengths(lengths)
-        rank = np.arange(len(length)) - np.repeat(np.cumsum(counts) - counts, counts)
-        some = length > 0
-        start = np.repeat(starts, counts) + rank * UNIT
-        pack = version.pack[: len(length)] + len(self.packs)
-        offset = version.offset[: len(length)]
-        self._rows.append((start[some], length[some], pack[some], offset[some]))
-        self.packs.extend(version.manifest.packs)
-        return starts
+    def lay(self, version: Mirrored) -> list[int]:
+        """Where each file begins."""
+        begins = []
+        for file in version.manifest.files:
+            begins.append(self.end)
+            for each in file:
+                self.names.append(each.name)
+                self.starts.append(self.end)
+                self.end += each.size
+                self._ends.append(self.end)
+            self.end += -self.end % PAGE
+        return begins
 
-    @cached_property
-    def columns(self) -> tuple[Column, Column, Column, Column]:
-        """Start here, length, index of the pack and offset in the pack, for all units."""
-        start, length, pack, offset = (
-            np.concatenate([_NONE, *column]) for column in zip(*self._rows, strict=True)
-        )
-        return start, length, pack, offset
-
-    def pieces(self, offset: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """What of each unit lies in a range: index of the pack, offset in it, offset from the
-        start of the range, length."""
-        starts, lengths, packs, offsets = self.columns
-        row = max(int(np.searchsorted(starts, offset, "right")) - 1, 0)
-        while row < len(starts) and int(starts[row]) < offset + length:
-            start = int(starts[row])
-            first = max(start, offset)
-            end = min(start + int(lengths[row]), offset + length)
+    def parts(self, offset: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+        """What of each object lies in a range: its index, the offset in it, the offset from the
+        start of the range, the length."""
+        before = bisect.bisect_right(self.starts, offset) - 1
+        for row in range(max(before, 0), len(self.starts)):
+            start = self.starts[row]
+            if start >= offset + length:
+                break
+            first, end = max(start, offset), min(self._ends[row], offset + length)
             if first < end:
-                at = int(offsets[row]) + first - start
-                yield int(packs[row]), at, first - offset, end - first
-            row += 1
+                yield row, first - start, first - offset, end - first
 
 
 class _Head:
@@ -143,13 +122,13 @@ class _Head:
         self._data = bytearray()
         self._entries: Final[list[VersionEntry]] = []
 
-    def add(self, version: Mirrored, payloads: Sequence[bytes], starts: Column) -> None:
-        """A version, with its layout and its tree, whose storages begin at ``starts``."""
+    def add(self, version: Mirrored, begins: Sequence[int]) -> None:
+        """A version, whose files begin there."""
         number = len(self._entries) + 1
         self._data += bytes(-len(self._data) % PAGE)  # no page has bytes of two commits (V1)
-        layout = self._store(RecordKind.LAYOUT, number, payloads[0])
-        tree = self._store(RecordKind.TREE, number, payloads[1])
-        record = _record(version, number, starts, layout, tree)
+        layout = self._store(RecordKind.LAYOUT, number, version.manifest.layout)
+        tree = self._store(RecordKind.TREE, number, version.manifest.tree)
+        record = _record(version, number, begins, layout, tree)
         pointer = self._store(RecordKind.VERSION, number, encode_version(record))
         self._entries.append(VersionEntry(record.info, pointer))
 
@@ -180,14 +159,9 @@ class _Head:
 
 
 def _record(
-    version: Mirrored, number: int, starts: Column, layout: Pointer, tree: Pointer
+    version: Mirrored, number: int, begins: Sequence[int], layout: Pointer, tree: Pointer
 ) -> VersionRecord:
-    said, lengths = version.manifest, version.lengths[:-2]
-    if said.size != int(lengths.sum()):
-        raise CorruptionError(
-            f"the manifest of step {said.step} of model {said.model!r}: expected storages of "
-            f"{said.size} bytes together, found {int(lengths.sum())}"
-        )
+    said, lengths = version.manifest, version.lengths
     info = VersionInfo(
         model=said.model,
         id=number,
@@ -199,25 +173,39 @@ def _record(
         inexact=said.inexact,
         metrics=said.metrics,
     )
-    some = lengths > 0
-    extents = np.zeros(int(some.sum()), EXTENT.dtype)
-    extents["offset"], extents["length"] = starts[some], lengths[some]
-    count = int(unit_counts(lengths).sum())
-    digests = np.frombuffer(said.digests, np.uint8)[: count * DIGEST_SIZE].reshape(-1, DIGEST_SIZE)
+    extents, counts = _extents(version, begins)
     every = np.arange(len(lengths))
-    group = StorageRows(
-        every, extents, some.astype(np.int64), digests, np.full(len(lengths), number)
-    )
+    born = np.full(len(lengths), number)
+    group = StorageRows(every, extents, counts, version.digests, born)
     return VersionRecord(info, layout, tree, *rows_of([group], lengths))
 
 
-class _Image(ReadOnlyMedium):
-    """The medium: a head in memory, and units in packs. Read-only."""
+def _extents(version: Mirrored, begins: Sequence[int]) -> tuple[Rows, Column]:
+    """The extents of all storages, and how many each has. What is around the storages of a file has
+    one for each gap between them."""
+    files = list(zip(begins, version.files, strict=True))
+    places = [(begin + file.offset, file.length) for begin, file in files]
+    counts = [(file.length > 0).astype(np.int64) for _, file in files]
+    if sum(map(len, counts)) < len(version.lengths):  # else it is of no files
+        for begin, file in files:
+            spans = file.spans()
+            gaps = spans.storage == len(file.length)
+            places.append((begin + spans.begin[gaps], spans.length[gaps]))
+            counts.append(np.array([np.count_nonzero(spans.length[gaps])], np.int64))
+    offset, length = (np.concatenate(column) for column in zip(*places, strict=True))
+    some = length > 0
+    extents = np.zeros(int(some.sum()), EXTENT.dtype)
+    extents["offset"], extents["length"] = offset[some], length[some]
+    return extents, np.concatenate(counts)
 
-    def __init__(self, name: str, head: Memory, units: _Units, load: Load) -> None:
+
+class _Image(ReadOnlyMedium):
+    """The medium: a head in memory, and objects. Read-only."""
+
+    def __init__(self, name: str, head: Memory, objects: _Objects, load: Load) -> None:
         self._name: Final = name
         self._head: Final = head
-        self._units: Final = units
+        self._objects: Final = objects
         self._load: Final = load
         self._rooms: Final = Rooms(UNIT)
 
@@ -227,7 +215,7 @@ class _Image(ReadOnlyMedium):
 
     @property
     def size(self) -> int:
-        return self._units.end
+        return self._objects.end
 
     @property
     def poisoned(self) -> bool:
@@ -245,8 +233,8 @@ class _Image(ReadOnlyMedium):
         within[:] = bytes(length)
         here = min(max(self._head.size - offset, 0), length)
         self._head.load(offset if here else 0, within[:here])
-        for pack, at, start, taken in self._units.pieces(offset, length):
-            self._load(self._units.packs[pack], at, within[start : start + taken])
+        for index, at, start, taken in self._objects.parts(offset, length):
+            self._load(self._objects.names[index], at, within[start : start + taken])
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """Straight into the targets, several ranges at a time."""
@@ -267,20 +255,16 @@ class _Image(ReadOnlyMedium):
         return digests
 
     def together(self, offset: Column, length: Column) -> list[Column]:
-        """Neighbours in a pack, as a load of all of them would ask for them."""
-        starts, _, packs, offsets = self._units.columns
-        row = np.searchsorted(starts, offset, "right") - 1
-        pack, at = packs[row], offsets[row] + offset - starts[row]
-        rows = zip(pack.tolist(), at.tolist(), range(len(row)), length.tolist(), strict=True)
+        """Neighbours in an object, as a load of all of them would ask for them."""
         found: list[list[int]] = []
-        for run in _runs(rows):
-            size = UNIT
-            for _, index, taken in run.pieces:
-                size += taken
-                if size > UNIT:  # equal units are one place in a pack: a run may bring more
-                    size = taken
-                    found.append([])
-                found[-1].append(index)
+        last, size = -1, 0
+        for index in np.argsort(offset, kind="stable").tolist():
+            owner = bisect.bisect_right(self._objects.starts, int(offset[index]))
+            size += int(length[index])
+            if owner != last or size > UNIT:
+                found.append([])
+                last, size = owner, int(length[index])
+            found[-1].append(index)
         return [np.array(each, np.int64) for each in found]
 
     def close(self) -> None:
@@ -288,19 +272,22 @@ class _Image(ReadOnlyMedium):
 
     def _fill(self, segments: Segments, stop: Stop) -> None:
         """Load each segment to its address."""
-        runs = _runs(self._pieces(segments))
+        runs = _runs(self._parts(segments))
 
         def load(run: _Run) -> None:
             stop.check()
-            run.load(self._units.packs[run.pack], self._load, self._rooms)
+            run.load(self._objects.names[run.index], self._load, self._rooms)
 
-        in_any_order(load, runs, ABREAST)
+        large = [run for run in runs if run.end - run.start >= _GAP]
+        small = [run for run in runs if run.end - run.start < _GAP]
+        in_any_order(load, large, ABREAST)
+        in_any_order(load, small, _SMALL_ABREAST)
 
-    def _pieces(self, segments: Segments) -> Iterator[tuple[int, int, int, int]]:
+    def _parts(self, segments: Segments) -> Iterator[tuple[int, int, int, int]]:
         columns = (segments.address, segments.offset, segments.length)
         for address, offset, length in zip(*(each.tolist() for each in columns), strict=True):
-            for pack, at, start, taken in self._units.pieces(offset, length):
-                yield pack, at, address + start, taken
+            for index, at, start, taken in self._objects.parts(offset, length):
+                yield index, at, address + start, taken
 
     def _refused(self) -> MediumError:
         return MediumError(errno.EROFS, f"{self._name}: a mirror is written by its writer alone")
@@ -308,49 +295,48 @@ class _Image(ReadOnlyMedium):
 
 @dataclass(slots=True)
 class _Run:
-    """Pieces of a pack that are loaded at once: (offset in the pack, address, length)."""
+    """Parts of an object that are loaded at once: (offset in the object, address, length)."""
 
-    pack: int
+    index: int
     start: int
     end: int
-    pieces: list[tuple[int, int, int]]
+    parts: list[tuple[int, int, int]]
 
     def load(self, name: str, load: Load, rooms: Rooms) -> None:
         """Straight to where they go if they are neighbours there too."""
         if self._are_neighbours():
-            load(name, self.start, memory(self.pieces[0][1], self.end - self.start))
+            load(name, self.start, memory(self.parts[0][1], self.end - self.start))
             return
         with rooms.lent(self.end - self.start) as room:
             load(name, self.start, room.data)
-            for at, address, length in self.pieces:
+            for at, address, length in self.parts:
                 memory(address, length)[:] = room.data[at - self.start : at - self.start + length]
 
     def _are_neighbours(self) -> bool:
-        pairs = zip(self.pieces, self.pieces[1:], strict=False)
+        pairs = zip(self.parts, self.parts[1:], strict=False)
         return all(
             (at + length, address + length) == after[:2] for (at, address, length), after in pairs
         )
 
 
-def _runs(pieces: Iterable[tuple[int, int, int, int]]) -> list[_Run]:
-    """Pieces (pack, offset there, address, length) that are near each other, together."""
+def _runs(parts: Iterable[tuple[int, int, int, int]]) -> list[_Run]:
+    """Parts (index of the object, offset there, address, length) that are near each other,
+    together."""
     runs: list[_Run] = []
-    for pack, at, address, length in sorted(pieces):
+    for index, at, address, length in sorted(parts):
         last = runs[-1] if runs else None
         if (
             last is None
-            or last.pack != pack
+            or last.index != index
             or at > last.end + _GAP
             or at + length > last.start + UNIT
         ):
-            last = _Run(pack, at, at, [])
+            last = _Run(index, at, at, [])
             runs.append(last)
         last.end = max(last.end, at + length)
-        last.pieces.append((at, address, length))
+        last.parts.append((at, address, length))
     return runs
 
-
-_NONE: Final = np.empty(0, np.int64)
 
 _START: Final = 1 << 50
 """Where the bytes of storages begin: records are in memory, and end long before."""

@@ -6,16 +6,16 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from typing import Final, TypeVar
 
 import numpy as np
 import xxhash
 
 from portus.copying.local import fetch
-from portus.copying.segments import Column, Sources, Stop, cut, ranges
+from portus.copying.segments import Stop, cut
 from portus.errors import CorruptionError, PortusError, StaleError, printable
 from portus.format.checksum import UNIT, digest, unit_counts
 from portus.format.layout import RecordKind
@@ -37,9 +37,9 @@ from portus.mirror.objects import (
     State,
     entry_number,
     model_of,
-    object_of,
     prefix_of,
 )
+from portus.mirror.pieces import Mirrored, Piece, WantedObject, files_in, pieces_of
 from portus.mirror.requests import (
     CreateObject,
     DeleteObjects,
@@ -52,10 +52,8 @@ from portus.mirror.requests import (
     Steps,
 )
 from portus.mirror.store import FileStore, ListedObject, MissingError, Store
-from portus.mirror.units import Key, Mirrored, Pack, WholeFile, is_in_file, unit_lengths
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
-from portus.versions.buffers import Room, Rooms
-from portus.versions.packed import PackedFile, decode_table
+from portus.versions.buffers import Rooms
 from portus.versions.parallel import abreast, in_any_order
 from portus.versions.parts import shared, sources
 from portus.versions.transfer import unchanging
@@ -66,11 +64,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class MirroringCost:
-    """What mirroring a version took. ``put_bytes`` of ``packs`` that were put; the rest of the
+    """What mirroring a version took. ``put_bytes`` of ``objects`` that were put; the rest of the
     version was there."""
 
     added: Added
-    packs: int
+    objects: int
     put_bytes: int
 
 
@@ -94,7 +92,7 @@ class Mirror:
     ) -> None:
         """Asks nothing. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest: the
         number of an entry of the log that is there, if that is known: it saves the list. files: the
-        store, if versions of files are to be kept there as these files."""
+        store, if objects of any size can be kept there: then each file is one."""
         self.model: Final = model
         self.name: Final = name
         self._store: Final = store
@@ -163,10 +161,10 @@ class Mirror:
         the same call may be made again; what arrived is not sent again.
         """
         with reader.pinned(version) as entry:
-            as_files = self._files is not None
-            source = _Source(reader, unchanging(reader.record(entry)), stop, as_files=as_files)
-            added = self._perform(self._writer.add(source.version(), facts, damaged), source)
-            return MirroringCost(added, source.packs, source.put_bytes)
+            source = _Source(reader, unchanging(reader.record(entry)), stop)
+            wanted = source.version(in_pieces=self._files is None)
+            added = self._perform(self._writer.add(wanted, facts, damaged), source)
+            return MirroringCost(added, source.objects, source.put_bytes)
 
     def require(self) -> None:
         """Raise ``SupersededError`` if another writer took the term by now. One small read."""
@@ -203,9 +201,9 @@ class Mirror:
         loads raise as ``manifest``. Whoever asked for it closes it."""
         mirrored = [self.manifest(each) for each in versions]
 
-        def load(pack: str, start: int, into: memoryview) -> None:
+        def load(name: str, start: int, into: memoryview) -> None:
             with self._meanwhile(versions):
-                self._store.get_range(self._prefix + object_of(pack), start, into)
+                self._store.get_range(self._prefix + name, start, into)
 
         return image(self.name, mirrored, load)
 
@@ -234,36 +232,21 @@ class Mirror:
     def damaged(self, added: Added, stop: Stop) -> frozenset[str]:
         """The objects of a version that are not there as they were sent; for ``copy``. Reads all of
         it. Raises as ``manifest``, and ``StoppedError``."""
-        mirrored = self.manifest(added)
-        by_pack: dict[str, list[tuple[int, Key]]] = {}
-        for key, place in mirrored.places().items():
-            if not is_in_file(place):
-                by_pack.setdefault(place.pack, []).append((place.offset, key))
 
-        def is_whole(pack: str) -> bool:
-            units = by_pack[pack]
-            return all(self._has(object_of(pack), at, size, sent) for at, (sent, size) in units)
+        def found(each: FileObject) -> str | None:
+            return None if self._is_whole(each, stop) else each.name
 
-        checks: list[tuple[str, Callable[[], bool]]] = [
-            (object_of(pack), partial(is_whole, pack)) for pack in by_pack
-        ]
-        files = mirrored.manifest.files
-        checks += [(each.name, partial(self._is_whole, each, stop)) for each in files]
-
-        def found(check: tuple[str, Callable[[], bool]]) -> str | None:
-            stop.check()
-            return None if check[1]() else check[0]
-
-        with contextlib.closing(abreast(found, checks, ABREAST)) as names:
+        objects = self.manifest(added).manifest.objects().values()
+        with contextlib.closing(abreast(found, objects, ABREAST)) as names:
             damaged = frozenset(name for name in names if name is not None)
         if damaged:
             self._require([added])
         return damaged
 
     def check_files(self, added: Added, stop: Stop) -> None:
-        """Raise ``CorruptionError``, naming it, if a file of a version is not there as it was sent.
-        Reads all of them. Raises as ``manifest``, and ``StoppedError``."""
-        for each in self.manifest(added).manifest.files:
+        """Raise ``CorruptionError``, naming it, if an object of a version is not there as it was
+        sent. Reads all of them. Raises as ``manifest``, and ``StoppedError``."""
+        for each in self.manifest(added).manifest.objects().values():
             if not self._is_whole(each, stop):
                 self._require([added])
                 raise CorruptionError(
@@ -273,7 +256,7 @@ class Mirror:
 
     def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
         """Send again what of a version is not there as it was sent, from a pool that has the same
-        one by its id; how many packs. Raises as ``copy``."""
+        one by its id; how many objects. Raises as ``copy``."""
         try:
             damaged = self.damaged(added, stop)
         except CorruptionError:
@@ -281,15 +264,16 @@ class Mirror:
         else:
             if not damaged:
                 return 0
-        return self.copy(reader, version, stop, damaged=damaged).packs
+        return self.copy(reader, version, stop, damaged=damaged).objects
 
     def _is_whole(self, file: FileObject, stop: Stop) -> bool:
-        """Return whether a file, and what is beside it, are there as they were sent."""
-        beside = file.name + DIGEST_SUFFIX
-        is_there = self._has(file.name, 0, file.size, file.digest, stop)
-        is_said = is_there and self._has(beside, 0, len(file.line), digest(file.line))
-        ends = ((file.name, file.size), (beside, len(file.line)))
-        return is_said and not any(self._goes_on(*each) for each in ends)
+        """Return whether an object, and what is beside a file, are there as they were sent."""
+        said = [(file.name, file.size, file.digest)]
+        if file.is_whole:
+            said.append((file.name + DIGEST_SUFFIX, len(file.line), digest(file.line)))
+        return all(self._has(*each, stop) for each in said) and not any(
+            self._goes_on(name, size) for name, size, _ in said
+        )
 
     def _goes_on(self, name: str, size: int) -> bool:
         """Return whether an object is longer than that."""
@@ -299,14 +283,13 @@ class Mirror:
             return False
         return True
 
-    def _has(self, name: str, start: int, size: int, sent: bytes, stop: Stop | None = None) -> bool:
-        """Return whether an object has these bytes there."""
+    def _has(self, name: str, size: int, sent: bytes, stop: Stop) -> bool:
+        """Return whether an object begins with the ``size`` bytes that were sent."""
         hasher, room = xxhash.xxh3_128(), bytearray(min(size, UNIT))
         try:
-            for at in range(start, start + size, UNIT):
-                if stop is not None:
-                    stop.check()
-                part = memoryview(room)[: start + size - at]
+            for at in range(0, size, UNIT):
+                stop.check()
+                part = memoryview(room)[: size - at]
                 self._store.get_range(self._prefix + name, at, part)
                 hasher.update(part)
         except (MissingError, CorruptionError):
@@ -385,13 +368,9 @@ class Mirror:
             name = self._prefix + put.name
             if isinstance(put.content, bytes):
                 self._store.put(name, [put.content])
-            elif isinstance(put.content, WholeFile):
-                assert source is not None
-                assert self._files is not None
-                put.content.there = source.put_file(put.content, name, self._files)
             else:
                 assert source is not None
-                source.put(put.content, lambda part: self._store.put(name, [part]))
+                put.content.there = source.put(put.content, name, self._store, self._files)
             put.done = True
 
         in_any_order(put_one, puts, ABREAST)
@@ -419,148 +398,115 @@ _AFTER_SLASH: Final = chr(ord("/") + 1)
 
 
 class _Source:
-    """The bytes of a pinned version, as packs, in memory of their own: sent from a mapping, a bad
-    sector would be SIGBUS."""
+    """The bytes of a pinned version, as its files, in memory of their own: sent from a mapping, a
+    bad sector would be SIGBUS."""
 
-    def __init__(
-        self, reader: PoolReader, record: VersionRecord, stop: Stop, *, as_files: bool
-    ) -> None:
+    def __init__(self, reader: PoolReader, record: VersionRecord, stop: Stop) -> None:
         self._reader: Final = reader
-        self._record: Final = record
+        self._info: Final = record.info
         self._stop: Final = stop
-        layout = reader.payload(record.layout, RecordKind.LAYOUT)
-        tree = reader.payload(record.tree, RecordKind.TREE)
-        self._parts_of_blobs: Final = [
-            bytes(blob[start : start + UNIT])
-            for blob in (layout, tree)
-            for start in range(0, max(len(blob), 1), UNIT)
-        ]
-        lengths = record.storages["length"].astype(np.int64)
-        self._unit_lengths: Final = unit_lengths(lengths)
-        group = shared(record, np.arange(len(lengths)))
-        nowhere = np.zeros(len(lengths), np.int64)
-        self._segments, _ = cut(sources(nowhere, lengths, group.extents))
+        self._layout: Final = bytes(reader.payload(record.layout, RecordKind.LAYOUT))
+        self._tree: Final = bytes(reader.payload(record.tree, RecordKind.TREE))
+        self._lengths: Final = record.storages["length"].astype(np.int64)
+        where = f"{reader.medium.info.name}: {self._info.model}@{self._info.step}"
+        self._files: Final = files_in(self._tree, self._lengths, where)
+        group = shared(record, np.arange(len(self._lengths)))
+        nowhere = np.zeros(len(self._lengths), np.int64)
+        self._segments, _ = cut(sources(nowhere, self._lengths, group.extents))
         self._digests: Final = group.digests
-        self._lengths: Final = np.append(lengths, [len(layout), len(tree)])
-        counts = unit_counts(lengths)
+        counts = unit_counts(self._lengths)
         self._first: Final = np.cumsum(counts) - counts
         self._rooms: Final = Rooms(UNIT)
-        table = decode_table(tree) if as_files else None
-        self.files: Final[Sequence[PackedFile]] = () if table is None else table.files
-        self._check_files(lengths)
-        self.packs = 0
+        self._kept: Final = lru_cache(ABREAST)(self._unit)
+        """What is around storages comes in small parts."""
+        self.objects = 0
         self.put_bytes = 0
 
-    def version(self) -> Version:
+    def version(self, *, in_pieces: bool) -> Version:
         """What there is to mirror."""
-        blobs = [np.frombuffer(digest(part), np.uint8) for part in self._parts_of_blobs]
-        digests = np.concatenate([self._digests, np.stack(blobs)])
-        uuid = self._reader.superblock.uuid
-        return Version(self._record.info, uuid, self._lengths, digests, self.files)
+        pieces = [self._cut(number) for number in range(len(self._files))] if in_pieces else None
+        return Version(
+            info=self._info,
+            pool=self._reader.superblock.uuid,
+            lengths=self._lengths,
+            digests=self._digests,
+            layout=self._layout,
+            tree=self._tree,
+            files=self._files,
+            pieces=pieces,
+        )
 
-    def put(self, pack: Pack, put: Callable[[memoryview], None]) -> None:
-        """Gather a pack, have it sent, and see that it did not change meanwhile."""
-        self._stop.check()
-        with self._rooms.lent(pack.length) as room:
-            self._gather(pack, room)
-            put(room.data)
-            for end, length, expected in _parts(pack):
-                found = digest(room.data[end - length : end])
-                if found != expected:
-                    raise self._other("changed while it was sent", expected, found)
-        self.packs += 1
-        self.put_bytes += pack.length
-
-    def put_file(self, file: WholeFile, name: str, store: FileStore) -> FileObject:
-        """Put a file of the version, and what is beside it; what was put. name: of the object in
-        the store."""
-        hasher, sent = xxhash.xxh3_128(), 0
+    def put(
+        self, wanted: WantedObject, name: str, store: Store, files: FileStore | None
+    ) -> FileObject:
+        """Put an object of the version, and what is beside it; what was put. name: of the object in
+        the store. files: the store, if the object is a whole file."""
+        hasher = xxhash.xxh3_128()
 
         def parts() -> Iterator[bytes]:
-            nonlocal sent
-            for part in _in_parts(self._pieces(file.number)):
+            for part in _in_parts(self._bytes(wanted)):
                 self._stop.check()
                 hasher.update(part)
-                sent += len(part)
                 yield part
 
-        store.put_stream(name, parts(), file.size)
-        there = FileObject(file.name, sent, hasher.digest())
-        store.put(name + DIGEST_SUFFIX, [there.line])
-        self.packs += 1
-        self.put_bytes += sent
+        if files is None:
+            store.put(name, list(parts()))
+        else:
+            files.put_stream(name, parts(), wanted.size)
+        there = FileObject(wanted.name, wanted.size, hasher.digest())
+        if there.is_whole:
+            store.put(name + DIGEST_SUFFIX, [there.line])
+        self.objects += 1
+        self.put_bytes += wanted.size
         return there
 
-    def _check_files(self, lengths: Column) -> None:
-        """Raise ``CorruptionError`` unless the files have the storages of the version."""
-        said = [length for each in self.files for length in each.length.tolist()]
-        said += [each.around for each in self.files]
-        if self.files and said != lengths.tolist():
-            info = self._record.info
-            raise CorruptionError(
-                f"{self._reader.medium.info.name}: {info.model}@{info.step}: the files of this "
-                "version do not have the storages that it has; it is not mirrored"
-            )
+    def _storages(self, number: int) -> tuple[int, int]:
+        """The first storage of a file, and that of the bytes around them."""
+        before = sum(len(each.length) for each in self._files[:number])
+        return before, sum(len(each.length) for each in self._files) + number
 
-    def _pieces(self, number: int) -> Iterator[memoryview]:
-        """The bytes of a file, end to end, each verified."""
-        file = self.files[number]
-        first = sum(len(each.length) for each in self.files[:number])
-        around = sum(len(each.length) for each in self.files) + number
-        spans, unit_of_around = file.spans(), (-1, b"")
-        for storage, inside, length in spans.within(0, file.size):
+    def _cut(self, number: int) -> list[Piece]:
+        """The pieces of a file."""
+        first, around = self._storages(number)
+        file = self._files[number]
+        row = int(self._first[first]) if len(file.length) else 0
+        digests = [each.tobytes() for each in self._digests[row:]]
+        return pieces_of(file, digests, lambda at, size: b"".join(self._parts(around, at, size)))
+
+    def _bytes(self, wanted: WantedObject) -> Iterator[memoryview]:
+        """The bytes of an object, end to end, each verified."""
+        first, around = self._storages(wanted.number)
+        file = self._files[wanted.number]
+        for storage, inside, length in file.spans().within(wanted.start, wanted.size):
             index = around if storage == len(file.length) else first + storage
-            while length:
-                unit, start = divmod(inside, UNIT)
-                row = int(self._first[index]) + unit
-                if index != around:
-                    data = self._unit(row)
-                else:  # it comes in small pieces
-                    if unit_of_around[0] != row:
-                        unit_of_around = row, self._unit(row)
-                    data = unit_of_around[1]
-                piece = memoryview(data)[start : start + length]
-                yield piece
-                inside += len(piece)
-                length -= len(piece)
+            yield from self._parts(index, inside, length)
+
+    def _parts(self, index: int, inside: int, length: int) -> Iterator[memoryview]:
+        """Some bytes of a storage, end to end, each verified."""
+        is_around = index >= len(self._lengths) - len(self._files)
+        while length:
+            unit, start = divmod(inside, UNIT)
+            row = int(self._first[index]) + unit
+            data = self._kept(row) if is_around else self._unit(row)
+            part = memoryview(data)[start : start + length]
+            yield part
+            inside += len(part)
+            length -= len(part)
 
     def _unit(self, row: int) -> bytes:
         """A unit, verified."""
-        expected = self._digests[row].tobytes()
-        length = int(self._unit_lengths[row])
-        with self._rooms.lent(length) as room:
-            self._gather(Pack("", (row,), (length,), (expected,)), room)
+        source, expected = self._segments.of_units(np.array([row])), self._digests[row]
+        with self._rooms.lent(source.size) as room:
+            place = room.ctypes.data + np.cumsum(source.length) - source.length
+            found = fetch(self._reader.medium, source.laid(place), self._stop)
+            if not np.array_equal(found[0], expected):
+                raise CorruptionError(
+                    f"{self._reader.medium.info.name}: model {self._info.model!r}, step "
+                    f"{self._info.step}: a unit is damaged: expected digest "
+                    f"{expected.tobytes().hex()}, found {found[0].tobytes().hex()}; it is not "
+                    "mirrored"
+                )
             return bytes(room.data)
-
-    def _gather(self, pack: Pack, room: Room) -> None:
-        ends, units = np.cumsum(pack.lengths), np.array(pack.units, np.int64)
-        here = units < len(self._digests)
-        for end, unit in zip(ends[~here].tolist(), units[~here].tolist(), strict=True):
-            part = self._parts_of_blobs[unit - len(self._digests)]
-            room[end - len(part) : end] = np.frombuffer(part, np.uint8)
-        rows = self._segments.row
-        first = np.searchsorted(rows, units[here])
-        segments = ranges(first, np.searchsorted(rows, units[here], "right") - first)
-        length = np.array(pack.lengths, np.int64)[here]
-        targets = Sources(
-            address=room.ctypes.data + ends[here] - length,
-            length=length,
-            extent_offset=self._segments.offset[segments],
-            extent_length=self._segments.length[segments],
-        )
-        found, expected = (
-            fetch(self._reader.medium, targets, self._stop),
-            self._digests[units[here]],
-        )
-        for bad in np.flatnonzero(np.any(found != expected, axis=1))[:1].tolist():
-            raise self._other("is damaged", expected[bad].tobytes(), found[bad].tobytes())
-
-    def _other(self, what: str, expected: bytes, found: bytes) -> CorruptionError:
-        info = self._record.info
-        return CorruptionError(
-            f"{self._reader.medium.info.name}: model {info.model!r}, step {info.step}: a unit "
-            f"{what}: expected digest {expected.hex()}, found {found.hex()}; it is not mirrored"
-        )
 
 
 def _in_parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:
@@ -576,9 +522,3 @@ def _in_parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:
                 part.clear()
     if part:
         yield bytes(part)
-
-
-def _parts(pack: Pack) -> Iterator[tuple[int, int, bytes]]:
-    """Where each unit ends in a pack, its length and its digest."""
-    ends = np.cumsum(pack.lengths).tolist()
-    return zip(ends, pack.lengths, pack.digests, strict=True)

@@ -3,14 +3,14 @@
 All objects of a model are below one prefix (``prefix_of``)::
 
     log/<number>        numbered from the newest down: the first one of a list is the newest
-    manifests/<name>    one for each version: where each of its units is
-    packs/<name>        one unit, or several small ones end to end
-    versions/<...>/<name>  a checkpoint file of a version, whole, and its digest beside it
+    manifests/<name>    one for each version: its files, and which objects they are
+    versions/<...>/<name>  a file of a version, whole, and its digest beside it
+    pieces/<name>       a piece of such a file, in a store whose objects are small
     files/<path>        the same of a file in a directory
     quoted/<path>       the same, of a path that no object can be called by
     again/<one of those> what replaced such a file
 
-An entry of the log is created if absent, and never changed or deleted. Manifests and packs have
+An entry of the log is created if absent, and never changed or deleted. Manifests and pieces have
 names that nobody ever uses for anything else: digest, length, who put them, and in which epoch.
 So whatever lands late lands on itself.
 
@@ -39,8 +39,8 @@ from portus.spec import VersionInfo
 
 LOG: Final = "log/"
 MANIFESTS: Final = "manifests/"
-PACKS: Final = "packs/"
 VERSIONS: Final = "versions/"
+PIECES: Final = "pieces/"
 FILES: Final = "files/"
 QUOTED: Final = "quoted/"
 AGAIN: Final = "again/"
@@ -291,27 +291,32 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileObject(msgspec.Struct, frozen=True, array_like=True):
-    """A file of a version, whole: the object ``name``, and the xxh3_128 of all of it."""
+    """A file of a version, whole, or a piece of one: the object ``name``, and the xxh3_128 of all
+    of it."""
 
     name: _Name
     size: _Count
     digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
     @property
+    def is_whole(self) -> bool:
+        """True for a file, False for a piece of one."""
+        return self.name.startswith(VERSIONS)
+
+    @property
     def line(self) -> bytes:
-        """What is beside it: its digest, as ``xxhsum`` prints and checks it."""
+        """What is beside a file: its digest, as ``xxhsum`` prints and checks it."""
         return f"{self.digest.hex()}  {self.name.rpartition('/')[2]}\n".encode()
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """A version, and where each of its units is.
+    """A version, and which objects its files are.
 
-    ``lengths``: of its storages, then of its layout and its tree, which are kept as two storages
-    more. ``digests``: 16 bytes for each unit of all these. ``pack``: for each unit the index of its
-    pack among ``packs``, the names, or -1 for a unit of no bytes; ``offset``: where it begins
-    there. Columns are little-endian int64, one after another. The rest as in ``VersionInfo``;
-    ``pool`` is the identity of its pool. ``files``: where a version is kept as the files that it
-    is, these; their names are among ``packs``, for the units in them.
+    ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each unit of these.
+    ``layout`` and ``tree``: as its record has them; the tree of a version of files is their table.
+    ``files``: for each of its files the objects that are it, end to end. A version without a table
+    has one file, of its storages end to end. The rest as in ``VersionInfo``; ``pool`` is the
+    identity of its pool.
     """
 
     model: _Name
@@ -325,29 +330,42 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     inexact: bool
     lengths: bytes
     digests: bytes
-    pack: bytes
-    offset: bytes
-    packs: tuple[_Name, ...]
+    layout: bytes
+    tree: bytes
+    files: tuple[tuple[FileObject, ...], ...]
     metrics: _Metrics = {}
-    files: tuple[FileObject, ...] = ()
 
-    def pack_sizes(self) -> list[int]:
-        """Return the bytes of each of ``packs``. Raises ``CorruptionError``."""
-        sizes = {each.name: each.size for each in self.files}
-        return [sizes[each] if each in sizes else content_length(each) for each in self.packs]
+    def objects(self) -> dict[Key, FileObject]:
+        """Return the objects of its files, by what is in them."""
+        return {
+            _key(each.name) or whole_key(self.token, number): each
+            for number, file in enumerate(self.files)
+            for each in file
+        }
 
     def object_sizes(self) -> dict[str, int]:
-        """Return the bytes of each object that it needs, by name. Raises ``CorruptionError``."""
-        sizes = dict(zip(map(object_of, self.packs), self.pack_sizes(), strict=True))
-        for each in self.files:
+        """Return the bytes of each object that it needs, by name."""
+        sizes = {}
+        for each in (each for file in self.files for each in file):
             sizes[each.name] = each.size
-            sizes[each.name + DIGEST_SUFFIX] = len(each.line)
+            if each.is_whole:
+                sizes[each.name + DIGEST_SUFFIX] = len(each.line)
         return sizes
 
 
-def object_of(pack: str) -> str:
-    """Return the object, below the prefix of its model, that a manifest calls ``pack``."""
-    return pack if pack.startswith(VERSIONS) else PACKS + pack
+Key = tuple[bytes, int]
+"""What is in an object of a version: of a piece, see ``content_name``; of a whole file, the token
+of the version and the number of the file."""
+
+
+def whole_key(token: bytes, number: int) -> Key:
+    """The key of a file that is one object."""
+    return token, number
+
+
+def _key(name: str) -> Key | None:
+    match = _PIECE.fullmatch(name)
+    return None if match is None else (bytes.fromhex(match[1]), int(match[2]))
 
 
 def prefix_of(model: str) -> str:
@@ -409,16 +427,9 @@ def entry_number(name: str) -> int | None:
 
 
 def content_name(content: bytes, length: int, writer: bytes, epoch: int) -> str:
-    """What a pack or a manifest is called, in its folder. content: a digest of what is in it."""
+    """What a manifest or a piece is called, in its folder. content: a digest from which all that is
+    in it follows."""
     return f"{content.hex()}-{length}-{writer.hex()}-{epoch}"
-
-
-def content_length(name: str) -> int:
-    """The bytes of the pack of that name. Raises ``CorruptionError`` if it is the name of none."""
-    match = _CONTENT.fullmatch(name)
-    if match is None:
-        raise CorruptionError(f"a manifest names a pack {name!r}: that is no name of one")
-    return int(match[1])
 
 
 class Seal:
@@ -499,7 +510,9 @@ class Seal:
 _SEAL_SIZE: Final = 32
 _QUOTED_MAX: Final = 150
 _ENTRY: Final = re.compile(rf"{LOG}([0-9]{{12}})")
-_CONTENT: Final = re.compile(r"[0-9a-f]{32}-(0|[1-9][0-9]{0,17})-[0-9a-f]{16}-(?:0|[1-9][0-9]*)")
+_PIECE: Final = re.compile(
+    rf"{PIECES}([0-9a-f]{{32}})-(0|[1-9][0-9]{{0,17}})-[0-9a-f]{{16}}-(?:0|[1-9][0-9]*)"
+)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _entries: Final = msgspec.msgpack.Decoder(LogEntry)

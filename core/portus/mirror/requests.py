@@ -10,8 +10,8 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from portus.mirror.pieces import WantedObject
 from portus.mirror.store import ListedObject, MissingError
-from portus.mirror.units import Pack, WholeFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class CreateObject:
 
 @dataclass(slots=True)
 class PutObject:
-    """One object: bytes, or a pack or a file that is read from where it lies. ``done``: set by who
-    performs it, when the store said that it is there, and what was sent was hashed once more."""
+    """One object: bytes, or a file or a piece of one, which is read from where it lies. ``done``:
+    set by who performs it, when the store said that it is there."""
 
     name: str
-    content: bytes | Pack | WholeFile
+    content: bytes | WantedObject
     done: bool = field(default=False)
 
 

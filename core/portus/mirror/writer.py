@@ -1,10 +1,10 @@
 """What a mirror's writer does, one thing after another. Pure: see ``requests``.
 
-- **M1** A version counts when its entry does, and that is asked for only after all its packs and
-  its manifest are there.
+- **M1** A version counts when its entry does, and that is asked for only after its files and its
+  manifest are there.
 - **M2** Of what was put before, a version relies on nothing but: what a manifest names that was
-  there when the term was claimed, or is this writer's own; and packs that this writer put since, of
-  which he was told.
+  there when the term was claimed, or is this writer's own; and objects that this writer put since,
+  of which he was told.
 - **M3** What is to be deleted was listed before an entry that counts, is not named by what is there
   then, and is never named again: names have the writer and the epoch, and collecting ends an epoch.
 """
@@ -24,32 +24,25 @@ from portus.mirror.objects import (
     FACTS_MAX,
     LOG,
     MANIFESTS,
-    PACKS,
+    PIECES,
     VERSIONS,
     Added,
     Claimed,
     Collected,
     Fact,
     FileObject,
+    Key,
     Manifest,
     Seal,
     State,
+    content_name,
     entry_number,
-    object_of,
     version_file_name,
+    whole_key,
 )
+from portus.mirror.pieces import Mirrored, Piece, WantedObject
 from portus.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, get, get_all, listed
 from portus.mirror.store import ListedObject
-from portus.mirror.units import (
-    Key,
-    Mirrored,
-    Plan,
-    UnitLocation,
-    WholeFile,
-    keys_of,
-    planned,
-    planned_files,
-)
 from portus.spec import VersionInfo
 from portus.versions.packed import PackedFile
 
@@ -65,15 +58,17 @@ _DELETED_MAX: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What is to be mirrored: a version of a pool, as its record has it. ``lengths`` and
-    ``digests``: of its storages, its layout and its tree, in this order. ``files``: those that it
-    is to be kept as; none: it is kept in packs."""
+    """What is to be mirrored: a version of a pool, as its record has it. ``files``: its files.
+    ``pieces``: those of each, where objects are small; None: each file is one object."""
 
     info: VersionInfo
     pool: bytes
     lengths: Column
     digests: Digests
-    files: Sequence[PackedFile] = ()
+    layout: bytes
+    tree: bytes
+    files: Sequence[PackedFile]
+    pieces: Sequence[Sequence[Piece]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +92,10 @@ class Writer:
         self._seal: Final = seal
         self._writer = b""
         self._epoch = 0
-        self._known: dict[Key, UnitLocation] = {}
-        """Where units are that may be relied on (M2)."""
-        self._last: tuple[str, Mapping[Key, UnitLocation]] = "", {}
+        self._known: dict[Key, FileObject] = {}
+        """Objects that may be relied on (M2)."""
+        self._last: tuple[str, Mapping[Key, FileObject]] = "", {}
         """A manifest that was there in this term, and what it names."""
-        self._files: dict[tuple[bytes, int], FileObject] = {}
-        """Files that this writer put in this epoch, by the token and the number in the version."""
 
     @property
     def state(self) -> State:
@@ -121,7 +114,7 @@ class Writer:
         before. time_ns: the time; from the first claim of all on collecting is due a day later. at:
         as of ``MirrorLog.claim``."""
         self._known, self._writer, self._epoch = {}, writer, 0
-        self._last, self._files = ("", {}), {}
+        self._last = "", {}
         self.log.take_over(known)
         state = yield from self.log.claim(claimed, writer, [Collected((), time_ns)], at)
         if not claimed.passing:
@@ -139,26 +132,20 @@ class Writer:
         again, the others stay where its manifest has them; all are, if that cannot be read."""
         self.log.require()
         info = version.info
-        keys = keys_of(version.lengths, version.digests)
         before = None if damaged is None else self.state.version(info.token)
-        known: Mapping[Key, UnitLocation] = self._known
-        there = self._files
-        if before is not None and damaged is not None:
+        known: Mapping[Key, FileObject] = self._known
+        if before is not None:
             manifest = yield from self._manifest_of(before)
-            known = {} if manifest is None else manifest.without(damaged)
-            there = {} if manifest is None else manifest.files()
-        if version.files:
-            files = [
-                self._whole(info, number, each, there, damaged or ())
-                for number, each in enumerate(version.files)
-            ]
-            plan = planned_files(
-                keys, version.lengths, version.files, files, known, self._writer, self._epoch
-            )
-        else:
-            plan = planned(keys, known, self._writer, self._epoch)
-        yield from self._put_packs(plan, info.token)
-        name, data = self._seal.manifest(_manifest(version, plan), self._writer, self._epoch)
+            known = {} if manifest is None else manifest.objects()
+        wanted = [self._wanted(version, number, known) for number in range(len(version.files))]
+        objects = {key: each for file in wanted for key, each in file}
+        for each in objects.values():
+            if each.name in (damaged or ()):
+                each.there = None  # it keeps its name: it gets the bytes that it had
+        yield from self._put_objects(objects)
+        files = [[objects[key].there for key, _ in file] for file in wanted]
+        said = _manifest(version, files)
+        name, data = self._seal.manifest(said, self._writer, self._epoch)
         yield PutObjects([PutObject(MANIFESTS + name, data)])
         added = Added(
             token=info.token,
@@ -172,8 +159,8 @@ class Writer:
             metrics=dict(info.metrics),
         )
         yield from self.log.append((added, *facts))  # M1
-        self._last = name, plan.places
-        self._known = dict(plan.places)
+        self._known = said.objects()
+        self._last = name, dict(self._known)
         return added
 
     def note(self, facts: Sequence[Fact]) -> Steps[State]:
@@ -195,7 +182,6 @@ class Writer:
         if unneeded:
             yield from self._rely_on(state)
             self._epoch += 1  # M3: no name of before is used again
-            self._files = {}
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
             yield DeleteObjects(names[start : start + _DELETED_MAX])
@@ -216,7 +202,7 @@ class Writer:
         store tells, which may lack what is newest. Takes no term, and changes nothing."""
         state = yield from self.log.read()
         sizes, found = {}, []
-        for folder in (PACKS, VERSIONS):
+        for folder in (PIECES, VERSIONS):
             sizes.update({each.name: each.size for each in (yield from listed(folder))})
         for start in range(0, len(state.versions), _MANIFESTS_MAX):
             some = state.versions[start : start + _MANIFESTS_MAX]
@@ -230,59 +216,55 @@ class Writer:
                     found.append(added)
         return found
 
-    def _put_packs(self, plan: Plan, token: bytes) -> Steps[None]:
-        puts = [PutObject(PACKS + pack.name, pack) for pack in plan.packs]
-        puts += [PutObject(file.name, file) for file in plan.files if file.there is None]
+    def _wanted(
+        self, version: Version, number: int, known: Mapping[Key, FileObject]
+    ) -> list[tuple[Key, WantedObject]]:
+        """The objects of a file. known: of them, what is there."""
+        info, file = version.info, version.files[number]
+        if version.pieces is None:
+            name = version_file_name(info.step, file.name, info.token, self._writer, self._epoch)
+            named = [(Piece(whole_key(info.token, number), 0, file.size), name)]
+        else:
+            named = [
+                (each, PIECES + content_name(*each.key, self._writer, self._epoch))
+                for each in version.pieces[number]
+            ]
+        found = []
+        for each, name in named:
+            there = known.get(each.key)
+            name = name if there is None else there.name
+            found.append((each.key, WantedObject(name, number, each.start, each.size, there)))
+        return found
+
+    def _put_objects(self, objects: Mapping[Key, WantedObject]) -> Steps[None]:
+        missing = {key: each for key, each in objects.items() if each.there is None}
+        puts = [PutObject(each.name, each) for each in missing.values()]
         try:
             if puts:
                 yield PutObjects(puts)
-        except CorruptionError:
-            self._epoch += 1  # what was sent was not what was meant: its name is not used again
-            self._files = {}
-            raise
         finally:  # what is there stays there until this writer collects
             done = {put.name for put in puts if put.done}
-            for key, place in plan.places.items():
-                if object_of(place.pack) in done:
-                    self._known[key] = place
-            for file in plan.files:
-                if file.name in done and file.there is not None:
-                    self._files[token, file.number] = file.there
+            for key, each in missing.items():
+                if each.name in done and each.there is not None:
+                    self._known[key] = each.there
 
     def _rely_on(self, state: State) -> Steps[None]:
-        """Take as known the units that a manifest names: the last one that this writer had, or that
-        of the newest version; no units if that is damaged."""
+        """Take as known the objects that a manifest names: the last one that this writer had, or
+        that of the newest version; none if that is damaged."""
         names = {each.manifest for each in state.versions}
         if self._last[0] not in names:
             self._last = "", {}
             if state.newest is not None:
                 manifest = yield from self._manifest_of(state.newest)
-                self._last = state.newest.manifest, {} if manifest is None else manifest.places()
+                self._last = state.newest.manifest, {} if manifest is None else manifest.objects()
         self._known = dict(self._last[1])
 
-    def _manifest_of(self, added: Added) -> Steps[Mirrored | None]:
+    def _manifest_of(self, added: Added) -> Steps[Manifest | None]:
         """The manifest of a version; None if it is damaged."""
         try:
-            return (yield from read_manifest(self._seal, self._model, added.manifest))
+            return (yield from read_manifest(self._seal, self._model, added.manifest)).manifest
         except CorruptionError:
             return None
-
-    def _whole(
-        self,
-        info: VersionInfo,
-        number: int,
-        file: PackedFile,
-        there: Mapping[tuple[bytes, int], FileObject],
-        damaged: Collection[str],
-    ) -> WholeFile:
-        """A file of a version as an object, which may be there. A damaged one keeps its name: it
-        gets the bytes that it had."""
-        found = there.get((info.token, number))
-        if found is not None:
-            is_whole = found.name not in damaged
-            return WholeFile(found.name, number, file.size, found if is_whole else None)
-        name = version_file_name(info.step, file.name, info.token, self._writer, self._epoch)
-        return WholeFile(name, number, file.size)
 
     def _times(self, grace_s: float) -> Steps[tuple[float, int]]:
         """What time it is, at least, by the clock of the store; and the newest entry that is older
@@ -298,7 +280,7 @@ class Writer:
 
     def _listed_before(self, before: float) -> Steps[list[ListedObject]]:
         found = []
-        for folder in (PACKS, MANIFESTS, VERSIONS):
+        for folder in (PIECES, MANIFESTS, VERSIONS):
             entries = yield from listed(folder)
             found += [each for each in entries if each.modified <= before]
         return found
@@ -339,9 +321,8 @@ def read_manifest(seal: Seal, model: str, name: str) -> Steps[Mirrored]:
     return Mirrored.of(seal.read_manifest(name, data, model))
 
 
-def _manifest(version: Version, plan: Plan) -> Manifest:
+def _manifest(version: Version, files: Sequence[Sequence[FileObject | None]]) -> Manifest:
     info = version.info
-    pack, offset, packs = plan.columns()
     return Manifest(
         model=info.model,
         pool=version.pool,
@@ -354,9 +335,8 @@ def _manifest(version: Version, plan: Plan) -> Manifest:
         inexact=info.inexact,
         lengths=version.lengths.astype("<i8").tobytes(),
         digests=version.digests.tobytes(),
-        pack=pack.astype("<i8").tobytes(),
-        offset=offset.astype("<i8").tobytes(),
-        packs=packs,
+        layout=version.layout,
+        tree=version.tree,
+        files=tuple(tuple(each for each in file if each is not None) for file in files),
         metrics=dict(info.metrics),
-        files=tuple(each.there for each in plan.files if each.there is not None),
     )

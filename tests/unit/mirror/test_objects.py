@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from portus.mirror import objects, units, writer
+from portus.mirror import objects, pieces, writer
 from portus.mirror.objects import NUMBER_MAX, entry_name, entry_number, prefix_of
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "format.md").read_text()
@@ -62,5 +62,6 @@ def test_the_document_has_the_header_and_the_numbers() -> None:
         f"| the name of a claiming process, for messages | {objects.WHO_SIZE_MAX} characters |"
         in TEXT
     )
-    assert f"A unit of {units.ALONE >> 20} MiB or more is a pack" in TEXT
+    assert f"of a storage of {pieces.ALONE >> 20} MiB or more" in TEXT
+    assert f"({pieces.HEADER} bytes before that may be in one piece with it)" in TEXT
     assert f"older than {writer.GRACE_S / 3600:.0f} hours by the clock of the store" in TEXT

@@ -11,7 +11,7 @@ import pytest
 from portus.format.checksum import UNIT
 
 PAGE = (Path(__file__).parents[3] / "docs" / "mirrors.md").read_text()
-SMALL_ONES = 4
+SMALL_ONES = 3
 
 
 def rows(title: str) -> list[list[str]]:

@@ -121,9 +121,14 @@ def test_the_bytes_are_those_of_the_pool_and_of_an_export(scene: Scene) -> None:
         assert verify_file(path) == path.stat().st_size
 
 
-def test_a_fresh_pool_gets_all_of_it(scene: Scene) -> None:
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_fresh_pool_gets_all_of_it(scene: Scene, in_pieces: bool) -> None:
+    if in_pieces:
+        scene.of_mirror = lambda: Mirror(scene.store, MODEL)  # type: ignore[method-assign]
+        scene.mirror = scene.of_mirror()
     writer = new_pool()
     for added in scene.copy():
+        assert len(scene.objects()) == (0 if in_pieces else 4) or added.step < 3
         with scene.of_mirror().opened_as(added) as (reader, entry):
             transferred(reader, entry.info.id, writer, Stop())
     assert portus.check(writer) == []

@@ -6,6 +6,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import numpy as np
+
+from portus.copying.local import fetch
+from portus.copying.segments import Sources, Stop
 from portus.errors import CorruptionError
 from portus.format.layout import RecordKind
 from portus.index.reader import PoolReader
@@ -56,9 +60,16 @@ class VersionFile:
     def _literals(self) -> bytes:
         """What is around the storages: read at once, since a store is asked for each piece."""
         if self._read is None:
-            read = bytearray(self._size_around)
-            self._load(self._extents_of(self._count), memoryview(read))
-            self._read = bytes(read)
+            read = np.empty(self._size_around, np.uint8)
+            extents = self._extents_of(self._count)
+            target = Sources(
+                address=np.array([read.ctypes.data], np.int64),
+                length=np.array([len(read)], np.int64),
+                extent_offset=np.array([each.offset for each in extents], np.int64),
+                extent_length=np.array([each.length for each in extents], np.int64),
+            )
+            fetch(self.medium, target, Stop())
+            self._read = read.tobytes()
         return self._read
 
     def _load(self, extents: Sequence[Extent], target: memoryview) -> None:
