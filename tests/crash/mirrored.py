@@ -15,7 +15,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from portus.copying.segments import Digests, owners
+from portus.copying.segments import Digests
 from portus.errors import CorruptionError, PortusError, TransportError
 from portus.format.checksum import UNIT, digest, unit_counts
 from portus.mirror.log import KnownLog, MirrorLog, SupersededError, folded
@@ -30,7 +30,7 @@ from portus.mirror.objects import (
     State,
     entry_number,
 )
-from portus.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of, unit_lengths
+from portus.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of
 from portus.mirror.requests import GetObject, Steps
 from portus.mirror.store import MissingError
 from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
@@ -47,7 +47,11 @@ FILES = (
 )
 """Of the storages: what is around those of the first file is nothing."""
 TREE = encode_table(FileTable(FILES))
-UNITS = list(zip(owners(LENGTHS).tolist(), unit_lengths(LENGTHS).tolist(), strict=True))
+UNITS = [
+    (number, min(UNIT, length - at))
+    for number, length in enumerate(LENGTHS.tolist())
+    for at in range(0, max(length, 1), UNIT)
+]
 MakeWriter = Callable[[str, Seal], Writer]
 
 

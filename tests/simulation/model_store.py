@@ -18,7 +18,7 @@ from typing import Final
 from portus.errors import TransportError, UsageError
 from portus.format.checksum import digest
 from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
-from portus.mirror.objects import DIGEST_SUFFIX, FileObject
+from portus.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
 from portus.mirror.pieces import WantedObject
 from portus.mirror.requests import (
     CreateObject,
@@ -183,7 +183,7 @@ class Unsure:
             if isinstance(content, WantedObject):
                 there = FileObject(put.name, content.size, digest(data))
                 if there.is_whole:
-                    self._put(put.name + DIGEST_SUFFIX, there.line)
+                    self._put(put.name + DIGEST_SUFFIX, digest_line(there.name, there.digest))
                 content.there = there
             put.done = True
 

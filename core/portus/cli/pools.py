@@ -17,7 +17,6 @@ from portus.client.files.host import HostPool
 from portus.client.files.reference import read as pointer_at
 from portus.client.pools.resolve import POOLS
 from portus.client.pools.version_file import table_of
-from portus.copying.segments import Stop
 from portus.errors import PortusError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import on_disk, pools_at
@@ -92,12 +91,13 @@ def nearest(start: str) -> str | None:
 class FoundVersion:
     """A version, and the pool that holds it, or its mirror. ``open`` returns a reader, and the
     version there; that of a mirror is opened by the first use, and has an id of its own.
-    ``check_files``: of a mirror, raises ``CorruptionError`` for a file that nobody could use."""
+    ``check``: of a mirror, reads all objects, and raises ``CorruptionError`` for a damaged one; it
+    tells of bytes that were read."""
 
     pool: Place
     info: VersionInfo
     open: Callable[[], tuple[PoolReader, VersionEntry]]
-    check_files: Callable[[], None] = lambda: None
+    check: Callable[[Callable[[int], object]], None] = lambda _: None
 
     @property
     def title(self) -> str:
@@ -174,8 +174,8 @@ class PlacePools(contextlib.ExitStack):
                 for added in missing(mirror.read(), ()):
                     info = added.info(model, next(numbers), added.commit)
                     opening = functools.partial(self._open, mirror, added)
-                    check_files = functools.partial(mirror.check_files, added, Stop())
-                    yield FoundVersion(self.place, info, functools.cache(opening), check_files)
+                    check = functools.partial(mirror.check, added)
+                    yield FoundVersion(self.place, info, functools.cache(opening), check)
 
     def _open(self, mirror: Mirror, added: Added) -> tuple[PoolReader, VersionEntry]:
         return self.enter_context(mirror.opened_as(added))

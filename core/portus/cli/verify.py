@@ -148,9 +148,7 @@ def _verdicts(
                 continue
             verdict = Verdict(f"{found.pool}: {found.title}", 1)
             with verdict.reached(found.title) as progress:
-                reader, look = found.open()[0], CheckOptions(progress=progress)
-                verdict.findings = check_medium(reader.medium, reader.locks, look)
-                found.check_files()
+                found.check(adding(progress, found.info.size))
             yield verdict
     for each, ids in chosen.items():
         yield _verified(each, ids, output, bytes_per_s)

@@ -384,15 +384,6 @@ class Distant(Protocol):
         bytes stay where they are, if the other machine can hash them."""
 
 
-@runtime_checkable
-class Packed(Protocol):
-    """A distant medium whose bytes are in objects: each request is for a range of one."""
-
-    def together(self, offset: Column, length: Column) -> list[Column]:
-        """Return the indices of the units that each request brings, for all requests: at most
-        ``UNIT`` bytes at a time, in the order in which they lie there."""
-
-
 def memory(address: int, length: int) -> memoryview:
     """The ``length`` bytes at ``address``; the caller keeps them alive, and writes if it may."""
     view: memoryview = _memory_view(address, length, _WRITABLE)

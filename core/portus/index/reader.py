@@ -40,10 +40,11 @@ class PoolReader:
     Safe to share between threads.
     """
 
-    def __init__(self, medium: Medium, locks: Locks) -> None:
+    def __init__(self, medium: Medium, locks: Locks, superblock: Superblock | None = None) -> None:
+        """superblock: if it is known."""
         self.medium: Final = medium
         self.locks: Final = locks
-        self._superblock = read_superblock(medium)
+        self._superblock = read_superblock(medium) if superblock is None else superblock
         self._searched: tuple[Root, Catalogue] | None = None
 
     @property

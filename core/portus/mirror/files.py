@@ -34,6 +34,7 @@ from portus.mirror.objects import (
 )
 from portus.mirror.opening import configured_key
 from portus.mirror.store import FileStore, MissingError
+from portus.mirror.whole import check_file, named, put_file
 from portus.mirror.writer import GRACE_S
 from portus.versions.parallel import in_any_order
 
@@ -96,7 +97,6 @@ class MirroredFiles:
         ``StaleError`` if the file was written to meanwhile.
         """
         self._mirror.require()
-        hasher = xxhash.xxh3_128()
         replaced = self.state.file(path)
         name = file_name(path, "" if replaced is None else replaced.name)
         size = file.size
@@ -107,19 +107,16 @@ class MirroredFiles:
                 data = file.read(start, min(PIECE, size - start))
                 if len(data) < min(PIECE, size - start):
                     raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
-                hasher.update(data)
                 yield data
                 stop.add(len(data))
 
-        self._store.put_stream(self._prefix + name, pieces(), size)
+        sent = put_file(self._store, self._prefix + name, pieces(), size)
         if not file.is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
-        line = f"{hasher.hexdigest()}  {os.path.basename(name)}\n"
-        self._store.put(self._prefix + name + DIGEST_SUFFIX, [line.encode()])
         return Filed(
             path=path,
             name=name,
-            digest=hasher.digest(),
+            digest=sent,
             size=size,
             step=step,
             time_ns=file.time_ns,
@@ -184,31 +181,20 @@ class MirroredFiles:
             in_any_order(get, range(0, filed.size, PIECE), _ABREAST)
         except MissingError as error:
             raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
-        self._compare(filed, lambda start, size: _read(number, start, size, filed.path))
-
-    def check(self, filed: Filed, advanced: Callable[[int], None]) -> None:
-        """Read all of a file and compare its digest. Raises as ``fetch``."""
-
-        def get(start: int, size: int) -> bytes:
-            data = bytearray(size)
-            self._store.get_range(self._prefix + filed.name, start, memoryview(data))
-            advanced(size)
-            return bytes(data)
-
-        try:
-            self._compare(filed, get)
-        except MissingError as error:
-            raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
-
-    def _compare(self, filed: Filed, read: Callable[[int, int], bytes]) -> None:
         hasher = xxhash.xxh3_128()
         for start in range(0, filed.size, PIECE):
-            hasher.update(read(start, min(PIECE, filed.size - start)))
+            hasher.update(_read(number, start, min(PIECE, filed.size - start), filed.path))
         if hasher.digest() != filed.digest:
             raise CorruptionError(
                 f"{self._name}: {filed.name}: expected the digest {filed.digest.hex()}, found "
                 f"{hasher.hexdigest()}"
             )
+
+    def check(self, filed: Filed, advanced: Callable[[int], None]) -> None:
+        """Read all of a file, and what is beside it. Raises as ``fetch``."""
+        name = self._prefix + filed.name
+        with named(self._name):
+            check_file(self._store, name, filed.size, filed.digest, advanced)
 
     def _say(self, facts: Sequence[Filed | Unfiled]) -> None:
         """Note facts, by one entry of the log if it has room."""

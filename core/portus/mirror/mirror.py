@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Final, TypeVar
 
 import numpy as np
-import xxhash
 
 from portus.copying.local import fetch
 from portus.copying.segments import Stop, cut
@@ -21,11 +20,9 @@ from portus.format.checksum import UNIT, digest, unit_counts
 from portus.format.layout import RecordKind
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
-from portus.mirror.image import ABREAST, image
+from portus.mirror.image import ABREAST, MirroredPool
 from portus.mirror.log import KnownLog, MirrorLog
 from portus.mirror.objects import (
-    BEHIND_LOG,
-    DIGEST_SUFFIX,
     LOG,
     WHO_SIZE_MAX,
     WRITER_SIZE,
@@ -52,6 +49,7 @@ from portus.mirror.requests import (
     Steps,
 )
 from portus.mirror.store import FileStore, ListedObject, MissingError, Store
+from portus.mirror.whole import Advanced, check_file, check_object, named, put_file
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
 from portus.versions.buffers import Rooms
 from portus.versions.parallel import abreast, in_any_order
@@ -186,10 +184,6 @@ class Mirror:
         """What ``collect`` would delete now; takes no term. Raises as it."""
         return self._perform(self._writer.unneeded(grace_s))
 
-    def has_objects(self) -> bool:
-        """True if there is anything but its log. A page of a list."""
-        return next(self._store.list(self._prefix, self._prefix + BEHIND_LOG), None) is not None
-
     def manifest(self, added: Added) -> Mirrored:
         """What is mirrored of a version, and where. Raises ``CorruptionError``, or ``StaleError``
         if it was removed meanwhile: read the log again."""
@@ -205,17 +199,7 @@ class Mirror:
             with self._meanwhile(versions):
                 self._store.get_range(self._prefix + name, start, into)
 
-        return image(self.name, mirrored, load)
-
-    @contextlib.contextmanager
-    def opened(self, token: bytes) -> Iterator[tuple[PoolReader, VersionEntry]]:
-        """The version of that token, as it is here now, and a pool that has it alone. Raises
-        ``StaleError`` if it is not here, and as ``open``."""
-        added = self.read().version(token)
-        if added is None:
-            raise StaleError(f"{self.name}: it has no version {token.hex()} of {self.model!r}")
-        with self.opened_as(added) as opened:
-            yield opened
+        return MirroredPool(self.name, mirrored, load)
 
     @contextlib.contextmanager
     def opened_as(self, added: Added) -> Iterator[tuple[PoolReader, VersionEntry]]:
@@ -234,7 +218,11 @@ class Mirror:
         it. Raises as ``manifest``, and ``StoppedError``."""
 
         def found(each: FileObject) -> str | None:
-            return None if self._is_whole(each, stop) else each.name
+            try:
+                self._check(each, lambda _: stop.check())
+            except CorruptionError:
+                return each.name
+            return None
 
         objects = self.manifest(added).manifest.objects().values()
         with contextlib.closing(abreast(found, objects, ABREAST)) as names:
@@ -243,16 +231,12 @@ class Mirror:
             self._require([added])
         return damaged
 
-    def check_files(self, added: Added, stop: Stop) -> None:
+    def check(self, added: Added, advanced: Advanced) -> None:
         """Raise ``CorruptionError``, naming it, if an object of a version is not there as it was
-        sent. Reads all of them. Raises as ``manifest``, and ``StoppedError``."""
-        for each in self.manifest(added).manifest.objects().values():
-            if not self._is_whole(each, stop):
-                self._require([added])
-                raise CorruptionError(
-                    f"{self.name}: {self._prefix}{each.name}, or what is beside it: expected the "
-                    f"{each.size} bytes of digest {each.digest.hex()} that were sent, found others"
-                )
+        sent. Reads all of them. Raises as ``manifest``. advanced: told of bytes that were read."""
+        with self._meanwhile([added]):
+            for each in self.manifest(added).manifest.objects().values():
+                self._check(each, advanced)
 
     def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
         """Send again what of a version is not there as it was sent, from a pool that has the same
@@ -266,35 +250,10 @@ class Mirror:
                 return 0
         return self.copy(reader, version, stop, damaged=damaged).objects
 
-    def _is_whole(self, file: FileObject, stop: Stop) -> bool:
-        """Return whether an object, and what is beside a file, are there as they were sent."""
-        said = [(file.name, file.size, file.digest)]
-        if file.is_whole:
-            said.append((file.name + DIGEST_SUFFIX, len(file.line), digest(file.line)))
-        return all(self._has(*each, stop) for each in said) and not any(
-            self._goes_on(name, size) for name, size, _ in said
-        )
-
-    def _goes_on(self, name: str, size: int) -> bool:
-        """Return whether an object is longer than that."""
-        try:
-            self._store.get_range(self._prefix + name, size, memoryview(bytearray(1)))
-        except (MissingError, CorruptionError):
-            return False
-        return True
-
-    def _has(self, name: str, size: int, sent: bytes, stop: Stop) -> bool:
-        """Return whether an object begins with the ``size`` bytes that were sent."""
-        hasher, room = xxhash.xxh3_128(), bytearray(min(size, UNIT))
-        try:
-            for at in range(0, size, UNIT):
-                stop.check()
-                part = memoryview(room)[: size - at]
-                self._store.get_range(self._prefix + name, at, part)
-                hasher.update(part)
-        except (MissingError, CorruptionError):
-            return False
-        return hasher.digest() == sent
+    def _check(self, each: FileObject, advanced: Advanced) -> None:
+        check = check_file if each.is_whole else check_object
+        with named(self.name):
+            check(self._store, self._prefix + each.name, each.size, each.digest, advanced)
 
     @contextlib.contextmanager
     def _meanwhile(self, versions: Sequence[Added]) -> Iterator[None]:
@@ -441,24 +400,21 @@ class _Source:
     ) -> FileObject:
         """Put an object of the version, and what is beside it; what was put. name: of the object in
         the store. files: the store, if the object is a whole file."""
-        hasher = xxhash.xxh3_128()
 
         def parts() -> Iterator[bytes]:
             for part in _in_parts(self._bytes(wanted)):
                 self._stop.check()
-                hasher.update(part)
                 yield part
 
         if files is None:
-            store.put(name, list(parts()))
+            data = b"".join(parts())
+            store.put(name, [data])
+            sent = digest(data)
         else:
-            files.put_stream(name, parts(), wanted.size)
-        there = FileObject(wanted.name, wanted.size, hasher.digest())
-        if there.is_whole:
-            store.put(name + DIGEST_SUFFIX, [there.line])
+            sent = put_file(files, name, parts(), wanted.size)
         self.objects += 1
         self.put_bytes += wanted.size
-        return there
+        return FileObject(wanted.name, wanted.size, sent)
 
     def _storages(self, number: int) -> tuple[int, int]:
         """The first storage of a file, and that of the bytes around them."""

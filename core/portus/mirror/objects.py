@@ -47,13 +47,11 @@ AGAIN: Final = "again/"
 """Before the names of files that replace those without it: the one before is there until the log
 says that the new one counts."""
 DIGEST_SUFFIX: Final = ".xxh128"
-"""Of what is beside a file: its digest, as ``xxhsum`` prints and checks it."""
+"""Of what is beside a file: see ``digest_line``."""
 
 FORMAT_VERSION: Final = 1
 NUMBER_MAX: Final = 10**12 - 1
 """Entries of a log."""
-BEHIND_LOG: Final = f"{LOG}{NUMBER_MAX}"
-"""Behind all its names, and before those of all other objects."""
 
 STRIDE: Final = 16
 """Each entry whose number is a multiple of it has the whole state, too."""
@@ -303,11 +301,6 @@ class FileObject(msgspec.Struct, frozen=True, array_like=True):
         """True for a file, False for a piece of one."""
         return self.name.startswith(VERSIONS)
 
-    @property
-    def line(self) -> bytes:
-        """What is beside a file: its digest, as ``xxhsum`` prints and checks it."""
-        return f"{self.digest.hex()}  {self.name.rpartition('/')[2]}\n".encode()
-
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """A version, and which objects its files are.
@@ -349,7 +342,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         for each in (each for file in self.files for each in file):
             sizes[each.name] = each.size
             if each.is_whole:
-                sizes[each.name + DIGEST_SUFFIX] = len(each.line)
+                sizes[each.name + DIGEST_SUFFIX] = len(digest_line(each.name, each.digest))
         return sizes
 
 
@@ -366,6 +359,11 @@ def whole_key(token: bytes, number: int) -> Key:
 def _key(name: str) -> Key | None:
     match = _PIECE.fullmatch(name)
     return None if match is None else (bytes.fromhex(match[1]), int(match[2]))
+
+
+def digest_line(name: str, sent: bytes) -> bytes:
+    """What is beside the file ``name``: its digest, as ``xxhsum`` prints and checks it."""
+    return f"{sent.hex()}  {name.rpartition('/')[2]}\n".encode()
 
 
 def prefix_of(model: str) -> str:

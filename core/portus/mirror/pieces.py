@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from portus.copying.segments import Column, Digests, owners
+from portus.copying.segments import Column, Digests
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.mirror.objects import FileObject, Key, Manifest
@@ -95,14 +95,6 @@ def pieces_of(
             size, has_large = size + part, is_large
     end()
     return pieces
-
-
-def unit_lengths(lengths: Column) -> Column:
-    """Bytes of each unit of storages of these lengths."""
-    counts, owner = unit_counts(lengths), owners(lengths)
-    rank = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-    found: Column = np.clip(lengths[owner] - rank * UNIT, 0, UNIT)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from portus.copying.local import copy, fetch
-from portus.copying.segments import Digests, Packed, Segments, Sources, Stop, cut
+from portus.copying.segments import Digests, Segments, Sources, Stop, cut
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import UNIT
 from portus.format.layout import RecordKind
@@ -124,20 +124,10 @@ class _Move:
 
         # The first thread to begin has the pool grow; it takes part in the rest then.
         acts: list[Callable[[], None]] = [reserve]
-        acts += (partial(self._move, rows) for rows in self._batches())
+        acts += (partial(self._move, np.unique(each.row)) for each in self._there.batches(UNIT))
         in_any_order(lambda act: act(), acts, ABREAST)
         self._compare(self._found, self._expected)
         draft.note(reserved[0], self._found)
-
-    def _batches(self) -> list[Column]:
-        """Rows of units, about 16 MiB of them at a time."""
-        rows = np.unique(self._there.row)
-        medium = self._reader.medium
-        if not isinstance(medium, Packed):
-            return [np.unique(batch.row) for batch in self._there.batches(UNIT)]
-        first = np.searchsorted(self._there.row, rows)
-        lengths = np.add.reduceat(self._there.length, first) if len(first) else first
-        return [rows[some] for some in medium.together(self._there.offset[first], lengths)]
 
     def _move(self, rows: Column) -> None:
         """Some units: to memory, where they are verified, and from there to where they stay."""

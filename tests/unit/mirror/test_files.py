@@ -319,3 +319,22 @@ def test_a_closed_store_ends_an_upload(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="closed"):
         store.put_stream("a", parts(), 200)
     closing.join()
+
+
+@pytest.mark.parametrize("beside", ["", DIGEST_SUFFIX])
+def test_a_check_finds_whatever_happens_to_a_file_or_to_its_digest(
+    tmp_path: Path, store: FileStore, files: MirroredFiles, beside: str
+) -> None:
+    made(tmp_path / "last.ckpt", 1000)
+    put(files, tmp_path / "last.ckpt")
+    [said] = files.read().files
+    name = f"run/{said.name}{beside}"
+    data = store.get(name)
+    for damaged in (data[:-1], data + b"x", bytes([data[0] ^ 1]) + data[1:], b"", None):
+        store.put(name, [damaged]) if damaged is not None else store.delete([name])
+        with pytest.raises(CorruptionError, match=name):
+            files.check(said, lambda _: None)
+    store.put(name, [data])
+    read: list[int] = []
+    files.check(said, read.append)
+    assert sum(read) == 1000
