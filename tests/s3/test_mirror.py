@@ -98,7 +98,7 @@ def mirrored(
     """Claim, mirror all, let go of the first, collect; what failed meanwhile."""
     tries = Tries(mend)
     with contextlib.closing(Bucket(parse(url), ONCE)) as store:
-        mirror = Mirror(store, MODEL, files=store)
+        mirror = Mirror(store, MODEL)
         tries(lambda: mirror.claim("a test", reader.superblock.uuid, 0))
         added = [
             tries(functools.partial(mirror.copy, reader, each, Stop())).added
@@ -117,7 +117,7 @@ def only(number: int, fault: RequestFault, request: Request) -> RequestFault | N
 def assert_loads(url: str, steps: list[int]) -> None:
     """Who has the mirror alone gets these, bit for bit; and from the files, with plain torch."""
     with contextlib.closing(Bucket(parse(url))) as store:
-        mirror = Mirror(store, MODEL, files=store)
+        mirror = Mirror(store, MODEL)
         versions = mirror.read().versions
         assert [each.step for each in versions] == steps
         with contextlib.closing(mirror.open(versions)) as pool:
@@ -179,7 +179,7 @@ def test_of_several_who_mirror_at_once_each_is_told_the_truth(
     def one(number: int) -> list[int]:
         told = []
         with contextlib.closing(Bucket(parse(url))) as store:
-            mirror = Mirror(store, MODEL, files=store)
+            mirror = Mirror(store, MODEL)
             start.wait()
             with contextlib.suppress(SupersededError):
                 mirror.claim(f"writer {number}", reader.superblock.uuid, 0)

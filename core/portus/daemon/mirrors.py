@@ -25,7 +25,7 @@ from portus.index.pool import PoolWriter
 from portus.mirror.address import StoreAddress
 from portus.mirror.copier import Copier, Joined
 from portus.mirror.mirror import models
-from portus.mirror.opening import configured_key, file_store, open_store
+from portus.mirror.opening import configured_key, open_store
 from portus.mirror.store import Store, UnwritableError
 from portus.protocol.address import is_tenant
 from portus.spec import VersionInfo
@@ -220,7 +220,6 @@ class TenantMirror:
                     wait_s=0,
                     turn=self._turn,
                     newest=newest,
-                    files=file_store(self._store),
                 )
             return copier
 

@@ -37,7 +37,7 @@ from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Added, Fact, Removed, State
 from portus.mirror.opening import configured_key
-from portus.mirror.store import FileStore, Store, UnwritableError
+from portus.mirror.store import Store, UnwritableError
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
@@ -65,11 +65,10 @@ class Copier(Behind):
         wait_s: float,
         turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         newest: int | None = None,
-        files: FileStore | None = None,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
         """Take the parameters of ``Behind``, and some more. turn: entered while it copies, for
-        several that share a store. newest, files: as for ``Mirror``."""
+        several that share a store. newest: as for ``Mirror``."""
         super().__init__(store, address, model, wait_s=wait_s, pause_max_s=pause_max_s)
         self._turn: Final = turn
         self._mirror: Final = Mirror(
@@ -78,7 +77,6 @@ class Copier(Behind):
             key=configured_key(),
             name=self.address,
             newest=newest,
-            files=files,
         )
         self._joined: Joined | None = None
         self._collecting: Stop | None = None

@@ -86,18 +86,15 @@ class Mirror:
         key: bytes | None = None,
         name: str = "mirror",
         newest: int | None = None,
-        files: FileStore | None = None,
     ) -> None:
         """Asks nothing. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest: the
-        number of an entry of the log that is there, if that is known: it saves the list. files: the
-        store, if objects of any size can be kept there: then each file is one."""
+        number of an entry of the log that is there, if that is known: it saves the list."""
         self.model: Final = model
         self.name: Final = name
         self._store: Final = store
         self._prefix: Final = prefix_of(model)
         self._seal: Final = Seal(key)
         self._newest: Final = newest
-        self._files: Final = files
         self._writer: Final = Writer(model, self._seal, newest)
         self._known: KnownLog | None = None
         """What the log said when it was read or claimed last."""
@@ -160,7 +157,7 @@ class Mirror:
         """
         with reader.pinned(version) as entry:
             source = _Source(reader, unchanging(reader.record(entry)), stop)
-            wanted = source.version(in_pieces=self._files is None)
+            wanted = source.version(in_pieces=not isinstance(self._store, FileStore))
             added = self._perform(self._writer.add(wanted, facts, damaged), source)
             return MirroringCost(added, source.objects, source.put_bytes)
 
@@ -329,7 +326,7 @@ class Mirror:
                 self._store.put(name, [put.content])
             else:
                 assert source is not None
-                put.content.there = source.put(put.content, name, self._store, self._files)
+                put.content.there = source.put(put.content, name, self._store)
             put.done = True
 
         in_any_order(put_one, puts, ABREAST)
@@ -395,23 +392,21 @@ class _Source:
             pieces=pieces,
         )
 
-    def put(
-        self, wanted: WantedObject, name: str, store: Store, files: FileStore | None
-    ) -> FileObject:
+    def put(self, wanted: WantedObject, name: str, store: Store) -> FileObject:
         """Put an object of the version, and what is beside it; what was put. name: of the object in
-        the store. files: the store, if the object is a whole file."""
+        the store."""
 
         def parts() -> Iterator[bytes]:
             for part in _in_parts(self._bytes(wanted)):
                 self._stop.check()
                 yield part
 
-        if files is None:
+        if isinstance(store, FileStore):
+            sent = put_file(store, name, parts(), wanted.size)
+        else:
             data = b"".join(parts())
             store.put(name, [data])
             sent = digest(data)
-        else:
-            sent = put_file(files, name, parts(), wanted.size)
         self.objects += 1
         self.put_bytes += wanted.size
         return FileObject(wanted.name, wanted.size, sent)

@@ -16,7 +16,7 @@ from portus.errors import UsageError
 from portus.mirror.address import StoreAddress, parse
 from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import LOG, prefix_of
-from portus.mirror.opening import configured_key, file_store, open_store
+from portus.mirror.opening import configured_key, open_store
 from portus.mirror.store import Store
 
 _STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
@@ -39,13 +39,7 @@ class Mirrors:
 
     def of(self, model: str) -> Mirror:
         """Return the mirror of a model, which need not exist. It ends when this is closed."""
-        return Mirror(
-            self._store,
-            model,
-            key=self._key,
-            name=str(self.address),
-            files=file_store(self._store),
-        )
+        return Mirror(self._store, model, key=self._key, name=str(self.address))
 
     def has(self, model: str) -> bool:
         """True if there is one of that model. One request."""

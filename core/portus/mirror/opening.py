@@ -22,11 +22,6 @@ def configured_key() -> bytes | None:
     return os.fsencode(said) if said else None
 
 
-def file_store(store: Store) -> FileStore | None:
-    """Return ``store`` if it takes files of any size; None for one on a storage host."""
-    return store if isinstance(store, Folder | Bucket) else None
-
-
 def open_store(address: StoreAddress, patience: BucketTimeouts | None = None) -> Store:
     """The objects below ``address``. Asks nobody yet. Whoever opened it closes it.
 

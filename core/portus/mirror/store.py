@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from portus.errors import PortusError, UsageError
 
@@ -82,6 +82,7 @@ class Store(Protocol):
         """Let go of connections. A second call does nothing."""
 
 
+@runtime_checkable
 class FileStore(Store, Protocol):
     """A store of objects of any size."""
 

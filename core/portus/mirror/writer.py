@@ -49,7 +49,7 @@ from portus.versions.packed import PackedFile
 GRACE_S: Final = 24 * 3600.0
 """Seconds, by the clock of the store, for which readers find what was there when they began."""
 
-_MANIFESTS_MAX: Final = 64
+_MANIFESTS_MAX: Final = 16
 """Manifests in memory at once while what they name is gathered."""
 
 _DELETED_MAX: Final = 1000

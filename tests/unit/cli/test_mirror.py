@@ -21,7 +21,7 @@ from portus.index.directory import open_reader
 from portus.mirror.address import parse
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import State
-from portus.mirror.opening import configured_key, file_store, open_store
+from portus.mirror.opening import configured_key, open_store
 from tests.unit.cli.scene import portus, portus_json, state
 
 
@@ -42,7 +42,7 @@ class Scene:
     def mirror(self) -> None:
         """Upload what the pool has."""
         store = open_store(parse(self.url))
-        to = Mirror(store, "net", key=configured_key(), files=file_store(store))
+        to = Mirror(store, "net", key=configured_key())
         known = {each.token for each in to.claim("a test", bytes(16), 0).versions}
         with contextlib.closing(open_reader(str(self.pool))) as reader:
             for entry in reader.catalogue().entries():

@@ -28,6 +28,7 @@ from portus.mirror.folder import Folder
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
 from portus.versions.transfer import transferred
+from tests.simulation.model_store import ModelStore
 from tests.unit.client.pools.scene import stored
 from tests.unit.client.same import assert_same
 from tests.unit.mirror.test_mirror import new_pool
@@ -75,7 +76,7 @@ class Scene:
         self.reader: PoolReader = open_reader(str(root / "run.portus"))
 
     def of_mirror(self) -> Mirror:
-        return Mirror(self.store, MODEL, files=self.store)
+        return Mirror(self.store, MODEL)
 
     def copy(self) -> list[Added]:
         """Mirror all versions."""
@@ -124,7 +125,8 @@ def test_the_bytes_are_those_of_the_pool_and_of_an_export(scene: Scene) -> None:
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_a_fresh_pool_gets_all_of_it(scene: Scene, in_pieces: bool) -> None:
     if in_pieces:
-        scene.of_mirror = lambda: Mirror(scene.store, MODEL)  # type: ignore[method-assign]
+        small = ModelStore()
+        scene.of_mirror = lambda: Mirror(small, MODEL)  # type: ignore[method-assign]
         scene.mirror = scene.of_mirror()
     writer = new_pool()
     for added in scene.copy():
