@@ -20,17 +20,17 @@ import numpy as np
 from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Output, count_text, said, size_text
-from portus.cli.pools import PlacePools, find_pool, refuse_pointer
+from portus.cli.pools import find_pool, refuse_pointer
 from portus.copying.local import Source, Stop, copy
 from portus.errors import PortusError, UsageError, masked
 from portus.image.image import Image
-from portus.index.catalogue import Catalogue
 from portus.index.directory import pools_at
-from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
-from portus.index.reader import PoolReader
+from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
 from portus.media.base import Medium
+from portus.media.dax import is_device
 from portus.media.local import LocalFiles
-from portus.mirror.address import is_store
+from portus.places.base import OpenPlace
+from portus.places.opening import Places, place_named, places_at
 from portus.spec import Extent
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
@@ -109,7 +109,7 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
     output.line()
     for each in (*frameworks, *shown, *looked_at, *machine):
         output.line(f"{each.topic:17} {each.name:16} {each.text}")
-    failed.update((pool.path, _ELSEWHERE) for pool in pools if pool.is_host)
+    failed.update((pool.path, _ELSEWHERE) for pool in pools if pool.local_path is None)
     output.document(
         {
             "found": [asdict(each) for each in found],
@@ -127,12 +127,10 @@ def _meant(text: str) -> tuple[Place, str | None]:
     """Return the pool to look at, and the directory or device to measure, or None if that is not on
     this machine. A pool file is measured in its directory, and a directory with ``.portus`` in
     there. Raises ``UsageError`` for what is no place of this machine, nor a storage host."""
-    if is_store(text):
-        raise UsageError(f"it is a mirror. portus mirror status {text} compares it with its pool")
-    pool, path = Place.named(text, "PLACE"), os.path.expanduser(text)
-    if pool.is_host:
+    pool, path = place_named(text, "PLACE", mirrors=False), os.path.expanduser(text)
+    if pool.local_path is None:
         return pool, None
-    if pool.kind is PlaceKind.DEVICE:
+    if is_device(pool.path):
         return pool, path
     if os.path.isdir(path):
         inside = os.path.join(path, DEFAULT_DIRECTORY)
@@ -232,7 +230,7 @@ def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]
 @contextlib.contextmanager
 def _opened(place: str, size: int) -> Iterator[Medium]:
     files = LocalFiles()
-    if Place.named(place).kind is PlaceKind.DEVICE:
+    if is_device(place):
         medium: Medium = files.open(place, writable=False)
         with contextlib.closing(medium):
             yield medium
@@ -275,22 +273,22 @@ def pools_here() -> Iterator[MachineFinding]:
 
 def _pools_of(place: Place) -> Iterator[MachineFinding]:
     """Yield the pools of a place. Of a device without a pool the machine tells."""
-    if place.is_host:
+    if place.local_path is None:
         yield MachineFinding("pool", place.path, _ELSEWHERE)
         return
-    is_seen = place.kind is PlaceKind.DEVICE
+    is_seen = is_device(place.path)
     try:
-        with PlacePools(place) as pools:
-            for pool, reader, catalogue in pools.catalogues():
+        with Places(place, places_at(place)) as places:
+            for each in places.all():
+                path = each.place.path
+                try:
+                    yield _pool(path, each)
+                except PortusError as error:
+                    if is_device(path):
+                        continue
+                    text = f"cannot be read: {said(error)}"
+                    yield MachineFinding("pool", path, text, f"portus verify --pool {path}")
                 is_seen = True
-                yield _pool(pool, reader, catalogue)
-            for pool, error in pools.failed.items():
-                if pool.kind is not PlaceKind.DEVICE:
-                    is_seen = True
-                    advice = f"portus verify --pool {pool}"
-                    yield MachineFinding(
-                        "pool", pool.path, f"cannot be read: {said(error)}", advice
-                    )
     except PortusError as error:
         yield MachineFinding("pool", place.path, f"cannot be looked at: {said(error)}")
         return
@@ -298,23 +296,24 @@ def _pools_of(place: Place) -> Iterator[MachineFinding]:
         yield MachineFinding("pool", place.path, "no pool in it yet")
 
 
-def _pool(pool: Place, reader: PoolReader, catalogue: Catalogue) -> MachineFinding:
+def _pool(path: str, pool: OpenPlace) -> MachineFinding:
     """Return the space that saves have in a pool and on its file system, and how many checkpoints
     of the newest one's size that is."""
-    free = max(0, reader.medium.size - reader.kept_bytes())
+    usage = pool.usage()
+    free = 0 if usage is None else usage.free
     text = f"{size_text(free)} free in it"
-    if pool.kind is not PlaceKind.DEVICE:
-        outside = _free_on_disk(pool.path)
+    if not is_device(path):
+        outside = _free_on_disk(path)
         text += f", {size_text(outside)} on its file system"
         free += outside
-    infos = [entry.info for entry in catalogue.entries()]
+    infos = [each.info for each in pool.list()]
     if not infos:
-        return MachineFinding("pool", pool.path, f"empty; {text}")
+        return MachineFinding("pool", path, f"empty; {text}")
     size = max(infos, key=lambda info: info.commit).size
     fit = free // max(1, size)
     text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
     advice = "free space, or keep fewer checkpoints: saves need space for two more"
-    return MachineFinding("pool", pool.path, text, "" if fit >= 2 else advice)
+    return MachineFinding("pool", path, text, "" if fit >= 2 else advice)
 
 
 def _free_on_disk(path: str) -> int:
@@ -326,7 +325,7 @@ def _free_on_disk(path: str) -> int:
 def _usual_places() -> list[str]:
     """Return where pools are by default, or would be, and memory."""
     pools = Place.named(None)
-    place = os.getcwd() if pools.is_host else pools.path
+    place = pools.local_path or os.getcwd()
     while not os.path.exists(place):
         place = os.path.dirname(place)
     if os.path.isfile(place):

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Final
 
 from portus.cli import files, trees
-from portus.cli.exact import VersionFiles, files_of
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
 from portus.cli.output import Json, Output, count_text, size_text
-from portus.cli.pools import FoundVersion, allow, newest, open_pools, version_document
+from portus.cli.pools import allow, open_places, version_document
+from portus.cli.progress import bar
 from portus.client.files.reference import read as pointer_at
 from portus.client.formats.safetensors import SUFFIX
 from portus.client.leaving.written import WrittenExport
@@ -28,6 +28,9 @@ from portus.format.reference import Reference
 from portus.index.place import local_path
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
+from portus.places.base import OpenCheckpoint, adding
+from portus.places.opening import newest
+from portus.places.version import OpenVersion, opened_version
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
 
@@ -79,15 +82,15 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> None:
     if os.path.isdir(options.target) and _has_pointers(options.target):
         path = options.target
     if path is None:
-        with open_pools(pool, options.target) as pools:
-            found = newest(pools.select())
-            title = found.title
-            about: dict[str, Json] = {**version_document(found.info), "pool": found.pool.path}
-            with files_of(*found.open()) as version, _explained(options, title):
+        with open_places(pool, options.target) as places:
+            found = newest(places.select())
+            title = found.name
+            about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
+            with found.opened() as opened, _explained(options, title):
                 done = (
-                    _written_tree(found, options)
-                    if version is None
-                    else _written_files(version, title, options)
+                    _written_files(opened, title, options)
+                    if opened.files
+                    else _written_tree(opened, title, options)
                 )
     else:
         allow(pool)
@@ -117,21 +120,31 @@ def size_of(text: str) -> int:
     return int(match[1]) * int(base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
 
 
-def _written_files(version: VersionFiles, title: str, options: ExportOptions) -> WrittenExport:
-    """Write all files of a version, or the one that is meant."""
-    if len(version.files) > 1 and options.file is None:
+def _write(opened: OpenCheckpoint, name: str, path: str) -> int:
+    """Write a file of a checkpoint to ``path``, verified and synced; return its size."""
+    size = opened.files[name].size
+    with bar(name) as progress:
+        opened.write(name, path, adding(progress, size))
+    return size
+
+
+def _written_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
+    """Write all files of a checkpoint, or the one that is meant."""
+    names = list(opened.files)
+    if len(names) > 1 and options.file is None:
         if options.names or options.strip:
             raise UsageError(f"{title} has several files, and --names is for one of them: --file")
-        names = [each.name for each in version.files]
-        size = sum(each.size for each in version.files)
+        size = sum(each.size for each in opened.files.values())
         check_room(options.out, size)
         out = options.out.rstrip(os.sep)
         with directory_in_place(out, force=options.force, names=names) as made:
-            for number, name in enumerate(names):
-                version.write(number, os.path.join(made, name))
+            for name in names:
+                _write(opened, name, os.path.join(made, name))
         return WrittenExport(size=size, exact=True)
-    number = 0 if options.file is None else version.number(options.file)
-    name, size = version.files[number].name, version.files[number].size
+    name = options.file or names[0]
+    if name not in names:
+        raise UsageError(f"there is no file {name!r} in {title}; it has {names!r:.500}")
+    size = opened.files[name].size
     is_exact = options.is_exact(name)
     if is_exact:
         _refuse_there(options)
@@ -140,12 +153,12 @@ def _written_files(version: VersionFiles, title: str, options: ExportOptions) ->
     check_room(options.out, size)
     if is_exact:
         with file_in_place(options.out) as temporary:
-            version.write(number, temporary)
+            _write(opened, name, temporary)
         return WrittenExport(size=size, exact=True)
     near = os.path.dirname(os.path.abspath(options.out.rstrip(os.sep)))
     with tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder:
         whole = os.path.join(folder, name)
-        version.write(number, whole)
+        _write(opened, name, whole)
         return _converted(whole, options, title)
 
 
@@ -200,13 +213,11 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
     """Write the file that a pointer leads to; return its size."""
 
     def copy(reader: PoolReader, entry: VersionEntry, said: Reference) -> int:
-        with files_of(reader, entry) as version:
-            if version is None or said.part is None:
-                raise CorruptionError(f"{path}: it leads to a version that has no files")
-            number = version.number(said.part)
-            check_room(out, version.files[number].size)
-            version.write(number, target)
-            return version.files[number].size
+        with opened_version(reader, entry) as opened:
+            if said.part not in opened.files:
+                raise CorruptionError(f"{path}: it leads to a version that lacks this file")
+            check_room(out, opened.files[said.part].size)
+            return _write(opened, said.part, target)
 
     return use_reference(path, copy)
 
@@ -232,17 +243,18 @@ def _converted(path: str, options: ExportOptions, title: str) -> WrittenExport:
         raise type(error)(str(error).replace(path, title)) from error
 
 
-def _written_tree(found: FoundVersion, options: ExportOptions) -> WrittenExport:
+def _written_tree(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
     """Write a version of a shelf, or of embedding tables."""
+    assert isinstance(opened, OpenVersion), "all others have files"
     if options.is_directory or options.file is not None:
         raise UsageError(
-            f"{found.title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
+            f"{title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
         )
     _refuse_kind(options)
     check_room(options.out, 0)
     with file_in_place(options.out) as temporary:
         return trees.write(
-            found,
+            opened,
             options.out,
             temporary,
             names=options.names,

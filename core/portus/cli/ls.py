@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
 from typing import Final
 
-from portus.cli import files, mirrored
+from portus.cli import files
 from portus.cli.output import (
     Json,
     Output,
     Row,
     age_text,
     count_text,
+    fields,
     newest_rows,
     path_text,
     said,
     size_text,
 )
-from portus.cli.pools import (
-    PlacePools,
-    find_pool,
-    table_document,
-    table_in,
-    taken_by,
-    version_document,
-)
+from portus.cli.pools import open_places, table_document, version_document
 from portus.cli.training import directories_of, files_of, runs_in
-from portus.errors import CorruptionError, StaleError
-from portus.index.catalogue import Catalogue
-from portus.index.messages import read_failure
-from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
-from portus.index.reader import PoolReader
-from portus.spec import VersionInfo
+from portus.errors import CorruptionError, PortusError, StaleError
+from portus.index.place import DEFAULT_DIRECTORY, Place
+from portus.places.base import OpenPlace, StoredCheckpoint, Usage
 from portus.versions.packed import FileTable
 
 NEWEST: Final = 10
@@ -41,9 +31,6 @@ NEWEST: Final = 10
 
 SHOWN: Final = 3
 """Files of a training that are named."""
-
-_Tables = Mapping[int, FileTable]
-"""The files of versions, by their ids; nothing of versions of something else."""
 
 
 def run(pool: str | None, every: bool, output: Output) -> None:
@@ -56,68 +43,95 @@ def run(pool: str | None, every: bool, output: Output) -> None:
         output.document({"directories": listed, "pools": [], "ended": ended})
         return
     most = None if every else NEWEST
-    where = find_pool(pool, mirrors=True)
-    if where.kind is PlaceKind.MIRROR:
-        mirrored.ls(where, most, output)
-        return
     documents: list[Json] = []
+    failed: list[Json] = []
     ended = []
-    with PlacePools(where) as pools:
-        for place, reader, catalogue in pools.catalogues():
-            if documents:
-                output.line()
-            documents.append(_show_pool(place, reader, catalogue, most, output))
-        for place, error in pools.failed.items():
-            documents.append({"path": place.path, "error": output.skip(error)})
+    with open_places(pool) as places:
+        for place in places.all():
+            try:
+                documents.append(_show_place(place, most, bool(documents), output))
+            except PortusError as error:
+                failed.append({"path": place.place.path, "error": output.skip(error)})
+    documents += failed
     if not documents:
-        ended = _show_runs(where, output)
+        ended = _show_runs(places.place, output)
         if not ended:
-            output.line(f"{where}: no pools yet; the first save makes one")
+            output.line(f"{places.place}: no pools yet; the first save makes one")
     output.document({"pools": documents, "ended": ended})
 
 
-def _show_pool(
-    place: Place, reader: PoolReader, catalogue: Catalogue, most: int | None, output: Output
-) -> Json:
-    """Show a pool; return it for machines. ``on_disk``: bytes that it takes of its file system; 0
-    if it is on none. ``kept``: that its versions reach. ``reclaimable``: what ``portus gc`` would
+def _show_place(place: OpenPlace, most: int | None, is_next: bool, output: Output) -> Json:
+    """Show a place; return it for machines. is_next: after others."""
+    models: dict[str, dict[str, Json]] = {}
+
+    def skip(model: str, error: PortusError) -> None:
+        models[model] = {"error": output.skip(error, f"{model}: ")}
+
+    usage, found = place.usage(), place.list(skip=skip)
+    if is_next:
+        output.line()
+    of_models: dict[str, list[StoredCheckpoint]] = {}
+    for each in found:
+        of_models.setdefault(each.info.model, []).append(each)
+    versions: list[Row] = []
+    filed: list[Row] = []
+    tables = _tables([each for each in found if not each.path], output)
+    for model, own in sorted(of_models.items()):
+        rows = [_row(each, tables.get(id(each))) for each in own if not each.path]
+        versions += newest_rows(rows, most, model, "...") if rows else []
+        rows = [_file_row(each) for each in own if each.path]
+        filed += newest_rows(rows, most, model) if rows else []
+        models[model] = {
+            "versions": [
+                {**version_document(each.info), **table_document(tables.get(id(each)))}
+                for each in own
+                if not each.path
+            ],
+            "files": [_file_document(each) for each in own if each.path],
+            **place.details(model),
+        }
+    _show_rows(place.place, usage, found, versions, filed, output)
+    about = {} if usage is None else _usage_document(usage)
+    listed: list[Json] = [{"name": name, **about} for name, about in sorted(models.items())]
+    return {"path": place.place.path, "models": listed, **about}
+
+
+def _show_rows(
+    place: Place,
+    usage: Usage | None,
+    found: list[StoredCheckpoint],
+    versions: list[Row],
+    filed: list[Row],
+    output: Output,
+) -> None:
+    sizes = [each.info.size for each in found if not each.path]
+    count = count_text(len(sizes), "version")
+    if usage is not None:
+        taken, size = usage.on_disk, usage.size
+        holes = f", {size_text(taken)} on disk" if 0 < taken < size else ""
+        output.line(
+            f"{place}: {count}, file of {size_text(size)}{holes}: kept {size_text(usage.kept)}, "
+            f"reclaimable {size_text(usage.reclaimable)}, free {size_text(usage.free)}"
+        )
+    elif sizes or not filed:
+        output.line(f"{place}: {count}, {size_text(sum(sizes))} or less")
+    if versions:
+        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY"), versions)
+    if filed:
+        total = size_text(sum(each.info.size for each in found if each.path))
+        output.line(f"{place}: {count_text(len(found) - len(sizes), 'file')}, {total}")
+        output.table(("RUN", "FILE", ">STEP", "SAVED", ">SIZE"), filed)
+    if usage is not None and usage.failure:
+        output.line(f"the last save that failed: {usage.failure}")
+
+
+def _usage_document(usage: Usage) -> dict[str, Json]:
+    """Return how full a pool is, for machines. ``on_disk``: bytes that it takes of its file system;
+    0 if it is on none. ``kept``: that its versions reach. ``reclaimable``: what ``portus gc`` would
     give back, but for the room that the records of one commit take. ``free``: what saves can use
     without removing a version, and before it gets longer."""
-    tables, size = _tables(reader, catalogue, output), reader.medium.size
-    taken, kept = taken_by(reader), reader.kept_bytes()
-    reclaimable, free = max(0, taken - kept), max(0, size - kept)
-    failure = read_failure(reader.medium)
-    holes = f", {size_text(taken)} on disk" if 0 < taken < size else ""
-    count = count_text(len(catalogue.ids()), "version")
-    output.line(
-        f"{place}: {count}, file of {size_text(size)}{holes}: kept {size_text(kept)}, "
-        f"reclaimable {size_text(reclaimable)}, free {size_text(free)}"
-    )
-    rows: list[Row] = []
-    models: list[Json] = []
-    for model, listed in sorted(catalogue.models.items()):
-        infos = [entry.info for entry in listed.versions]
-        shown = [_row(info, tables.get(info.id)) for info in infos]
-        rows += newest_rows(shown, most, model, "...")
-        versions: list[Json] = [
-            {**version_document(info), **table_document(tables.get(info.id))} for info in infos
-        ]
-        models.append({"name": model, "versions": versions})
-    if rows:
-        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY"), rows)
-    if failure:
-        output.line(f"the last save that failed: {failure}")
-    return {
-        "models": models,
-        "path": place.path,
-        "size": size,
-        "uuid": reader.superblock.uuid.hex(),
-        "failure": failure or None,
-        "on_disk": taken,
-        "kept": kept,
-        "reclaimable": reclaimable,
-        "free": free,
-    }
+    names = ("size", "uuid", "on_disk", "kept", "reclaimable", "free")
+    return {**fields(usage, *names), "failure": usage.failure or None}
 
 
 def _show_runs(place: Place, output: Output) -> list[Json]:
@@ -136,25 +150,38 @@ def _show_runs(place: Place, output: Output) -> list[Json]:
     return documents
 
 
-def _tables(reader: PoolReader, catalogue: Catalogue, output: Output) -> _Tables:
-    """Return the tables of each version. A damaged one has none, and it is said; nor has one that
-    was removed meanwhile."""
+def _tables(versions: list[StoredCheckpoint], output: Output) -> dict[int, FileTable]:
+    """Return the files of each version, by its ``id()``. A damaged one has none, and it is said;
+    nor has one that was removed meanwhile."""
     found: dict[int, FileTable] = {}
-    for entry in catalogue.entries():
+    for each in versions:
         try:
-            table = table_in(reader, entry)
+            table = each.table()
         except StaleError:
             continue
         except CorruptionError as error:
             output.note(f"portus: {said(error)}")
         else:
             if table is not None:
-                found[entry.info.id] = table
+                found[id(each)] = table
     return found
 
 
-def _row(info: VersionInfo, table: FileTable | None) -> Row:
+def _row(version: StoredCheckpoint, table: FileTable | None) -> Row:
+    info = version.info
     count = "" if table is None else str(len(table.files))
     directory = "" if table is None else table.directory and path_text(table.directory)
     age, size = age_text(info.time_ns), size_text(info.size)
     return info.model, str(info.step), age, size, count, directory
+
+
+def _file_row(file: StoredCheckpoint) -> Row:
+    info = file.info
+    if file.leads_to:
+        return info.model, file.path, "", "", f"leads to {file.leads_to}"
+    return info.model, file.path, str(info.step), age_text(info.time_ns), size_text(info.size)
+
+
+def _file_document(file: StoredCheckpoint) -> Json:
+    own = {"path": file.path, **fields(file.info, "size", "step", "time_ns")}
+    return {**own, "link": file.leads_to or None, **file.details}

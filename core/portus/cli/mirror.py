@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from portus.cli.mirrored import claim, retried, term_document
 from portus.cli.output import FOUND, Json, Output, Row, age_text, count_text, size_text
-from portus.cli.pools import FoundVersion, PlacePools, find_pool, nearest
+from portus.cli.pools import nearest, open_places
 from portus.cli.progress import bar
 from portus.copying.segments import Stop
 from portus.errors import CorruptionError, StaleError, UsageError
@@ -20,8 +19,11 @@ from portus.mirror.fetching import missing
 from portus.mirror.mirror import Mirror
 from portus.mirror.mirrors import Mirrors
 from portus.mirror.objects import Added
+from portus.places.base import StoredCheckpoint
+from portus.places.mirror import claim, retried, term_of
+from portus.places.version import OpenVersion
 
-_Versions = dict[bytes, FoundVersion]
+_Versions = dict[bytes, StoredCheckpoint]
 """Those of the pools of this machine, by their tokens."""
 
 
@@ -65,7 +67,7 @@ def status(url: str | None, pool: str | None, output: Output) -> None:
                     "files": len(state.files),
                     "size": size,
                     "not_mirrored": behind,
-                    **term_document(state),
+                    **term_of(state),
                 }
             )
     if rows:
@@ -126,10 +128,11 @@ def _repaired(mirror: Mirror, added: Added, local: _Versions) -> str:
     return "mended"
 
 
-def _mend(mirror: Mirror, added: Added, found: FoundVersion) -> None:
+def _mend(mirror: Mirror, added: Added, found: StoredCheckpoint) -> None:
     claim(mirror, "mirror repair")
-    reader, entry = found.open()
-    mirror.mend(added, reader, entry.info.id, Stop())
+    with found.opened() as opened:
+        assert isinstance(opened, OpenVersion)
+        mirror.mend(added, opened.reader, opened.entry.info.id, Stop())
 
 
 def _address(url: str | None) -> StoreAddress:
@@ -145,5 +148,5 @@ def _local(pool: str | None) -> Iterator[_Versions]:
     if pool is None and Place.by_variable() is None and nearest(os.getcwd()) is None:
         yield {}
         return
-    with PlacePools(find_pool(pool)) as pools:
-        yield {each.info.token: each for each in pools.versions()}
+    with open_places(pool, mirrors=False) as places:
+        yield {each.info.token: each for each in places.list()}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from portus.errors import printable
-
-Progress = Callable[[int, int], None]
-"""Takes the bytes that are done, and the bytes to do in all."""
+from portus.places.base import Progress
 
 
 @contextlib.contextmanager
@@ -31,15 +29,3 @@ def bar(title: str) -> Iterator[Progress]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(printable(title), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def adding(progress: Progress, total: int) -> Callable[[int], None]:
-    """Return a function that takes the bytes of each piece, and shows their sum."""
-    done = 0
-
-    def add(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(min(done, total), total)
-
-    return add

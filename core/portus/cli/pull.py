@@ -8,7 +8,7 @@ from typing import Final
 
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import version_document
-from portus.cli.progress import adding, bar
+from portus.cli.progress import bar
 from portus.client.files.home import FileHome
 from portus.directory.folder import FOLDER
 from portus.errors import UsageError
@@ -17,6 +17,7 @@ from portus.mirror.address import StoreAddress, parse
 from portus.mirror.fetching import fill, missing
 from portus.mirror.mirror import Mirror
 from portus.mirror.mirrors import Mirrors, meant
+from portus.places.base import adding
 from portus.spec import VersionInfo
 
 _HOW: Final = "portus export takes one version out of a mirror"
@@ -29,7 +30,7 @@ def run(url: str, directory: str | None, pool: str | None, output: Output) -> No
     if os.path.exists(root) and not os.path.isdir(root):
         raise UsageError(f"{root} is not a directory; name one, or leave DIR out")
     place = Place.named(pool or os.path.join(root, DEFAULT_DIRECTORY), "--pool")
-    if place.is_host:
+    if place.local_path is None:
         raise UsageError(f"--pool {place}: a mirror is pulled into pools of this machine")
     documents: list[Json] = []
     with Mirrors(address) as mirrors:
@@ -38,7 +39,7 @@ def run(url: str, directory: str | None, pool: str | None, output: Output) -> No
             models = [model] if mirrors.has(model) else _ranks(models, model)
         if not models:
             raise UsageError(f"{address}: there is no mirror")
-        if len(models) > 1 and not place.is_directory:
+        if len({place.pool_of(each) for each in models}) < len(models):
             raise UsageError(
                 f"--pool {place}: expected a directory for the pools of {len(models)} models"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from portus.cli.output import FOUND, Json, Output, count_text, moment_text, size_text
 from portus.cli.pools import version_document
-from portus.cli.progress import adding, bar
+from portus.cli.progress import bar
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.index.check import Severity, check
 from portus.index.directory import locked, pools_at
@@ -20,6 +20,7 @@ from portus.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.media.base import Medium
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
+from portus.places.base import adding
 from portus.spec import VersionInfo
 
 _FILES = LocalFiles()
@@ -70,9 +71,9 @@ def run(place: str, into: str | None, in_place: bool, output: Output) -> None:
 
 def _file(place: str) -> str:
     path = Place.named(place)
-    if path.is_host:
+    if path.local_path is None:
         raise UsageError(f"{path}: run this on the storage host, on the pool file that it serves")
-    if not path.is_directory and os.path.exists(path.path):
+    if os.path.exists(path.path) and not os.path.isdir(path.path):
         return path.path  # not the generations of its run: each is one pool
     files = [each.path for each in pools_at(path)]
     if len(files) != 1:

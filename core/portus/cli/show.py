@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from math import isfinite, prod
 from typing import Final
 
@@ -17,17 +18,10 @@ from portus.cli.output import (
     moment_text,
     size_text,
 )
-from portus.cli.pools import (
-    FoundVersion,
-    allow,
-    open_pools,
-    table_document,
-    table_in,
-    version_document,
-)
+from portus.cli.pools import allow, open_places, table_document, version_document
 from portus.cli.trees import batches_of
 from portus.client.pools.contents import Storages
-from portus.client.pools.version_file import VersionFile, file_in, table_of
+from portus.client.pools.version_file import VersionFile
 from portus.client.shards.metadata_file import NAME as METADATA
 from portus.client.shards.rank_file import DISTCP
 from portus.format.arrays import ArrayShape
@@ -36,6 +30,8 @@ from portus.format.layout import RecordKind
 from portus.index.log import logged
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.places.base import StoredCheckpoint
+from portus.places.version import OpenVersion
 from portus.spec import TensorSpec
 
 _VALUE_MAX: Final = 60
@@ -52,30 +48,22 @@ def run(target: str, pool: str | None, output: Output) -> None:
         allow(pool)
         files.show(path, output)
         return
-    with open_pools(pool, target) as pools:
-        found = pools.select()
-        if all(each.info.model == pools.target for each in found):
+    with open_places(pool, target) as places:
+        found = places.select()
+        if all(each.info.model == places.target for each in found):
             _show_model(found, output)
         else:
             documents: list[Json] = [_show_version(each, output) for each in found]
             output.document({"versions": documents})
 
 
-def _show_model(found: list[FoundVersion], output: Output) -> None:
-    """Show versions of one model. Of those in a mirror the files are not known, nor what only one
-    of them reaches."""
+def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
+    """Show checkpoints of one model."""
     model = found[0].info.model
-    sizes: dict[str, dict[int, int]] = {}
     rows: list[Row] = []
     versions: list[Json] = []
     for each in found:
-        info, unique, table = each.info, None, None
-        if not each.is_mirrored:
-            reader, entry = each.open()
-            if each.pool.path not in sizes:
-                sizes[each.pool.path] = reader.unique_bytes()
-            unique = sizes[each.pool.path].get(info.id, 0)
-            table = table_in(reader, entry)
+        info, unique, table = each.info, each.unique(), each.table()
         rows.append(
             (
                 str(info.step),
@@ -88,25 +76,31 @@ def _show_model(found: list[FoundVersion], output: Output) -> None:
             )
         )
         versions.append({**_identity(each), "unique": unique, **table_document(table)})
-    for path in dict.fromkeys(each.pool.path for each in found):
+    for path in dict.fromkeys(each.place.path for each in found):
         output.line(f"{model} in {path}")
     output.table((">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "DIRECTORY"), rows)
     output.document({"model": model, "versions": versions})
 
 
-def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
-    reader, entry = found.open()
-    with reader.pinned(entry.info.id) as current:
-        record = reader.record(current)
-        table = table_of(reader, record)
-        unique = None if found.is_mirrored else reader.unique_bytes().get(found.info.id, 0)
+def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
+    with found.opened() as opened:
+        if not isinstance(opened, OpenVersion):
+            sizes = {name: file.size for name, file in opened.files.items()}
+            output.line(f"{found.name} in {found.place}")
+            output.table(("FILE", ">SIZE"), [(name, size_text(sizes[name])) for name in sizes])
+            return {
+                **_identity(found),
+                "files": [{"name": name, "size": size} for name, size in sizes.items()],
+            }
+        reader, current, record = opened.reader, opened.entry, opened.record
+        table, unique = opened.table, found.unique()
         old = record.storages["born"] < record.info.commit
         shared = int(record.storages["length"][old].sum())
         directory = None if table is None else table.directory or None
         info = found.info
         told = f", of which {size_text(shared)} shared with older versions" if shared else ""
         storages = count_text(len(record.storages), "storage")
-        output.line(f"{found.title} in {found.pool}")
+        output.line(f"{found.name} in {found.place}")
         output.line(f"saved   {moment_text(info.time_ns)} ({age_text(info.time_ns)})")
         output.line(f"size    {size_text(info.size)} in {storages}{told}")
         if unique is not None:
@@ -127,15 +121,12 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
         }
         if table is None:
             return {**document, **_show_leaves(reader, current, record, output)}
-        shown: list[Json] = [
-            _show_file(each.name, file_in(reader, record, table.files, number), output)
-            for number, each in enumerate(table.files)
-        ]
-        return {**document, "files": shown}
+        files_shown = [_show_file(name, file, output) for name, file in opened.files.items()]
+        return {**document, "files": list[Json](files_shown)}
 
 
-def _identity(found: FoundVersion) -> dict[str, Json]:
-    return {**version_document(found.info), "pool": found.pool.path}
+def _identity(found: StoredCheckpoint) -> dict[str, Json]:
+    return {**version_document(found.info), "pool": found.place.path}
 
 
 def _show_file(name: str, file: VersionFile, output: Output) -> dict[str, Json]:

@@ -11,15 +11,15 @@ from typing import Final, TypeVar
 
 from portus.cli.output import Output, age_text, count_text, moment_text, said, size_text
 from portus.cli.pools import find_pool, nearest
-from portus.client.files.home import host_journals
 from portus.errors import PortusError, UsageError
 from portus.index.directory import JOURNAL_SUFFIX, journal_directory
 from portus.index.journals import FoundJournal, journals_in, names_in, read
-from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
+from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
 from portus.journal.account import Account, CommittedSave, IntervalDecision, account
 from portus.journal.lines import Saved
 from portus.media.dax import is_device
-from portus.protocol.address import is_address
+from portus.places.directory import journals_inside
+from portus.places.opening import is_whole_place, journals_of
 
 RESTARTS_MAX: Final = 20
 """Rows that are shown to people; all are in the document."""
@@ -123,7 +123,9 @@ def runs_in(
     return found, failed
 
 
-def _looked_in(run: str | None, pool: str | None) -> tuple[list[str], str, str | None, str | None]:
+def _looked_in(
+    run: str | None, pool: str | None
+) -> tuple[Sequence[str], str, str | None, str | None]:
     """Return the directories of journals in which ``run`` is looked for, what to call their place,
     and the name that it is, or the path of its checkpoints, if it may be one.
 
@@ -131,7 +133,7 @@ def _looked_in(run: str | None, pool: str | None) -> tuple[list[str], str, str |
     name, unless a pool is named.
     """
     name = path = None
-    if run is None or is_address(run):
+    if run is None or is_whole_place(run):
         place = find_pool(pool) if run is None else Place.named(run)
         return directories_of(place), place.path, name, path
     path = os.path.abspath(os.path.expanduser(run))
@@ -197,29 +199,19 @@ def _is_pool(path: str) -> bool:
     return is_pool and not os.path.isdir(path)
 
 
-def _in_directory(path: str) -> list[str]:
+def _in_directory(path: str) -> Sequence[str]:
     """Return the directories of journals at ``path``, which is one itself, a pool directory, or the
     directory of a run; else those in the nearest ``.portus`` above."""
     if path.endswith(JOURNAL_SUFFIX):
         return [path]
-    own = _inside(path) or _inside(os.path.join(path, DEFAULT_DIRECTORY))
+    own = journals_inside(path) or journals_inside(os.path.join(path, DEFAULT_DIRECTORY))
     above = nearest(path)
-    return own or ([] if above is None else _inside(above))
+    return own or ([] if above is None else journals_inside(above))
 
 
 def directories_of(place: Place) -> list[str]:
     """Return the directories of the journals of a place."""
-    if place.is_host:
-        links = nearest(os.getcwd())
-        return [each for host in place.hosts for each in host_journals(host, links)]
-    if place.kind is PlaceKind.DIRECTORY:
-        return _inside(place.path)
-    return [journal_directory(place.path)]
-
-
-def _inside(directory: str) -> list[str]:
-    names = [name for name in names_in(directory) if name.endswith(JOURNAL_SUFFIX)]
-    return [os.path.join(directory, name) for name in names]
+    return journals_of(place, nearest(os.getcwd()))
 
 
 def parts(its: Account) -> list[tuple[str, float]]:

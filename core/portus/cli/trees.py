@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, Final
 
 from portus.cli.in_place import check_room
-from portus.cli.pools import FoundVersion
-from portus.cli.progress import adding, bar
+from portus.cli.progress import bar
 from portus.client.leaving import safetensors
 from portus.client.leaving.written import WrittenExport
 from portus.client.loading.patterns import matcher
@@ -21,7 +20,9 @@ from portus.errors import CorruptionError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.log import logged
 from portus.index.records import decode_layout
-from portus.spec import TensorSpec
+from portus.places.base import adding
+from portus.places.version import OpenVersion
+from portus.spec import TensorSpec, VersionInfo
 
 _BATCHES: Final = {"batch": "tables", "dense_batch": "dense part"}
 """What of a version of protected tables has the numbers of its batches, and whose they are."""
@@ -41,7 +42,7 @@ def batches_of(tensors: Sequence[TensorSpec], storages: Storages) -> dict[str, i
 
 
 def write(
-    found: FoundVersion,
+    opened: OpenVersion,
     out: str,
     temporary: str,
     *,
@@ -56,10 +57,9 @@ def write(
     beginning of names. Raises ``UsageError`` for what such a file cannot hold, ``CorruptionError``,
     ``MediumError``.
     """
-    reader, entry = found.open()
+    reader, entry, record = opened.reader, opened.entry, opened.record
     keep = matcher(list(names) or None)
-    with reader.pinned(entry.info.id) as current, open(temporary, "wb") as file:
-        record = reader.record(current)
+    with open(temporary, "wb") as file:
         storages = Storages(reader, record, logged(reader.medium, record))
         specs = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
         if is_torch:
@@ -69,7 +69,7 @@ def write(
             fits: Callable[[int], None] = lambda size: check_room(out, size)  # noqa: E731
             torch_file.write(reader, entry, file, keep=keep, fits=fits)
             if keep is not None:
-                keep.complain(named(found.info))
+                keep.complain(named(entry.info))
             done = WrittenExport(tensors=sum(keep is None or keep(spec.name) for spec in specs))
         else:
             from portus.client.pools.restore import leaves_in
@@ -77,8 +77,8 @@ def write(
             tensors, left_out = _tensors(leaves_in(reader, entry), keep, strip)
             if not tensors:
                 text = "has no tensor of such a name; portus show lists them"
-                raise UsageError(f"{found.title} {text}")
-            _write_safetensors(tensors, storages, found, out, file)
+                raise UsageError(f"{entry.info.model}@{entry.info.step} {text}")
+            _write_safetensors(tensors, storages, entry.info, out, file)
             shared = safetensors.shared(tensors)
             done = WrittenExport(tensors=len(tensors), shared=shared, left_out=left_out)
         file.flush()
@@ -90,14 +90,13 @@ def write(
 def _write_safetensors(
     tensors: Mapping[str, TensorSpec],
     storages: Storages,
-    found: FoundVersion,
+    info: VersionInfo,
     out: str,
     file: BinaryIO,
 ) -> None:
     placed = safetensors.place(tensors)
     total = sum(each.size for each in placed)
     check_room(out, total)
-    info = found.info
     about = {"model": info.model, "step": info.step, "token": info.token.hex()}
     near = os.path.dirname(os.path.abspath(out))
     with bar(os.path.basename(out)) as progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -69,9 +68,7 @@ class Checkpointer:
         # So this class is not abstract: type checkers would refuse to make one of it.
         if cls is not Checkpointer:
             return super().__new__(cls)
-        is_directory = place_of(directory).kind is PlaceKind.DIRECTORY
-        module, name = _OF_DIRECTORIES if is_directory else _OF_POOLS
-        kind: type[Own] = getattr(importlib.import_module(module), name)
+        kind: type[Own] = place_of(directory).classes.load_checkpointer()
         return super().__new__(kind)
 
     def save(
@@ -201,10 +198,6 @@ class Checkpointer:
             if error is None:
                 raise
             _log.error("portus: a save failed: %s", late)  # what ended the block matters more
-
-
-_OF_DIRECTORIES: Final = ("portus.client.paths.numbered", "DirectoryCheckpointer")
-_OF_POOLS: Final = ("portus.client.pools.checkpointer", "PoolCheckpointer")
 
 
 def place_of(directory: str | os.PathLike[str] | None) -> Place:

@@ -8,13 +8,14 @@ absolute, whatever becomes of the working directory, and nobody asks text again 
 from __future__ import annotations
 
 import enum
+import importlib
 import os
 import re
 import stat
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from portus.errors import UsageError, masked
 from portus.media.dax import is_device
@@ -53,6 +54,46 @@ class PlaceKind(enum.Enum):
     HOSTS = "several storage hosts"
     MIRROR = "mirror"
     """Of models, at the address ``path``; looked at by commands, and never saved to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceClasses:
+    """What knows a kind of place, as "module:class", which is imported when it is needed, since it
+    is on a floor above. ``opened``: the ``OpenPlace``; None for several places, each of which has
+    one. ``checkpointer``: what a ``Checkpointer`` there is; None where nothing is saved to."""
+
+    opened: str | None
+    checkpointer: str | None
+
+    def load_opened(self) -> Any:
+        """Return the class of the place when it is open."""
+        assert self.opened is not None, "several places are opened one by one"
+        return _loaded(self.opened)
+
+    def load_checkpointer(self) -> Any:
+        """Return the class of checkpointers there. Raises ``UsageError`` if there is none."""
+        assert self.checkpointer is not None, "Place.named refuses what nothing is saved to"
+        return _loaded(self.checkpointer)
+
+
+def _loaded(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+_DIRECTORIES: Final = "portus.client.paths.numbered:DirectoryCheckpointer"
+_POOLS: Final = "portus.client.pools.checkpointer:PoolCheckpointer"
+_POOL: Final = "portus.places.pool:PoolPlace"
+
+PLACES: Final = {
+    PlaceKind.DIRECTORY: PlaceClasses("portus.places.directory:DirectoryPlace", _DIRECTORIES),
+    PlaceKind.FILE: PlaceClasses(_POOL, _POOLS),
+    PlaceKind.DEVICE: PlaceClasses(_POOL, _POOLS),
+    PlaceKind.HOST: PlaceClasses("portus.places.host:HostPlace", _POOLS),
+    PlaceKind.HOSTS: PlaceClasses(None, _POOLS),
+    PlaceKind.MIRROR: PlaceClasses("portus.places.mirror:MirrorPlace", None),
+}
+"""Every kind of place: to add one, add a line here, its module, and its class of tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +169,17 @@ class Place:
         if stat.S_ISCHR(mode) and is_device(path):
             return cls(PlaceKind.DEVICE, path)
         return cls(PlaceKind.DIRECTORY if stat.S_ISDIR(mode) else PlaceKind.FILE, path)
+
+    @property
+    def classes(self) -> PlaceClasses:
+        """What knows such a place."""
+        return PLACES[self.kind]
+
+    @property
+    def local_path(self) -> str | None:
+        """The path on this machine's file systems; None for what is elsewhere."""
+        is_elsewhere = self.is_host or self.kind is PlaceKind.MIRROR
+        return None if is_elsewhere else self.path
 
     @property
     def is_host(self) -> bool:

@@ -30,17 +30,17 @@ def scrub(
     look: its ``batch`` and ``reading`` count for nothing. Blocks for as long as that takes. Raises
     as ``check``, and what ``wait`` raises.
     """
-    paced = replace(look, batch=UNIT, reading=_Pace(bytes_per_s, wait))
+    paced = replace(look, batch=UNIT, reading=Pace(bytes_per_s, wait))
     if isinstance(pool, PoolReader):
         return check_medium(pool.medium, pool.locks, paced)
     return check_file(pool.path, paced, cached=False)
 
 
-class _Pace:
+class Pace:
     """Waits so that no more is read in a second than was said. What was not read in time is not
     made up for."""
 
-    def __init__(self, bytes_per_s: int, wait: Wait) -> None:
+    def __init__(self, bytes_per_s: int, wait: Wait = time.sleep) -> None:
         self._bytes_per_s: Final = bytes_per_s
         self._wait: Final = wait
         self._free_s = time.monotonic()

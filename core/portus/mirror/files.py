@@ -82,10 +82,11 @@ class MirroredFiles:
         """Return what the log says now."""
         return self._mirror.read()
 
-    def claim(self, who: str, run: bytes) -> State:
+    def claim(self, who: str, run: bytes, *, passing: bool = False) -> State:
         """Claim the mirror: from now on only what this process says counts. run: 16 bytes, the
-        identity of the run on this machine."""
-        return self._mirror.claim(who, run, 0)
+        identity of the run on this machine. passing: until a run that mirrors there takes it
+        back."""
+        return self._mirror.claim(who, run, 0, passing=passing)
 
     def upload(
         self, path: str, file: UploadedFile, step: int, stop: Stop, *, term: int | None = None
@@ -163,6 +164,10 @@ class MirroredFiles:
         if found:
             self._store.delete(found)
         return len(found)
+
+    def load(self, filed: Filed, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` of a file; nothing is compared."""
+        self._store.get_range(self._prefix + filed.name, offset, target)
 
     def fetch(self, filed: Filed, number: int, advanced: Callable[[int], None]) -> None:
         """Write a file into the open and empty file ``number``, verified. advanced: told of bytes.

@@ -14,10 +14,11 @@ from typing import Final
 
 from portus.errors import UsageError
 from portus.mirror.address import StoreAddress, parse
+from portus.mirror.files import MirroredFiles
 from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import LOG, prefix_of
 from portus.mirror.opening import configured_key, open_store
-from portus.mirror.store import Store
+from portus.mirror.store import FileStore, Store
 
 _STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
 _SHOWN: Final = 20
@@ -40,6 +41,13 @@ class Mirrors:
     def of(self, model: str) -> Mirror:
         """Return the mirror of a model, which need not exist. It ends when this is closed."""
         return Mirror(self._store, model, key=self._key, name=str(self.address))
+
+    def files_of(self, run: str) -> MirroredFiles:
+        """Return the mirrored files of a run. It ends when this is closed. Raises ``UsageError``
+        for a storage host, which has none."""
+        if not isinstance(self._store, FileStore):
+            raise UsageError(f"{self.address}: a storage host has no mirrors of files")
+        return MirroredFiles(self._store, run, str(self.address))
 
     def has(self, model: str) -> bool:
         """True if there is one of that model. One request."""

@@ -241,7 +241,7 @@ def test_a_pointer_that_leads_elsewhere_meanwhile_is_left(run: Run) -> None:
 def test_a_pool_that_a_trainer_writes_keeps_its_versions_and_pointers(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.cli.rm.WAIT_S", 0.0)
+    monkeypatch.setattr("portus.places.pool.WAIT_S", 0.0)
     [path] = run.point(1)
     code = (
         "import sys\n"

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from portus.client.loading.recognized import is_whole
 from portus.copying.segments import Digests, Stop
-from portus.directory.publisher import Publication, Publisher
+from portus.directory.publisher import Publisher
 from portus.directory.system import Linux, System
 from portus.format.checksum import DIGEST_SIZE
 from portus.media.process import Descriptor
@@ -30,6 +30,17 @@ class CommittedFile:
     info: VersionInfo
 
 
+class Unpublished(Protocol):
+    """Files that are durable, and become visible together; see ``Publication``."""
+
+    @property
+    def path(self) -> str: ...
+
+    def publish(self, turn: AbstractContextManager[None]) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
 class FileDraft:
     """See ``pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes ``files``.
 
@@ -41,7 +52,7 @@ class FileDraft:
 
     def __init__(
         self,
-        draft: Publication[Descriptor],
+        draft: Unpublished,
         files: Sequence[ImageFile],
         turn: Callable[[], AbstractContextManager[None]],
         ready: Callable[[], None] | None = None,

@@ -1,0 +1,1 @@
+"""Places for checkpoints: directories, pools, storage hosts and mirrors, by one interface."""

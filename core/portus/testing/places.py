@@ -1,0 +1,302 @@
+"""Tests that every place for checkpoints must pass.
+
+Subclass ``PlaceContract`` and implement its abstract methods: how to open your place, and where on
+the disk its bytes are, because a test of damage must not rely on the place. pytest then runs the
+suite. No test is skipped because of what a place can do.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+import xxhash
+
+from portus.client.formats.safetensors import NamedTensor, safetensors_image
+from portus.copying.segments import Stop
+from portus.errors import CorruptionError, UsageError
+from portus.format.checksum import UNIT
+from portus.image.image import Image
+from portus.index.check import Severity
+from portus.pipeline.draft import Draft, Labels
+from portus.pipeline.plan import Snapshot
+from portus.places.base import Abilities, CheckPace, OpenPlace, StoredCheckpoint, Verdict
+
+MODEL: Final = "net"
+
+_LENGTHS: Final = (8200, 4096, 0, 13)
+"""Bytes of the storages of a file: some pages, a page, nothing, and a few."""
+
+_BIG: Final = "big-"
+"""Begins the name of a file whose first storage has more than a unit."""
+
+Storages = Sequence[np.ndarray[tuple[int], np.dtype[np.uint8]]]
+
+
+class PlaceContract(abc.ABC):
+    """Tests of an ``OpenPlace``. Each test gets its own instance of the subclass, and a place of
+    its own where nothing was saved.
+
+    abilities: what the place is to say of itself.
+    """
+
+    abilities: Abilities
+
+    @abc.abstractmethod
+    def open(self) -> OpenPlace:
+        """Open the place of this test. Each call opens it once more. The contract closes what it
+        opened."""
+
+    @abc.abstractmethod
+    def behind(self) -> Path:
+        """Return the directory whose files have the bytes of the place."""
+
+    @pytest.fixture
+    def place(self) -> Iterator[OpenPlace]:
+        """The place of this test."""
+        with self.open() as place:
+            yield place
+
+    def test_it_says_what_it_can_do(self, place: OpenPlace) -> None:
+        save(place, 1)
+        assert place.abilities == self.abilities
+
+    def test_nothing_is_in_a_new_place(self, place: OpenPlace) -> None:
+        assert place.list() == []
+        assert list(place.models()) == []
+
+    def test_a_draft_is_nowhere_before_its_commit(self, place: OpenPlace) -> None:
+        draft, labels, _ = drafted(place, 1)
+        with self.open() as other:
+            assert other.list() == []
+            draft.commit(labels, None, ())
+            draft.release()
+            assert [each.info.step for each in other.list()] == [1]
+
+    def test_a_draft_that_is_released_leaves_nothing(self, place: OpenPlace) -> None:
+        draft, _, _ = drafted(place, 1)
+        draft.release()
+        draft.release()
+        assert place.list() == []
+        save(place, 1)
+        assert len(place.list()) == 1
+
+    def test_a_file_is_read_as_its_image_says_byte_for_byte(
+        self, place: OpenPlace, tmp_path: Path
+    ) -> None:
+        [(name, expected)] = save(place, 7, file_name(7, _BIG)).items()
+        [found] = place.list()
+        assert found.info.step == 7
+        assert len(expected) - 4096 <= found.info.size <= len(expected), "perhaps of storages alone"
+        with place.open(found.name) as opened:
+            assert list(opened.files) == [name]
+            file = opened.files[name]
+            assert file.size == len(expected)
+            for start, end in ((0, file.size), (5, 6), (4000, UNIT + 8000), (file.size, file.size)):
+                data = bytearray(end - start)
+                file.load(start, memoryview(data))
+                assert data == expected[start:end], (start, end)
+            written: list[int] = []
+            opened.write(name, str(tmp_path / "written"), written.append)
+            assert (tmp_path / "written").read_bytes() == expected
+            assert sum(written) == len(expected)
+            with pytest.raises(UsageError, match="no file 'other'"):
+                opened.write("other", str(tmp_path / "other"), written.append)
+
+    def test_files_of_one_draft_are_all_there_or_none(self, place: OpenPlace) -> None:
+        names = [file_name(3, part) for part in ("a", "b")]
+        expected = save(place, 3, *names)
+        found = place.list()
+        seen: dict[str, bytes] = {}
+        for each in found:
+            with each.opened() as opened:
+                seen |= {name: read(file) for name, file in opened.files.items()}
+        assert seen == expected
+
+    def test_the_newest_comes_last_and_others_see_the_same(self, place: OpenPlace) -> None:
+        for step in (1, 3, 2):
+            save(place, step)
+        assert [each.info.step for each in place.list()] == [1, 3, 2]
+        with self.open() as other:
+            names = [each.name for each in other.list()]
+        assert names == [each.name for each in place.list()]
+        assert len(set(names)) == 3
+
+    def test_models_are_told_apart_where_there_are_any(self, place: OpenPlace) -> None:
+        save(place, 1)
+        for model in place.models():
+            assert model == MODEL
+            assert [each.info.step for each in place.list(model)] == [1]
+        assert place.list("another") == []
+
+    def test_what_is_removed_is_gone_for_everybody_and_nothing_else(self, place: OpenPlace) -> None:
+        expected = {step: save(place, step) for step in (1, 2, 3)}
+        with self.open() as other:
+            middle = other.list()[1]
+            other.remove(middle.name)
+            assert [each.info.step for each in other.list()] == [1, 3]
+            with pytest.raises(UsageError, match="no checkpoint"):
+                other.remove(middle.name)
+        assert [each.info.step for each in place.list()] == [1, 3]
+        for each in place.list():
+            with each.opened() as opened:
+                [file] = opened.files.values()
+                assert {*expected[each.info.step].values()} == {read(file)}
+
+    def test_nothing_is_removed_before_all_of_it_is_asked_for(self, place: OpenPlace) -> None:
+        save(place, 1)
+        with place.removal(place.list()):
+            pass
+        assert len(place.list()) == 1
+
+    def test_a_check_reads_every_byte(self, place: OpenPlace) -> None:
+        for step in (1, 2):
+            save(place, step)
+        assert checked(place, None) == []
+        size = sum(each.size for each in verdicts(place, None))
+        assert size >= 2 * sum(_LENGTHS)
+
+    def test_a_flipped_bit_is_found_where_it_is(self, place: OpenPlace, tmp_path: Path) -> None:
+        for step in (1, 2):
+            save(place, step)
+        assert self._flip(storages_of(file_name(2))[0]) == 1
+        whole, damaged = place.list()
+        assert checked(place, [whole]) == []
+        assert checked(place, [damaged]) != []
+        assert checked(place, None) != []
+        with damaged.opened() as opened:
+            [name] = opened.files
+            with pytest.raises(CorruptionError):
+                opened.write(name, str(tmp_path / "damaged"), lambda size: None)
+        with whole.opened() as opened:
+            [name] = opened.files
+            opened.write(name, str(tmp_path / "whole"), lambda size: None)
+
+    def test_a_place_that_is_closed_can_be_opened_again(self, place: OpenPlace) -> None:
+        save(place, 1)
+        place.close()
+        place.close()
+        with self.open() as other:
+            assert len(other.list()) == 1
+            save(other, 2)
+            assert len(other.list()) == 2
+
+    def _flip(self, storage: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+        """Flip a bit of a storage in each file that has it; return how many have."""
+        wanted, count = storage.tobytes()[:4096], 0
+        for path in self.behind().rglob("*"):
+            if path.is_file() and (at := path.read_bytes().find(wanted)) >= 0:
+                with path.open("r+b") as file:
+                    file.seek(at + 100)
+                    file.write(bytes([wanted[100] ^ 1]))
+                count += 1
+        return count
+
+
+def file_name(step: int, part: str = "") -> str:
+    """Return the name of a file of a step."""
+    return f"{part}step-{step}.safetensors"
+
+
+def storages_of(name: str) -> Storages:
+    """Return the bytes of the storages of a file, which are like those of no other file."""
+    source, more = random.Random(name), UNIT if name.startswith(_BIG) else 0
+    lengths = (_LENGTHS[0] + more, *_LENGTHS[1:])
+    return [np.frombuffer(source.randbytes(length), np.uint8) for length in lengths]
+
+
+def image_of(storages: Storages) -> Image:
+    """Return the image of a safetensors file."""
+    tensors = [
+        NamedTensor(f"t{number}", "U8", (len(each),), len(each))
+        for number, each in enumerate(storages)
+    ]
+    return safetensors_image(tensors, {})
+
+
+def assembled(image: Image, storages: Storages) -> bytes:
+    """Return the bytes of the file of an image, put together here."""
+    data = bytearray(image.size)
+    digests, crcs = [], []
+    for offset, storage in zip(image.offset.tolist(), storages, strict=True):
+        whole = storage.tobytes()
+        data[offset : offset + len(whole)] = whole
+        units = [whole[start : start + UNIT] for start in range(0, max(1, len(whole)), UNIT)]
+        digests += [xxhash.xxh3_128(each).digest() for each in units]
+        crcs.append(zlib.crc32(whole))
+    rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+    for literal in image.literals(rows, np.array(crcs, np.uint32)):
+        data[literal.offset : literal.end] = literal.data
+    return bytes(data)
+
+
+def drafted(place: OpenPlace, step: int, *names: str) -> tuple[Draft, Labels, Mapping[str, bytes]]:
+    """Begin a checkpoint, and copy all of its storages; return the draft, what its commit needs,
+    and the bytes that its files are to have."""
+    own = {name: storages_of(name) for name in names or [file_name(step)]}
+    images = {name: image_of(storages) for name, storages in own.items()}
+    storages = [each for every in own.values() for each in every]
+    count, token = len(storages), os.urandom(16)
+    snapshot = Snapshot(
+        model=MODEL,
+        step=step,
+        token=token,
+        tree=b"",
+        layout=b"",
+        address=np.array([each.ctypes.data if len(each) else 0 for each in storages], np.int64),
+        length=np.array([len(each) for each in storages], np.int64),
+        late=np.zeros(count, np.bool_),
+        steady=np.zeros(count, np.bool_),
+        alive=storages,
+    )
+    draft = place.draft(snapshot, images)
+    draft.copy(np.arange(count), snapshot.address, Stop())
+    labels = Labels(model=MODEL, step=step, token=token, layout=b"", tree=b"")
+    return draft, labels, {name: assembled(images[name], own[name]) for name in own}
+
+
+def save(place: OpenPlace, step: int, *names: str) -> Mapping[str, bytes]:
+    """Commit a checkpoint; return the bytes that its files are to have."""
+    draft, labels, expected = drafted(place, step, *names)
+    try:
+        draft.commit(labels, None, ())
+    finally:
+        draft.release()
+    return expected
+
+
+def read(file: object) -> bytes:
+    """Return all bytes of a ``ReadableFile``."""
+    data = bytearray(file.size)  # type: ignore[attr-defined]
+    file.load(0, memoryview(data))  # type: ignore[attr-defined]
+    return bytes(data)
+
+
+def verdicts(place: OpenPlace, chosen: Sequence[StoredCheckpoint] | None) -> list[Verdict]:
+    """Return what the checks find. Raises what they raise."""
+    found = []
+    for check in place.checks(chosen, CheckPace()):
+        verdict = Verdict(check.path)
+
+        def progress(done: int, total: int, verdict: Verdict = verdict) -> None:
+            verdict.size = done
+
+        check.run(verdict, progress)
+        found.append(verdict)
+    return found
+
+
+def checked(place: OpenPlace, chosen: Sequence[StoredCheckpoint] | None) -> list[str]:
+    """Return the errors that checks find, in words."""
+    try:
+        found = [each for verdict in verdicts(place, chosen) for each in verdict.findings]
+    except CorruptionError as error:
+        return [str(error)]
+    return [str(each) for each in found if each.severity is Severity.ERROR]
