@@ -138,7 +138,7 @@ class RunFiles:
     def why_no_shards(self) -> str:
         """Why shards cannot go to the configured pool; empty if they can."""
         place = self._pool_at
-        if place is None or place.is_host:
+        if place is None or place.is_shared:
             return ""
         return f"{place} is one pool; shards go to a directory, or to a storage host"
 

@@ -44,26 +44,6 @@ BROAD_EXCEPT = {
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",
 }
 
-# Who asks for the kind of a place, how often, and why. The list only becomes shorter.
-KINDS_OF_PLACES = {
-    "core/portus/client/checkpointer.py": (1, "a file that is no pool is refused"),
-    "core/portus/client/dcp/directory_writer.py": (1, "shards of ranks go to hosts alone"),
-    "core/portus/client/dcp/face.py": (1, "shards of ranks go to hosts alone"),
-    "core/portus/client/files/home.py": (2, "drafts of a training; `OpenPlace` has the others"),
-    "core/portus/client/loading/elsewhere.py": (2, "tables are in pools of this machine"),
-    "core/portus/client/loading/resolve.py": (3, "what a pointer may choose (V6)"),
-    "core/portus/client/paths/file_journal.py": (1, "how a journal names a directory"),
-    "core/portus/client/paths/pooled.py": (3, "whether a pool is there before it is made"),
-    "core/portus/client/pools/training_pool.py": (3, "names, replicas and pointers of hosts"),
-    "core/portus/daemon/pools.py": (1, "a host does not serve another host"),
-    "core/portus/embedding/protected.py": (2, "tables are in pools of this machine"),
-    "core/portus/index/check.py": (1, "a host is checked by the command"),
-    "core/portus/index/directory.py": (2, "finds the pools of a directory"),
-    "core/portus/shelf/shelf.py": (2, "shelves are in pools of this machine"),
-    "core/portus/testing/adapter.py": (1, "trainings begin with an empty pool"),
-    "portus_lightning/run_files.py": (1, "shards of ranks go to hosts alone"),
-}
-
 # Words that no docstring begins with: what they stand for is in the name above, or nowhere.
 FRAGMENTS = (
     "of by at in on for from to with without within into onto over below above between behind "
@@ -223,19 +203,24 @@ def unpickles(node: ast.AST) -> bool:
 
 def test_nobody_outside_of_places_asks_for_a_kind() -> None:
     own = {ROOT / "core/portus/index/place.py", *(ROOT / "core/portus/places").glob("*.py")}
-    found = {
-        str(path.relative_to(ROOT)): count
-        for path in package_files()
-        if path not in own and (count := kinds_asked(path))
-    }
-    assert found == {name: count for name, (count, _) in KINDS_OF_PLACES.items()}
+    asking = [str(path) for path in package_files() if path not in own and asks_for_kind(path)]
+    assert asking == []
 
 
-def kinds_asked(path: Path) -> int:
-    """How often a module asks what kind of place it has."""
-    nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)]
-    names = [node.value.id for node in nodes if isinstance(node.value, ast.Name)]
-    return names.count("PlaceKind") + [node.attr for node in nodes].count("is_host")
+def asks_for_kind(path: Path) -> bool:
+    """Whether a module uses ``PlaceKind``, or the class of an open place to tell places apart."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and any(n.name == "PlaceKind" for n in node.names):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in ("is_host", "PlaceKind"):
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            named = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+            if any(
+                name.endswith(("Place", "Home", "HostPool")) and name != "Place" for name in named
+            ):
+                return True
+    return False
 
 
 def test_nothing_is_unpickled_but_where_a_reason_is_given() -> None:

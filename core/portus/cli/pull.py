@@ -82,7 +82,7 @@ def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) 
 
 def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
     state = mirror.read()
-    home = FileHome(place, None)
+    home = FileHome(place, mirror.model)
     made = not home.exists()
     home.create()
     writer = home.open()

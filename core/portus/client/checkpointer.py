@@ -15,7 +15,7 @@ from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.errors import PortusError, UsageError, printable
 from portus.format.layout import MAGIC
-from portus.index.place import SUFFIX, Place, PlaceKind
+from portus.index.place import SUFFIX, Place
 from portus.pipeline.handle import SaveHandle, SaveStats
 from portus.settings.keep import Keep
 from portus.spec import VersionInfo
@@ -205,7 +205,7 @@ def place_of(directory: str | os.PathLike[str] | None) -> Place:
     if directory is None:
         return Place.by_variable() or Place.named(os.path.abspath(DEFAULT))
     place = Place.named(directory, "directory")
-    if place.kind is PlaceKind.FILE and not place.path.endswith(SUFFIX):
+    if place.local_pool is not None and not place.path.endswith(SUFFIX):
         with contextlib.suppress(OSError), open(place.path, "rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise UsageError(

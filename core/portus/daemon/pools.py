@@ -229,7 +229,7 @@ class Pools:
         ``BusyError``."""
         in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
         where = None if in_memory or not place else Place.named(place, "POOL")
-        if not place or (where is not None and where.is_host):
+        if not place or (where is not None and where.local_path is None):
             raise UsageError(
                 f"{place!r} cannot be served: expected a directory, a pool file, a DAX device or "
                 f"{MEMORY}SIZE"

@@ -34,7 +34,7 @@ from portus.embedding.tables import Table, tables_of
 from portus.embedding.training import ProtectedTraining
 from portus.errors import PortusError, UsageError
 from portus.index.directory import create_pool, has_pool, open_writer
-from portus.index.place import Place, PlaceKind
+from portus.index.place import Place
 from portus.index.pool import PoolWriter
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
@@ -98,7 +98,7 @@ def protect(
     ``MediumError``.
     """
     place = Place.named(pool)
-    if place.kind not in (PlaceKind.FILE, PlaceKind.DEVICE):
+    if place.local_pool is None:
         raise UsageError(f"{place}: expected a pool file or a DAX device for tables")
     sizes = {"max_bytes": max_bytes, "log_bytes": log_bytes, "timeout_s": timeout_s}
     refuse_misfits(protect, {"mode": mode, "in_place": in_place, **sizes})

@@ -94,7 +94,7 @@ def check(
     if isinstance(pool, PoolReader):
         return check_medium(pool.medium, pool.locks, look)
     place = Place.named(pool)
-    if place.is_host:
+    if place.local_path is None:
         raise UsageError(f"{place}: `portus verify --pool {place}` checks what a storage host has")
     if not os.path.isdir(place.path):
         return check_file(place.path, look)

@@ -24,7 +24,7 @@ from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
 from portus.index.messages import read_holder, store_failure
-from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
+from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
 from portus.index.pool import PoolWriter, format_pool
 from portus.index.reader import PoolReader
 from portus.media.base import MediumKind
@@ -53,12 +53,12 @@ JOURNAL_SUFFIX: Final = ".journal"
 def pools_at(place: Place) -> list[Place]:
     """Every pool there is: that of the place, or those of the directory. Hosts are not asked.
     Raises ``UsageError`` if there is nothing of that name."""
-    if place.is_host:
+    if place.hosts:
         return place.hosts
     if os.path.isdir(place.path):
         names = sorted(name for name in os.listdir(place.path) if _is_pool_name(name))
-        paths = [os.path.join(place.path, name) for name in names]
-        return [Place(PlaceKind.FILE, path) for path in paths if os.path.isfile(path)]
+        pools = map(place.pool_in, names)
+        return [pool for pool in pools if os.path.isfile(pool.path)]
     if not os.path.exists(place.path):
         raise UsageError(f"{place}: there is no pool and no pool directory of this name")
     return [place]

@@ -60,10 +60,14 @@ class PlaceKind(enum.Enum):
 class PlaceClasses:
     """What knows a kind of place, as "module:class", which is imported when it is needed, since it
     is on a floor above. ``opened``: the ``OpenPlace``; None for several places, each of which has
-    one. ``checkpointer``: what a ``Checkpointer`` there is; None where nothing is saved to."""
+    one. ``checkpointer``: what a ``Checkpointer`` there is; None where nothing is saved to.
+    ``home``: where the versions of a training are, as it sees them; None where it has none.
+    ``is_local``: whether it is on this machine's file systems."""
 
     opened: str | None
     checkpointer: str | None
+    home: str | None
+    is_local: bool
 
     def load_opened(self) -> Any:
         """Return the class of the place when it is open."""
@@ -75,6 +79,11 @@ class PlaceClasses:
         assert self.checkpointer is not None, "Place.named refuses what nothing is saved to"
         return _loaded(self.checkpointer)
 
+    def load_home(self) -> Any:
+        """Return the ``Home`` of trainings there."""
+        assert self.home is not None, "one pool has one"
+        return _loaded(self.home)
+
 
 def _loaded(name: str) -> Any:
     module, _, attribute = name.partition(":")
@@ -83,15 +92,20 @@ def _loaded(name: str) -> Any:
 
 _DIRECTORIES: Final = "portus.client.paths.numbered:DirectoryCheckpointer"
 _POOLS: Final = "portus.client.pools.checkpointer:PoolCheckpointer"
-_POOL: Final = "portus.places.pool:PoolPlace"
+_HOMES: Final = "portus.client.files.home"
+_POOL: Final = PlaceClasses("portus.places.pool:PoolPlace", _POOLS, f"{_HOMES}:FileHome", True)
 
 PLACES: Final = {
-    PlaceKind.DIRECTORY: PlaceClasses("portus.places.directory:DirectoryPlace", _DIRECTORIES),
-    PlaceKind.FILE: PlaceClasses(_POOL, _POOLS),
-    PlaceKind.DEVICE: PlaceClasses(_POOL, _POOLS),
-    PlaceKind.HOST: PlaceClasses("portus.places.host:HostPlace", _POOLS),
-    PlaceKind.HOSTS: PlaceClasses(None, _POOLS),
-    PlaceKind.MIRROR: PlaceClasses("portus.places.mirror:MirrorPlace", None),
+    PlaceKind.DIRECTORY: PlaceClasses(
+        "portus.places.directory:DirectoryPlace", _DIRECTORIES, None, True
+    ),
+    PlaceKind.FILE: _POOL,
+    PlaceKind.DEVICE: _POOL,
+    PlaceKind.HOST: PlaceClasses(
+        "portus.places.host:HostPlace", _POOLS, f"{_HOMES}:HostHome", False
+    ),
+    PlaceKind.HOSTS: PlaceClasses(None, _POOLS, None, False),
+    PlaceKind.MIRROR: PlaceClasses("portus.places.mirror:MirrorPlace", None, None, False),
 }
 """Every kind of place: to add one, add a line here, its module, and its class of tests."""
 
@@ -178,12 +192,21 @@ class Place:
     @property
     def local_path(self) -> str | None:
         """The path on this machine's file systems; None for what is elsewhere."""
-        is_elsewhere = self.is_host or self.kind is PlaceKind.MIRROR
-        return None if is_elsewhere else self.path
+        return self.path if self.classes.is_local else None
 
     @property
-    def is_host(self) -> bool:
-        """True for storage hosts: nothing of it lies on this machine's file systems."""
+    def local_pool(self) -> str | None:
+        """The path of the one pool that it is, on this machine; None for everything else."""
+        return self.local_path if self.kind in (PlaceKind.FILE, PlaceKind.DEVICE) else None
+
+    @property
+    def title(self) -> str:
+        """The kind of place, in words."""
+        return self.kind.value
+
+    @property
+    def is_shared(self) -> bool:
+        """True where several processes may save at once: storage hosts."""
         return self.kind in (PlaceKind.HOST, PlaceKind.HOSTS)
 
     @property
@@ -191,7 +214,7 @@ class Place:
         """Each of the storage hosts; none, if it lies on this machine's file systems."""
         if self.kind is PlaceKind.HOSTS:
             return [Place(PlaceKind.HOST, each) for each in _COMMA.split(self.path)]
-        return [self] if self.is_host else []
+        return [self] if self.is_shared else []
 
     @property
     def readable(self) -> list[Place]:
@@ -203,7 +226,7 @@ class Place:
     def of_rank(self, rank: int) -> Place:
         """Where one of several writers that save together does: those of storage hosts are spread
         over all of them."""
-        return self.hosts[rank % len(self.hosts)] if self.is_host else self
+        return self.hosts[rank % len(self.hosts)] if self.is_shared else self
 
     @property
     def is_directory(self) -> bool:
@@ -216,11 +239,18 @@ class Place:
         assert self.kind is PlaceKind.HOST
         return parse(self.path)
 
+    @property
+    def has_replica(self) -> bool:
+        """True for a storage host that another one stands in for."""
+        return self.kind is PlaceKind.HOST and self.address.second is not None
+
     def pool_of(self, name: str) -> Place:
         """The one pool of the writer called ``name``."""
-        if not self.is_directory:
-            return self
-        return Place(PlaceKind.FILE, os.path.join(self.path, quoted(name) + SUFFIX))
+        return self.pool_in(quoted(name) + SUFFIX) if self.is_directory else self
+
+    def pool_in(self, name: str) -> Place:
+        """The pool file of that name in the directory."""
+        return Place(PlaceKind.FILE, os.path.join(self.path, name))
 
     def __str__(self) -> str:
         return self.path

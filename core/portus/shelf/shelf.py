@@ -13,7 +13,7 @@ import numpy as np
 
 from portus.errors import StaleError, UsageError
 from portus.index.directory import create_pool, has_pool, open_reader, open_writer
-from portus.index.place import Place, PlaceKind
+from portus.index.place import Place
 from portus.index.reader import PoolReader
 from portus.media.local import LocalFiles
 from portus.settings.fits import Seconds, SomeBytes, refuse_misfits
@@ -89,7 +89,7 @@ class Shelf:
         ``MediumError``.
         """
         place = Place.named(path)
-        if place.kind not in (PlaceKind.FILE, PlaceKind.DEVICE):
+        if place.local_pool is None:
             raise UsageError(
                 f"{place}: a shelf is a file whose name ends with .portus, or a DAX device"
             )

@@ -256,7 +256,7 @@ def act(
         adapter.train(Order(run, pool, until, kill_at, say))
         return
     paths, pool = arguments
-    if pool is not None and Place.named(pool).is_host:
+    if pool is not None and Place.named(pool).is_shared:
         os.environ["PORTUS_POOL"] = pool  # a pointer alone makes nobody connect
     for path in paths:
         say(f"{path}\t{_look(adapter, path)}")

@@ -117,7 +117,7 @@ class DirectoryWriter(StorageWriter):
         pool: Place | None = None,
     ) -> None:
         super().__init__()
-        if pool is not None and not pool.is_host:
+        if pool is not None and not pool.is_shared:
             raise UsageError(
                 f"pool: {pool} is one pool, with one writer; shards go to directories of files, or "
                 "to storage hosts"

@@ -238,7 +238,7 @@ class PortusStorageReader(StorageReader):
 def _host_of(place: PlaceName | None) -> Place | None:
     """The storage hosts that are named; None for a directory."""
     found = Place.by_variable() if place is None else Place.named(place)
-    return found if found is not None and found.is_host else None
+    return found if found is not None and found.is_shared else None
 
 
 def _path_of(place: PlaceName | None) -> str | None:

@@ -40,7 +40,12 @@ Pool = PoolWriter | HostPool
 
 
 class Home(Protocol):
-    """See the module."""
+    """See the module. Made for a place, the name of a training, the most bytes of a file, and on
+    how many machines what counts is to be."""
+
+    @staticmethod
+    def read(place: Place) -> PoolReader:
+        """Return the pool at a place, for reading. Raises what opening raises."""
 
     @property
     def path(self) -> str:
@@ -72,10 +77,16 @@ class Home(Protocol):
 class FileHome:
     """A pool file of this machine, or a device."""
 
-    def __init__(self, place: Place, max_bytes: int | None) -> None:
+    def __init__(
+        self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
+    ) -> None:
         self.path: Final = place.path
         self._max_bytes: Final = max_bytes
         self._writer: PoolWriter | None = None
+
+    @staticmethod
+    def read(place: Place) -> PoolReader:
+        return open_reader(place.path)
 
     def journal(self) -> str:
         return journal_directory(self.path)
@@ -128,7 +139,9 @@ class HostHome:
     """A pool on a storage host. What of its runs is on this machine is in ``.portus`` in the
     current directory."""
 
-    def __init__(self, place: Place, model: str, durable: int = 1) -> None:
+    def __init__(
+        self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
+    ) -> None:
         self._model: Final = model
         self._durable: Final = durable
         self.path: Final = place.path
@@ -136,6 +149,10 @@ class HostHome:
         name = fitting(quoted(model), _NAME_MAX - len(of_host)) + of_host + SUFFIX
         self._local: Final = os.path.join(os.path.abspath(DEFAULT_DIRECTORY), name)
         self._pool: HostPool | None = None
+
+    @staticmethod
+    def read(place: Place) -> PoolReader:
+        return HostPool(place.path)
 
     def journal(self) -> str:
         return journal_directory(self._local)
@@ -184,11 +201,11 @@ def host_journals(host: Place, directory: str | None) -> list[str]:
 def home_of(place: Place, model: str, max_bytes: int | None, durable: int = 1) -> Home:
     """Where the versions of ``model`` live at that place. durable: how many hosts are to have what
     counts."""
-    if place.is_host:
-        return HostHome(place, model, durable)
-    return FileHome(place, max_bytes)
+    home: Home = place.classes.load_home()(place, model, max_bytes, durable)
+    return home
 
 
 def open_place(pool: Place) -> PoolReader:
     """One pool, for reading. Raises what opening raises."""
-    return HostPool(pool.path) if pool.is_host else open_reader(pool.path)
+    home: type[Home] = pool.classes.load_home()
+    return home.read(pool)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Final
 
 from portus.client.job.journal import Journal
-from portus.index.place import PlaceKind
 from portus.pipeline.companions import Companion
 from portus.pipeline.run import Save
 
@@ -20,7 +19,7 @@ class FileJournal(Companion):
     to."""
 
     def __init__(
-        self, name: str, place: Callable[[], str | None], medium: str = PlaceKind.DIRECTORY.value
+        self, name: str, place: Callable[[], str | None], medium: str = "pool directory"
     ) -> None:
         self._medium: Final = medium
         self._journal: Final = Journal(name)

@@ -26,7 +26,6 @@ from portus.client.pools.destination import PoolDestination
 from portus.client.pools.training_pool import TrainingPool
 from portus.errors import UsageError
 from portus.index.directory import has_pool
-from portus.index.place import PlaceKind
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
@@ -63,7 +62,7 @@ class PoolCheckpointer(ClosingCheckpointer):
         self._is_closed = True  # until it is made
         _check_model(model)
         place = place_of(directory)
-        if place.kind is PlaceKind.DIRECTORY:
+        if place.is_directory:
             raise UsageError(
                 f"{place}: expected a pool file (*.portus), a DAX device or a storage host, found "
                 "the name of a directory; Checkpointer saves to directories"
@@ -88,13 +87,13 @@ class PoolCheckpointer(ClosingCheckpointer):
         self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
         self._companions = []
         if self.settings.journal:
-            self._companions = [FileJournal(model, self._pool.journal, place.kind.value)]
+            self._companions = [FileJournal(model, self._pool.journal, place.title)]
         self._last: SaveHandle | None = None
         self._process = os.getpid()
         self._saver = FileSaver(join(self), self.settings, destination=PoolDestination(self._pool))
         self._is_closed = False
         try:
-            if place.is_host or has_pool(place.path):
+            if self._is_there():
                 self._pool.open()
         except BaseException:
             self.close()
@@ -178,7 +177,8 @@ class PoolCheckpointer(ClosingCheckpointer):
             each.over(save)
 
     def _is_there(self) -> bool:
-        return self._pool.place.is_host or has_pool(self._pool.place.path)
+        path = self._pool.place.local_path
+        return path is None or has_pool(path)
 
     def _infos(self) -> list[VersionInfo]:
         found = self._pool.open().catalogue().models.get(self.model)

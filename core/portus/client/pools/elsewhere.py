@@ -14,7 +14,7 @@ from portus.client.pools.view import of_token
 from portus.client.state.elsewhere import Elsewhere, replaced
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.index.directory import open_reader
-from portus.index.place import Place, PlaceKind
+from portus.index.place import Place
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 
@@ -24,7 +24,7 @@ def opened(place: Elsewhere, pool: str | os.PathLike[str] | None = None) -> Iter
     """The pool that an ``Elsewhere`` leads to, for reading; ``pool``: where it is now, if not where
     it was. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for what is no pool."""
     named = Place.named(place.pool if pool is None else pool, "the pool of tables")
-    if named.kind not in (PlaceKind.FILE, PlaceKind.DEVICE):
+    if named.local_pool is None:
         raise UsageError(f"{named}: expected the pool file or the DAX device of tables")
     with contextlib.closing(open_reader(named.path)) as reader:
         yield reader

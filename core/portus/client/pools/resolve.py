@@ -37,7 +37,7 @@ from portus.errors import (
 )
 from portus.format.reference import Reference, decode_text
 from portus.index.directory import pools_at
-from portus.index.place import SUFFIX, Place, PlaceKind, PlaceName
+from portus.index.place import SUFFIX, Place, PlaceName
 from portus.media.dax import is_device
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _use(
         was_found = False
         token = bytes.fromhex(reference.token)
         for place, is_allowed in _candidates(reference, path):
-            has_replica = place.is_host and place.address.second is not None
+            has_replica = place.has_replica
             if has_replica and failure is None:
                 continue  # both answered
             try:
@@ -227,7 +227,7 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
             seen.add(each.path)
             yield each, True
     hosts = [host for place in POOLS.allowed() for host in place.hosts]
-    yield from ((host, True) for host in hosts if host.address.second is not None)
+    yield from ((host, True) for host in hosts if host.has_replica)
     named = [reference.pool_path]
     if path is not None and not reference.pool_relative.startswith("portus"):
         where = os.path.dirname(os.path.realpath(path))
@@ -246,9 +246,9 @@ def _here(path: str) -> Place | None:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
         return None
-    if stat.S_ISREG(mode) and path.endswith(SUFFIX):
-        return Place(PlaceKind.FILE, path)
-    return Place(PlaceKind.DEVICE, path) if stat.S_ISCHR(mode) and is_device(path) else None
+    is_file = stat.S_ISREG(mode) and path.endswith(SUFFIX)
+    is_pool = is_file or (stat.S_ISCHR(mode) and is_device(path))
+    return Place.named(path) if is_pool else None
 
 
 def _opened(place: Place, reference: Reference, has_replica: bool) -> PoolReader:

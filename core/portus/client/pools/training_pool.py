@@ -64,7 +64,7 @@ class TrainingPool:
         is_named: bool,
         rank: int = 0,
     ) -> None:
-        if settings.durable > 1 and not place.is_host:
+        if settings.durable > 1 and not place.is_shared:
             raise UsageError(
                 f"durable={settings.durable}: expected a storage host that has a replica, and its "
                 f"address, portus://a+b, found {place}"
@@ -74,7 +74,7 @@ class TrainingPool:
         self._asked_name: Final = name
         self._name = ""
         self._settings: Final = settings
-        self._may_be_next: Final = place.is_host and not is_named
+        self._may_be_next: Final = place.is_shared and not is_named
         self._number = 1
         self._guard: Final = threading.RLock()
         self._is_made = False
@@ -159,7 +159,7 @@ class TrainingPool:
         assert self._pool is not None
         where = str(self.place)
         relative = where
-        if not self.place.is_host:
+        if self.place.local_path is not None:
             relative = os.path.relpath(where, os.path.dirname(path)).replace(os.sep, "/")
         return Reference(
             id=os.urandom(16).hex(),

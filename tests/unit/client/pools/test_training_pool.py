@@ -376,7 +376,7 @@ def test_a_removal_while_the_pool_cannot_be_reached_says_what_stays(
 def test_saves_to_one_pool_go_on_after_a_version_was_removed_by_others(scene: Scene) -> None:
     with scene.training() as files:
         save(files, scene.path("1.ckpt"), 1)
-        if scene.place.is_host:
+        if scene.place.is_shared:
             other = TrainingFiles(portus.Settings(journal=False), pool=scene.place)
             other.remove(scene.path("1.ckpt"))
             other.close()
