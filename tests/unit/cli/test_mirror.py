@@ -268,6 +268,33 @@ def test_a_pull_that_fails_leaves_nothing_and_one_that_was_cut_off_goes_on(scene
     assert "not a directory" in portus("pull", scene.url, "a-file").err
 
 
+def test_files_of_a_mirror_are_verified_exported_and_removed_as_versions_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    with face.Checkpointer("checkpoints", mirror=url, keep=None) as run:
+        for step in (1, 2):
+            run.save(state(step), step).wait()
+    [model] = portus_json("ls", url)["pools"][0]["models"]
+    name = model["name"]
+    assert [each["path"] for each in model["files"]] == ["step-00000001.pt", "step-00000002.pt"]
+    assert portus("verify", f"{url}/{name}@2").out.count("healthy") == 1
+    said = portus("export", f"{url}/{name}@2", "out.pt")
+    assert said.code == 0, said
+    assert Path("out.pt").read_bytes() == Path("checkpoints/step-00000002.pt").read_bytes()
+    [shown] = portus_json("show", f"{url}/{name}@2")["versions"]
+    assert [each["name"] for each in shown["files"]] == ["step-00000002.pt"]
+    damage(tmp_path / "bucket" / name / "files" / "step-00000001.pt")
+    assert portus("verify", f"{url}/{name}@2").code == 0
+    assert portus("verify", f"{url}/{name}@1").code == 1
+    assert portus("export", f"{url}/{name}@1", "damaged.pt").code == 1
+    assert not Path("damaged.pt").exists()
+    assert portus("rm", f"{url}/{name}@1").code == 0
+    [model] = portus_json("ls", url)["pools"][0]["models"]
+    assert [each["step"] for each in model["files"]] == [2]
+
+
 def test_status_says_what_of_the_pool_is_not_mirrored(scene: Scene) -> None:
     assert "everything is mirrored" in portus("mirror", "status", scene.url).out
     with scene.trainer() as run:
