@@ -1,6 +1,7 @@
 """Trains and saves, and prints where a line of the core ran with a lock held and no marked function
 (``calls.marked``) on the stack: a signal handler that interrupts it there, and waits for a save,
-waits for ever. Run as a script, so that its locks are there before those of Portus.
+waits for ever. Prints also which locks were taken while others were held, by any thread. Run as a
+script, so that its locks are there before those of Portus.
 
 The last line: how many lines ran with a lock held.
 """
@@ -11,36 +12,39 @@ import _thread
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_MAIN = threading.get_ident()
-_held: dict[int, str] = {}
-"""Locks that the main thread holds, and where each was made."""
-_FREE = ("copying/thread.py",)
-"""What makes a lock that is taken for a thread, which gives it back."""
+HOLDS = " holds the lock of "
+TAKES = " is held, and then taken: "
+_held: defaultdict[int, list[Lock]] = defaultdict(list)
+"""The locks that each thread holds; one that it entered twice is there twice."""
+_mine = _held[threading.get_ident()]
+"""Those of the main thread."""
+_nested: set[tuple[str, str]] = set()
+"""Where two locks were made, the second of which was taken while the first was held."""
+_FREE = ("copying/thread.py", "media/written.py")
+"""What makes locks that one thread takes and another one gives back, and that nobody waits for
+while others are held."""
 
 
 class Lock:
-    """As that of ``threading``; it is known whether the main thread holds it."""
+    """As that of ``threading``; it is known which thread holds it."""
 
     def __init__(self, lock: Any, where: str) -> None:
-        self._lock, self._where, self._times = lock, where, 0
+        self._lock, self.where = lock, where
 
     def acquire(self, *arguments: Any, **named: Any) -> bool:
         taken: bool = self._lock.acquire(*arguments, **named)
-        if taken and threading.get_ident() == _MAIN:
-            self._times += 1
-            _held[id(self)] = self._where
+        if taken:
+            self._enter(1)
         return taken
 
     def release(self) -> None:
-        if threading.get_ident() == _MAIN and self._times:
-            self._times -= 1
-            if not self._times:
-                del _held[id(self)]
+        _held[threading.get_ident()].remove(self)
         self._lock.release()
 
     def __enter__(self) -> None:
@@ -49,22 +53,25 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def _enter(self, times: int) -> None:
+        held = _held[threading.get_ident()]
+        if self not in held:
+            _nested.update((other.where, self.where) for other in held)
+        held.extend([self] * times)
+
 
 class RLock(Lock):
     """With what ``threading.Condition`` calls."""
 
     def _release_save(self) -> Any:
-        times = self._times
-        if threading.get_ident() == _MAIN:
-            self._times = 0
-            _held.pop(id(self), None)
+        held = _held[threading.get_ident()]
+        times = held.count(self)
+        held[:] = [each for each in held if each is not self]
         return times, self._lock._release_save()
 
     def _acquire_restore(self, saved: Any) -> None:
         self._lock._acquire_restore(saved[1])
-        if threading.get_ident() == _MAIN:
-            self._times = saved[0]
-            _held[id(self)] = self._where
+        self._enter(saved[0])
 
     def _is_owned(self) -> bool:
         return bool(self._lock._is_owned())
@@ -76,7 +83,7 @@ def _known(kind: type[Lock], make: Callable[[], Any]) -> Callable[[], Any]:
         while frame.f_code.co_filename == threading.__file__ and frame.f_back is not None:
             frame = frame.f_back
         name = frame.f_code.co_filename
-        if f"{os.sep}portus{os.sep}" not in name or name.endswith(_FREE):
+        if f"{os.sep}portus" not in name or name.endswith(_FREE):
             return make()
         return kind(make(), f"{name}:{frame.f_lineno}")
 
@@ -111,14 +118,15 @@ class Watch:
         return self._ran if frame.f_code.co_filename.startswith(self._core) else None
 
     def _ran(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and _held:
+        if event == "line" and _mine:
             self.count += 1
             below: FrameType | None = frame
             while below is not None and id(below.f_code) not in self._marked:
                 below = below.f_back
             if below is None:
                 where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
-                self.found.update(f"{where} holds the lock of {lock}" for lock in _held.values())
+                own = [lock.where for lock in _mine if lock.where.startswith(self._core)]
+                self.found.update(f"{where}{HOLDS}{lock}" for lock in own)
         return self._ran
 
 
@@ -198,14 +206,61 @@ def accelerated(root: Path) -> None:
     accelerator.end_training()
 
 
-WAYS = [lightning, mirrored, by_hand, sharded, accelerated]
+def pooled(root: Path) -> None:
+    _in_a_pool(root / "run.portus")
+
+
+def _in_a_pool(place: str | Path) -> None:
+    import torch
+
+    import portus
+
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with portus.Checkpointer(place, model="net", keep=2) as checkpointer:
+        for step in range(4):
+            net(torch.ones(4)).sum().backward()
+            optimizer.step()
+            checkpointer.save({"net": net.state_dict()}, step)
+        checkpointer.wait()
+        checkpointer.load()
+
+
+WAYS = [lightning, mirrored, by_hand, sharded, accelerated, pooled]
+
+
+def hosted(root: Path) -> None:
+    from portus.daemon.mirrors import TenantMirrors
+    from portus.mirror.address import parse
+    from portus.testing.hosting import serving, url
+
+    mirrors = TenantMirrors(parse(f"file://{root}/mirror", "--mirror"))
+    with serving(root / "pools", mirrors=mirrors) as server:
+        _in_a_pool(url(server))
+
+
+def shelved(root: Path) -> None:
+    import numpy as np
+
+    import portus
+
+    with portus.Shelf(root / "shelf.portus") as shelf:
+        shelf["numbers"] = np.zeros(10)
+        with shelf.transaction():
+            shelf["numbers"][3] = 1
+
+
+IN_ORDER_ALONE = [hosted, shelved]
+"""Ways in which the main thread holds locks that no worker wants: only their order counts."""
 
 if __name__ == "__main__":
     _locks()
     import tests  # noqa: F401  states as small as these are copied late too
 
     with Watch() as watch:
-        {way.__name__: way for way in WAYS}[sys.argv[1]](Path(sys.argv[2]))
+        {way.__name__: way for way in (*WAYS, *IN_ORDER_ALONE)}[sys.argv[1]](Path(sys.argv[2]))
     for line in sorted(watch.found):
         print(line)
+    for outer, inner in sorted(_nested):
+        print(f"{outer}{TAKES}{inner}")
     print(watch.count)

@@ -184,6 +184,7 @@ class PoolCheckpointer(ClosingCheckpointer):
         found = self._pool.open().catalogue().models.get(self.model)
         return [entry.info for entry in found.versions] if found else []
 
+    @calls.marked
     def _used(self, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]) -> Result:
         """What ``use`` gives for a step, or for the newest version that verifies."""
         self._check_usable()
