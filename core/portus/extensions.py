@@ -24,6 +24,12 @@ OTHER_FORMAT: Final = "portus.client.formats.safetensors_file:other_format"
 SHARD_OF: Final = "portus.client.shards.shard_file:shard_of"
 """Recognizes a file of a sharded checkpoint."""
 
+CHECKPOINTER_OF: Final = "portus.client.pools.place:checkpointer_of"
+"""Returns the class of the ``Checkpointer`` of the place that a user names."""
+
+PATH_OF: Final = "portus.client.pools.place:path_of"
+"""Returns the path of the place that a user names."""
+
 COMPANIONS: Final = "portus.client.training.companions:companions_of"
 """Makes what accompanies the saves to a directory: a journal, a mirror."""
 

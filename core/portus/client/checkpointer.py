@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -13,9 +12,8 @@ from portus.client.job.settings import SettingsDict
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
-from portus.errors import PortusError, UsageError, printable
-from portus.format.layout import MAGIC
-from portus.index.place import SUFFIX, Place
+from portus.errors import PortusError
+from portus.extensions import CHECKPOINTER_OF, extension
 from portus.pipeline.handle import SaveHandle, SaveStats
 from portus.settings.keep import Keep
 from portus.spec import VersionInfo
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
 Own = TypeVar("Own", bound="Checkpointer")
 
 _log: Final = logging.getLogger("portus")
-
-DEFAULT: Final = "checkpoints"
-"""The directory where nobody names one."""
 
 
 class Checkpointer:
@@ -68,7 +63,7 @@ class Checkpointer:
         # So this class is not abstract: type checkers would refuse to make one of it.
         if cls is not Checkpointer:
             return super().__new__(cls)
-        kind: type[Own] = place_of(directory).classes.load_checkpointer()
+        kind: type[Own] = extension(CHECKPOINTER_OF)(directory)
         return super().__new__(kind)
 
     def save(
@@ -198,18 +193,3 @@ class Checkpointer:
             if error is None:
                 raise
             _log.error("portus: a save failed: %s", late)  # what ended the block matters more
-
-
-def place_of(directory: str | os.PathLike[str] | None) -> Place:
-    """Return the place that a user names. Raises ``UsageError``."""
-    if directory is None:
-        return Place.by_variable() or Place.named(os.path.abspath(DEFAULT))
-    place = Place.named(directory, "directory")
-    if place.local_pool is not None and not place.path.endswith(SUFFIX):
-        with contextlib.suppress(OSError), open(place.path, "rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise UsageError(
-                    f"{printable(place.path)}: expected a directory for checkpoints, found a file; "
-                    "name a directory"
-                )
-    return place

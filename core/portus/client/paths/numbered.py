@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from portus.client.checkpointer import place_of
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings, SettingsDict
@@ -32,7 +31,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.extensions import COMPANIONS, extension
+from portus.extensions import COMPANIONS, PATH_OF, extension
 from portus.media import calls
 from portus.pipeline.companions import Companion
 from portus.pipeline.handle import SaveHandle
@@ -65,18 +64,18 @@ class DirectoryCheckpointer(ClosingCheckpointer):
         **settings: Unpack[SettingsDict],
     ) -> None:
         self._is_closed = True  # until it is made
-        place = place_of(directory)
-        _refuse_names(place.path, model)
+        path: str = extension(PATH_OF)(directory)
+        _refuse_names(path, model)
         self._keep: Final = Keep.of(keep)
-        self.settings: Final = _checked(place.path, Settings(**settings))
+        self.settings: Final = _checked(path, Settings(**settings))
         """How it saves and loads."""
-        self._files: Final = StepFiles(place.path)
-        made: Sequence[Companion] = extension(COMPANIONS)(place.path, self.settings)
+        self._files: Final = StepFiles(path)
+        made: Sequence[Companion] = extension(COMPANIONS)(path, self.settings)
         self._companions = made
         self._last: SaveHandle | None = None
         self._last_ns = 0
         self._process = os.getpid()
-        recover_left(place.path)
+        recover_left(path)
         self._saver = FileSaver(join(self), self.settings)
         self._is_closed = False
         self._saver.make_room = self._yield_space

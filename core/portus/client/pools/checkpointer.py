@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from portus.client.checkpointer import place_of
 from portus.client.fence.fence import before_write
 from portus.client.job.file_journal import FileJournal
 from portus.client.job.mirroring import mirror_of
@@ -23,6 +22,7 @@ from portus.client.paths.process import is_blocking, join
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.pools import restore, view
 from portus.client.pools.destination import PoolDestination
+from portus.client.pools.place import place_of
 from portus.client.pools.training_pool import TrainingPool
 from portus.errors import UsageError
 from portus.index.directory import has_pool
