@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -111,3 +113,26 @@ def test_what_the_engine_calls_by_name_is_there_and_outside_of_it(name: str) -> 
     assert rings_of_modules()[module] in ("reach", "companions")
     importlib.import_module(module)
     assert callable(extensions.extension(NAMED[name]))
+
+
+USE = """
+import sys, torch, portus
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters())
+portus.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "x.pt")
+optimizer.step()
+portus.load("x.pt")
+print(*(each for each in sys.modules if each.startswith("portus.")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
+def test_a_save_and_a_load_of_a_file_import_the_engine_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    rings = rings_of_modules()
+    found = {name: rings[name] for name in done.stdout.split() if name in rings}
+    others = [name for name, ring in found.items() if ring != "engine"]
+    assert others in ([], ["portus._autoload"])  # that is for `torch.load` of pointers
+    assert "portus.writer.image_file" in found

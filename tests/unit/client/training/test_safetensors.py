@@ -210,7 +210,7 @@ def test_a_save_in_a_signal_handler_is_written_at_once() -> None:
         "    handle = save_safetensors({'a': flat, 'b': torch.ones(9)[2:4]}, 'x.safetensors')\n"
         "    assert handle.committed and os.path.exists('x.safetensors')\n"
         "signal.signal(signal.SIGUSR1, handle)\n"
-        "from portus.client.state import named_tensors\n"
+        "from portus.client.formats import named_tensors\n"
         "real = named_tensors.named_tensors\n"
         "import portus.client.training.safetensors as made\n"
         "def interrupted(*a, **k):\n"
