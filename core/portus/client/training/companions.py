@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from portus.client.job.file_journal import JOURNALS, FileJournal
 from portus.client.job.mirroring import mirror_of, require_mirror_of_files
@@ -23,8 +24,6 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
     name = os.path.basename(directory) or "checkpoints"
     home = os.path.join(directory, FOLDER, JOURNALS)
     found: list[Companion] = []
-    if settings.journal:
-        found.append(FileJournal(name, lambda: home if os.path.isdir(directory) else None))
     address = mirror_of(settings)
     if address is not None:
         found.append(
@@ -37,4 +36,12 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
                 wait_s=settings.mirror_wait,
             )
         )
+    if settings.journal:  # last: it observes training from now on
+        at = partial(_home_in, directory, home)
+        found.insert(0, FileJournal(name, at))
     return found
+
+
+def _home_in(directory: str, home: str) -> str | None:
+    """Return where the journal is; None while there is no place for it."""
+    return home if os.path.isdir(directory) else None
