@@ -47,8 +47,9 @@ class HostStore:
         self._closed = False
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        data = b"".join(bytes_of(part, self._address) for part in parts)
-        self._place(name, data, fresh=False)
+        only = parts[0] if len(parts) == 1 else None
+        data = [bytes_of(part, self._address) for part in parts]
+        self._place(name, only if isinstance(only, bytes) else b"".join(data), fresh=False)
 
     def create(self, name: str, data: bytes) -> bool:
         return self._place(name, data, fresh=True)

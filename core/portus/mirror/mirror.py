@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final, TypeVar
 
 import numpy as np
@@ -373,8 +372,9 @@ class _Source:
         counts = unit_counts(self._lengths)
         self._first: Final = np.cumsum(counts) - counts
         self._rooms: Final = Rooms(UNIT)
-        self._kept: Final = lru_cache(ABREAST)(self._unit)
-        """What is around storages comes in small parts."""
+        self._spans: Final = [each.spans() for each in self._files]
+        self._kept: Final[dict[int, bytes]] = {}
+        """Units of what is around storages, which is asked for in small parts."""
         self.objects = 0
         self.put_bytes = 0
 
@@ -395,16 +395,10 @@ class _Source:
     def put(self, wanted: WantedObject, name: str, store: Store) -> FileObject:
         """Put an object of the version, and what is beside it; what was put. name: of the object in
         the store."""
-
-        def parts() -> Iterator[bytes]:
-            for part in _in_parts(self._bytes(wanted)):
-                self._stop.check()
-                yield part
-
         if isinstance(store, FileStore):
-            sent = put_file(store, name, parts(), wanted.size)
+            sent = put_file(store, name, _in_parts(self._bytes(wanted)), wanted.size)
         else:
-            data = b"".join(parts())
+            data = b"".join(self._bytes(wanted))
             store.put(name, [data])
             sent = digest(data)
         self.objects += 1
@@ -420,29 +414,42 @@ class _Source:
         """The pieces of a file."""
         first, around = self._storages(number)
         file = self._files[number]
-        row = int(self._first[first]) if len(file.length) else 0
-        digests = [each.tobytes() for each in self._digests[row:]]
+        ends = np.append(self._first, len(self._digests))
+        rows = slice(int(ends[first]), int(ends[first + len(file.length)]))
+        digests = [each.tobytes() for each in self._digests[rows]]
         return pieces_of(file, digests, lambda at, size: b"".join(self._parts(around, at, size)))
 
     def _bytes(self, wanted: WantedObject) -> Iterator[memoryview]:
         """The bytes of an object, end to end, each verified."""
         first, around = self._storages(wanted.number)
         file = self._files[wanted.number]
-        for storage, inside, length in file.spans().within(wanted.start, wanted.size):
+        spans = self._spans[wanted.number]
+        for storage, inside, length in spans.within(wanted.start, wanted.size):
             index = around if storage == len(file.length) else first + storage
             yield from self._parts(index, inside, length)
 
     def _parts(self, index: int, inside: int, length: int) -> Iterator[memoryview]:
-        """Some bytes of a storage, end to end, each verified."""
+        """Some bytes of a storage, end to end, each verified. Raises ``StoppedError``."""
         is_around = index >= len(self._lengths) - len(self._files)
         while length:
+            self._stop.check()
             unit, start = divmod(inside, UNIT)
             row = int(self._first[index]) + unit
-            data = self._kept(row) if is_around else self._unit(row)
+            data = self._kept_unit(row) if is_around else self._unit(row)
             part = memoryview(data)[start : start + length]
             yield part
             inside += len(part)
             length -= len(part)
+
+    def _kept_unit(self, row: int) -> bytes:
+        """A unit as of ``_unit``; the last few are kept."""
+        found = self._kept.get(row)
+        if found is None:
+            found = self._unit(row)
+            if len(self._kept) >= ABREAST:
+                self._kept.clear()
+            self._kept[row] = found
+        return found
 
     def _unit(self, row: int) -> bytes:
         """A unit, verified."""
