@@ -15,7 +15,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -79,9 +79,9 @@ class CheckpointFiles:
             run = self._run_of(directory)
             self._files.fetch(run.name, run.links, os.path.dirname(directory))
 
-    def save(
+    @contextlib.contextmanager
+    def saving(
         self,
-        stock: Callable[[], Any],
         directory: str,
         step: int,
         add: Callable[[Capture], object],
@@ -90,16 +90,16 @@ class CheckpointFiles:
         now: bool,
         is_sharded: bool = False,
         is_pooled: Callable[[str], bool] | None = None,
-    ) -> tuple[Any, portus.SaveHandle | None]:
-        """Begin to save what ``stock`` would write into ``directory``; what it returns, and the
-        handle. add: puts what is ours into the capture. surplus: the directories that are to be
-        removed then. now: return when it is there. is_sharded: torch saves shards below it.
-        is_pooled: with a pool, which files go there as they are; None: all, as files of torch."""
+    ) -> Iterator[list[portus.SaveHandle]]:
+        """Begin to save what this thread would write into ``directory`` inside of a ``with``; the
+        handles, once that ended. add: puts what is ours into the capture. surplus: the directories
+        that are to be removed then. now: the ``with`` ends when it is there. is_sharded: torch
+        saves shards below it. is_pooled: with a pool, which files go there as they are; None: all,
+        as files of torch."""
         self._begin(directory)
-        handle: portus.SaveHandle | None = None
+        handles: list[portus.SaveHandle] = []
 
         def save(*, now: bool) -> None:
-            nonlocal handle
             add(capture)
             parts, removed = dict(capture.parts), list(capture.removed)
             capture.parts.clear()
@@ -110,13 +110,14 @@ class CheckpointFiles:
                 if files:
                     shards.append(self._plain_files.save_directory(directory, files, step, said))
             if parts:
-                handle = self._files.save_directory(
-                    directory, parts, step, said, partial(_all_committed, directory, shards)
+                all_committed = partial(_all_committed, directory, shards)
+                handles.append(
+                    self._files.save_directory(directory, parts, step, said, all_committed)
                 )
             for old in (*_twins(directory, parts), *removed, *surplus()):
                 self._files.remove(old)
-            if now and handle is not None:
-                handle.wait()
+            if now and handles:
+                handles[-1].wait()
 
         now = now or self._settings.blocking or _is_temporary(directory)
         if is_sharded:
@@ -125,9 +126,8 @@ class CheckpointFiles:
             parts_of_ranks = led(os.path.dirname(self._run_of(directory).links), now=now)
         with capturing(directory) as capture, parts_of_ranks as shards:
             capture.flush = lambda: save(now=True)
-            location = stock()
+            yield handles
         save(now=now)
-        return location, handle
 
     def wait_for(self, directory: str) -> None:
         """Block until the saves to ``directory`` of any process are over."""

@@ -25,6 +25,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import safetensors.torch
@@ -238,7 +239,8 @@ def _save_state(
     if saver is None:
         return stock(self, output_dir, safe_serialization, **named)
     chosen = None if output_dir is None else os.fspath(output_dir)
-    return saver.save_state(lambda place: stock(self, place, safe_serialization, **named), chosen)
+    as_asked = partial(stock, self, safe_serialization=safe_serialization, **named)
+    return saver.save_state(as_asked, chosen)
 
 
 def _load_state(

@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -122,9 +122,8 @@ class Saver:
         limit, project.total_limit = project.total_limit, None
         surplus = partial(place.surplus, named, limit) if self._is_writer else list
         try:
-            return self._save(
-                lambda: self._into(stock, asked, named), named, self._random_states, surplus
-            )
+            with self._saving(named, self._random_states, surplus):
+                return self._into(stock, asked, named)
         finally:
             project.total_limit = limit
 
@@ -137,28 +136,28 @@ class Saver:
     ) -> None:
         """Save a checkpoint that every process writes by ``stock``, as ``save_state`` does. Old
         ones that ``stock`` removes go after the commit. add, is_pooled: as of
-        ``CheckpointFiles.save``."""
+        ``CheckpointFiles.saving``."""
         directory = os.path.abspath(directory)
         if not portus.is_nested():
             self._files.wait()  # old ones are told by the times of directories
         with contextlib.suppress(OSError):
             os.utime(directory)  # one that was cut off is the newest from now on
         self.has_saved = True
-        self._save(stock, directory, add, list, is_pooled)
+        with self._saving(directory, add, list, is_pooled):
+            stock()
 
-    def _save(
+    @contextlib.contextmanager
+    def _saving(
         self,
-        stock: Callable[[], Any],
         directory: str,
         add: Callable[[Capture], object],
         surplus: Callable[[], list[str]],
         is_pooled: Callable[[str], bool] | None = None,
-    ) -> Any:
-        """Save as ``CheckpointFiles.save`` does, and return what ``stock`` does."""
+    ) -> Iterator[None]:
+        """Save what is written inside of a ``with``, as ``CheckpointFiles.saving`` does."""
         self._count += 1
         number = place.step_of(directory)
-        location, handle = self._files.save(
-            stock,
+        with self._files.saving(
             directory,
             self._count if number is None else number,
             add,
@@ -166,13 +165,13 @@ class Saver:
             now=self._over,
             is_sharded=sharded.saves_shards(self._accelerator) and not portus.is_nested(),
             is_pooled=is_pooled,
-        )
-        if handle is not None:  # of saves that have ended keep only their cost
+        ) as handles:
+            yield
+        if handles:  # of saves that have ended keep only their cost
             self._stats.extend(self.take_stats())
-            self._handles.append(handle)
+            self._handles.append(handles[-1])
         if self._over:
             self._files.close()
-        return location
 
     def _into(self, stock: Stock, asked: str | None, directory: str) -> Any:
         """Have ``stock`` save, even if a save to this directory was cut off: Accelerate refuses a

@@ -19,6 +19,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import safetensors.torch
@@ -112,7 +113,7 @@ def _save_checkpoint(stock: Callable[..., None], self: Any, model: Any, trial: A
                 trainer_data.add_to(part, self)
 
     is_pooled = (lambda name: False) if _pushes_all(self.args) else is_stored
-    saver.save_whole(lambda: stock(self, model, trial), directory, add, is_pooled)
+    saver.save_whole(partial(stock, self, model, trial), directory, add, is_pooled)
     if _is_watched(self):
         saver.wait()
 
