@@ -1,0 +1,84 @@
+"""The architecture page has four walks of a tensor as they are, and no walk is long."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import pytest
+
+from tests import walks
+
+FILES = {
+    "portus.save": 12,
+    "PortusIO.save_checkpoint": 14,
+    "portus.load": 9,
+    "Accelerator.save_state": 16,
+}
+"""How many files hand a tensor on. The goal is 12; a number here may fall, and not rise."""
+
+ENTERED = {
+    "portus.save": 46,
+    "PortusIO.save_checkpoint": 52,
+    "portus.load": 28,
+    "Accelerator.save_state": 80,
+}
+"""How many files of ours a walk enters at most, those included that are only called for an answer.
+File systems and measured speeds decide about a few."""
+
+
+pytestmark = pytest.mark.timeout(300)  # imports two frameworks, in a process of its own
+
+
+@pytest.fixture(scope="module")
+def walked() -> dict[str, Any]:
+    pytest.importorskip("lightning")
+    pytest.importorskip("accelerate")
+    return walks.walked()
+
+
+def test_the_page_has_the_walks_as_they_are(walked: dict[str, Any]) -> None:
+    """``python -m tests.walks`` writes them anew."""
+    assert walks.on_the_page() == walks.section(walked)
+
+
+def test_no_walk_passes_more_files(walked: dict[str, Any]) -> None:
+    assert {name: len(walks.files_of(walk)) for name, walk in walked.items()} == FILES
+    longer = {name: len(walk["entered"]) for name, walk in walked.items()}
+    assert [name for name, count in longer.items() if count > ENTERED[name]] == []
+
+
+def test_no_walk_climbs_back_up(walked: dict[str, Any]) -> None:
+    assert [each for walk in walked.values() for each in walks.climbs(walk)] == []
+
+
+def test_a_file_that_comes_again_is_a_climb() -> None:
+    down = [("a", "one"), ("a", "two"), ("b", "three")]
+    assert walks.climbs({"caller": [down], "worker": []}) == []
+    assert walks.climbs({"caller": [[*down, ("a", "four")]], "worker": []}) == ["a"]
+
+
+def test_the_page_of_the_engine_names_functions_that_there_are() -> None:
+    """Each stands before its module. A walk's steps are all there."""
+    text = (walks.ROOT / "docs" / "engine.md").read_text()
+    named = re.findall(r"`([\w.]+)` \(`([\w/]+)`\)", text)
+    absent = [(name, module) for name, module in named if name not in names_in(module)]
+    assert absent == []
+    told = {f"{module}.{name}" for name, module in named}
+    calls, works = walks.STEPS["portus.save"]
+    steps = [step for step in (*calls, *works, *walks.LOAD) if " or " not in step]
+    assert [step for step in steps if step not in told] == []
+
+
+def names_in(module: str) -> set[str]:
+    """Return the classes and functions of a module of the core, methods as ``Class.method``."""
+    found = set()
+    tree = ast.parse((walks.ROOT / "core" / "portus" / f"{module}.py").read_text())
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            below = (each for each in node.body if isinstance(each, ast.FunctionDef))
+            found.update(f"{node.name}.{each.name}" for each in below)
+    return found
