@@ -68,12 +68,27 @@ def saver() -> FileSaver:
 def leave(owner: Closable) -> None:
     """End the use by ``owner``. Neither spare nor hold outlasts it, and the last owner ends the
     thread."""
-    with _making:
-        _open.discard(owner)
-        for each in _writers:
-            each.publisher.close()
-        while _writers and not _open:
-            _writers.pop().close()
+    _open.discard(owner)
+    if not any(each.queue.on_worker() for each in list(_writers)):
+        with _making:
+            _close_unused()
+    # The garbage collector may end an owner on the worker, while another thread holds the lock and
+    # waits for the worker to end: that thread closes the writer.
+    elif _making.acquire(blocking=False):
+        try:
+            _close_unused()
+        finally:
+            _making.release()
+
+
+def _close_unused() -> None:
+    for each in _writers:
+        each.publisher.close()
+    if _writers and not _open:
+        try:
+            _writers[0].close()
+        finally:
+            _writers.clear()  # not before: ``leave`` finds there on which thread it is
 
 
 def _writer() -> SharedWriter:

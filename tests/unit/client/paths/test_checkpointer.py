@@ -678,3 +678,20 @@ def test_a_listing_reads_little_of_the_files_and_nothing_of_those_just_saved(
     assert portus.Checkpointer("run").steps() == [3, 4]
     assert len(read) < 20
     assert sum(read) < 20_000
+
+
+def test_one_that_ends_on_the_worker_waits_for_nobody_who_waits_for_the_worker(
+    tmp_path: Path,
+) -> None:
+    """The garbage collector may end a ``Checkpointer`` on any thread."""
+    ended = threading.Event()
+
+    def end() -> None:
+        process.leave(forgotten)
+        ended.set()
+
+    forgotten = portus.Checkpointer(tmp_path / "run")
+    with process._making:  # as whoever closes the writer, until the worker has ended
+        process.saver().later(end)
+        assert ended.wait(WAIT_S_MAX)
+    forgotten.close()
