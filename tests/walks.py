@@ -48,7 +48,7 @@ COMMIT = [
 LOAD = [
     "client/files/pending.PendingPaths.wait_for", "client/loading/open_file.opened",
     "client/loading/recognized.load_opened", "image/torch_reader.read_torch",
-    "client/loading/stored_bytes.StoredBytes.fetch", "transport/local.fetch",
+    "client/loading/stored_bytes.StoredBytes.fetch", "copying/local.fetch",
 ]  # fmt: skip
 STEPS = {
     "portus.save": (SAVE, COMMIT),
