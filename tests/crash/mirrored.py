@@ -142,6 +142,10 @@ class Oracle:
         for token in self.told.keys() - there - self.may_be_removed:
             raise BrokenError(f"step {self.told[token].info.step} was told, and is not there")
 
+    def objects_of(self, added: Added) -> list[str]:
+        """The objects of a version that is told of, sorted."""
+        return sorted(self._needed[added.manifest])
+
     def _is_not_needed(self, name: str) -> None:
         for manifest, objects in self._needed.items():
             gone = self._gone.get(manifest)
@@ -272,10 +276,15 @@ class Session:
         return islice(work, self._history.chance.randrange(20)) if stopped else work
 
     def _mirror(self, version: Version) -> Iterator[object]:
-        token = version.info.token
-        if self._writer.state.version(token) or token in self._history.oracle.may_be_removed:
+        """Mirror a version, or mend it, whatever seems to be damaged."""
+        oracle, token, damaged = self._history.oracle, version.info.token, None
+        if token in oracle.may_be_removed:
             return
-        yield from self._history.perform(self._writer.add(version), version)
+        added = self._writer.state.version(token)
+        if added is not None:
+            names = oracle.objects_of(added)
+            damaged = self._history.chance.sample(names, len(names) // 2)
+        yield from self._history.perform(self._writer.add(version, (), damaged), version)
         self._history.tell(version, self._writer)
 
     def _remove(self) -> Iterator[object]:

@@ -160,14 +160,14 @@ class NewestIsLast(Writer):
 
 MISTAKES: dict[type[Writer], int] = {
     ManifestFirst: 0,
-    CollectsWithoutTerm: 4,
+    CollectsWithoutTerm: 0,
     ListsLast: 19,
     RemembersWhatItDeleted: 22,
-    Assumes: 204,
+    Assumes: 92,
     OneEpoch: 22,
-    TrustsItsClock: 2,
+    TrustsItsClock: 0,
     WithItsOwnLog: 0,
-    NewestIsLast: 0,
+    NewestIsLast: 1,
 }
 """And the seed of a history in which it is found."""
 

@@ -290,6 +290,19 @@ def test_the_second_host_begins_nothing_of_which_it_knows_nothing(tmp_path: Path
             portus.PoolCheckpointer(both, "net")
 
 
+def test_what_did_not_change_is_sent_to_the_replica_once(two: Two) -> None:
+    """Though what is before it in the file does, and moves it."""
+    frozen, sent = torch.rand(5 << 20), []
+    with portus.PoolCheckpointer(two.both, "net", durable=2) as saver:
+        for step in (1, 2, 3):
+            before = two.between.relayed
+            state = {"text": "x" * 99 * step, "frozen": frozen, "head": torch.rand(1000)}
+            saver.save(state, step).wait()
+            sent.append(two.between.relayed - before)
+    assert sent[0] > frozen.nbytes
+    assert max(sent[1:]) < 1 << 20
+
+
 def test_durable_2_takes_two_hosts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"durable=2: expected a storage host that has a replica"):
         portus.PoolCheckpointer(tmp_path / "run.portus", "net", durable=2)
