@@ -205,19 +205,18 @@ class PoolPlace(OpenPlace):
         return [journal_directory(self.place.path)]
 
     def _garbage(self, options: GarbageOptions) -> Garbage:
-        with contextlib.closing(self._open()) as reader:
-            gone = self._without_pointers(reader, options.missing)
-            ids = {info.id for info in gone}
-            is_removed = options.empty and self._is_file and reader.catalogue().ids() == ids
-            freed = self.taken() if is_removed else self._unneeded(reader, ids)
-            return Garbage(gone=gone, is_removed=is_removed, freed=freed)
+        gone = self._without_pointers(self.reader, options.missing)
+        ids = {info.id for info in gone}
+        is_removed = options.empty and self._is_file and self.reader.catalogue().ids() == ids
+        freed = self.taken() if is_removed else self._unneeded(ids)
+        return Garbage(gone=gone, is_removed=is_removed, freed=freed)
 
-    def _unneeded(self, reader: PoolReader, gone: AnyCollection[int]) -> int:
+    def _unneeded(self, gone: AnyCollection[int]) -> int:
         """Return about how many of the bytes that a pool takes of its file system would be given
         back without the versions ``gone``. Not known here: what readers have pinned, and what the
         records of the commit before take; so a few pages are none."""
-        taken, spare = self.taken(), reader.spare_bytes()
-        unneeded = taken - reader.kept_bytes(gone) - spare
+        taken, spare = self.taken(), self.reader.spare_bytes()
+        unneeded = taken - self.reader.kept_bytes(gone) - spare
         return unneeded if taken and unneeded > spare else 0
 
     def _without_pointers(
