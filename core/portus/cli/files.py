@@ -1,11 +1,11 @@
-"""Commands on checkpoints that are files: ``ls``, ``show``, ``rm`` and ``gc`` of torch and
+"""Commands on checkpoints that are files: ``ls``, ``show`` and ``rm`` of torch and
 safetensors files, of pointers to some, and of directories that have some."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from portus.cli.output import (
     Json,
@@ -20,12 +20,10 @@ from portus.cli.output import (
 )
 from portus.cli.pools import nearest
 from portus.client.files.reference import read as pointer_at
-from portus.directory.folder import FOLDER, HiddenFolder
-from portus.directory.system import Linux
-from portus.errors import MediumError, UsageError
+from portus.errors import UsageError
 from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, Place
-from portus.places.base import StoredCheckpoint
+from portus.places.base import Collection, GarbageOptions, StoredCheckpoint
 from portus.places.directory import (
     CHECKS,
     DirectoryPlace,
@@ -75,7 +73,7 @@ def find_files(target: str | None, pool: str | None) -> str | None:
     is_hidden = os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY
     if not os.path.isdir(target) or is_hidden or pools_at(Place.named(target)):
         return None
-    has_any = next(found_below(target), None) or next(_hidden_below(target), None)
+    has_any = next(found_below(target), None) or next(_garbage_below(target), None)
     return None if has_any is None else target
 
 
@@ -83,6 +81,10 @@ def found_below(path: str) -> Iterator[StoredFile]:
     """Yield the checkpoint files in a directory and those below it, or the one at ``path``. Raises
     ``MediumError``."""
     return DirectoryPlace.at(path).found()
+
+
+def _garbage_below(path: str) -> Iterator[Collection]:
+    return DirectoryPlace.at(path).collections(GarbageOptions())
 
 
 def ls(path: str, every: bool, output: Output) -> list[Json]:
@@ -185,52 +187,3 @@ def show_outline(outline: FileOutline, output: Output) -> dict[str, Json]:
         output.table(("NAME", "VALUE"), outline.others)
     tensors: list[Json] = [fields(e, "name", "dtype", "shape", "size") for e in outline.tensors]
     return {"tensors": tensors, "others": dict(outline.others)}
-
-
-def gc(path: str, output: Output, *, dry_run: bool) -> None:
-    """Remove what processes that ended left beside checkpoints. A checkpoint that was removed
-    before its replacement was there is put back."""
-    documents: list[Json] = []
-    has_any = False
-    would = "would be " if dry_run else ""
-    for directory in _hidden_below(path):
-        left = _abandoned_in(directory)
-        documents.append({"path": directory, "files": len(left), "freed": sum(left)})
-        if not left:
-            continue
-        has_any = True
-        if not dry_run:
-            from portus.client.paths.saver import recover  # and torch with it
-
-            recover(directory)
-        output.line(
-            f"{path_text(directory)}: {count_text(len(left), 'file')} of saves that were cut off, "
-            f"{size_text(sum(left))}, {would}removed"
-        )
-    if not has_any:
-        output.line(f"{path_text(path)}: nothing to do")
-    output.document({"dry_run": dry_run, "directories": documents})
-
-
-def _hidden_below(path: str) -> Iterator[str]:
-    """Yield the directories that have a hidden folder of ours."""
-    for directory, names, _ in os.walk(path, onerror=_raise):
-        if FOLDER in names:
-            yield os.path.realpath(directory)
-        names[:] = sorted(name for name in names if not name.startswith("."))
-
-
-def _abandoned_in(directory: str) -> list[int]:
-    """Return the sizes of the files that processes that ended left there."""
-    folder = HiddenFolder(Linux(), directory)
-    try:
-        left = [name for names in folder.abandoned() for name in names]
-        paths = [os.path.join(directory, FOLDER, name) for name in left]
-        return [os.lstat(path).st_size for path in paths if os.path.lexists(path)]
-    finally:
-        folder.forget()
-        folder.system.close(folder.base)
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise MediumError(error.errno, f"{error.filename}: {error.strerror}") from error

@@ -25,29 +25,29 @@ def run(
     or below, and have none any more, are removed. yes: without asking. empty: remove pool files
     without versions. dry_run: change nothing."""
     path = None if missing or empty else files.find_files(pool, None)
-    if path is not None and os.path.isdir(path):
-        files.gc(path, output, dry_run=dry_run)
-        return
+    is_directory = path is not None and os.path.isdir(path)
     documents: list[Json] = []
     parts = OpenPlace.parts
-    with open_places(pool) as places:
+    with files.open_files(path) if path and is_directory else open_places(pool) as places:
         for place in places.all():
             parts = place.parts
             for part in place.collections(GarbageOptions(missing=missing, empty=empty)):
-                about: dict[str, Json] = {"name": part.model} if part.model else {}
                 try:
                     documents.append(_collect(place, part, yes, dry_run, output))
                 except PortusError as error:
                     what = f"{part.model}: " if part.model else ""
-                    about = about or {"path": place.place.path}
-                    documents.append({**about, "error": output.skip(error, what)})
+                    documents.append({**_name(part), "error": output.skip(error, what)})
     if not documents:
-        output.line(f"no {parts}")
+        output.line(f"{places.place}: nothing to do")
     output.document({"dry_run": dry_run, parts: documents})
 
 
+def _name(part: Collection) -> dict[str, Json]:
+    return {"name": part.model} if part.model else {"path": part.path}
+
+
 def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, output: Output) -> Json:
-    title = f"{place.place}: {part.model}" if part.model else str(place.place)
+    title = f"{part.path}: {part.model}" if part.model else part.path
     found = part.look()
     for info in found.gone:
         name, size = f"{info.model}@{info.step}", size_text(info.size)
@@ -57,28 +57,27 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
         if found.gone and not yes and not output.ask(question):
             raise UsageError(f"{title}: nothing was removed: use --yes to remove these versions")
         found = part.collect(found)
-    _show(title, found, "would be " if dry_run else "", output)
-    if found.objects is not None:
-        return {"name": part.model, "objects": found.objects, "size": found.freed}
+    _show(title, place.piece, found, "would be " if dry_run else "", output)
+    if found.pieces is not None:
+        return {**_name(part), f"{place.piece}s": found.pieces, "freed": found.freed}
     return {
-        "path": place.place.path,
+        **_name(part),
         "retired": [version_document(info) for info in found.gone],
         "removed": found.is_removed,
         "freed": found.freed,
     }
 
 
-def _show(title: str, found: Garbage, would: str, output: Output) -> None:
-    is_nothing = not (found.gone or found.is_removed or found.objects)
+def _show(title: str, piece: str, found: Garbage, would: str, output: Output) -> None:
     if found.gone:
         output.line(f"{title}: {count_text(len(found.gone), 'version')} {would}removed")
     if found.is_removed:
         output.line(f"{title}: empty, {would}removed")
-    if found.objects:
+    if found.pieces:
         size = size_text(found.freed)
-        output.line(f"{title}: {count_text(found.objects, 'object')}, {size}, {would}deleted")
+        output.line(f"{title}: {count_text(found.pieces, piece)}, {size}, {would}removed")
     elif found.freed:
         size = f"about {size_text(found.freed)} {would}" if would else f"{size_text(found.freed)} "
         output.line(f"{title}: {size}returned to the file system")
-    elif is_nothing:
+    elif not (found.gone or found.is_removed):
         output.line(f"{title}: nothing to do")

@@ -138,20 +138,21 @@ class GarbageOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
     """What a collection removes. ``gone``: versions. ``is_removed``: the pool file itself.
-    ``freed``: bytes. ``objects``: how many objects; None where there are none."""
+    ``freed``: bytes. ``pieces``: how many files or objects; None where there are none."""
 
     gone: Sequence[VersionInfo] = ()
     is_removed: bool = False
     freed: int = 0
-    objects: int | None = None
+    pieces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """One part of a place that is collected by itself. ``model``: whose it is; empty: that of all.
-    ``look``: finds the garbage. ``collect``: removes what was found; returns what went. Both raise
-    ``PortusError``."""
+    """One part of a place that is collected by itself. ``path``: where it is. ``model``: whose it
+    is; empty: that of all. ``look``: finds the garbage. ``collect``: removes what was found;
+    returns what went. Both raise ``PortusError``."""
 
+    path: str
     model: str
     look: Callable[[], Garbage]
     collect: Callable[[Garbage], Garbage]
@@ -208,6 +209,9 @@ class OpenPlace(abc.ABC):
 
     parts: str = "pools"
     """What documents call the parts of a place that are collected."""
+
+    piece: str = "page"
+    """What garbage is counted in."""
 
     def __init__(self, place: Place) -> None:
         self.place: Final = place

@@ -17,6 +17,8 @@ from portus.client.loading.open_file import DiskFile
 from portus.client.loading.open_file import opened as opened_file
 from portus.client.shards.metadata_file import NAME as METADATA
 from portus.client.shards.rank_file import DISTCP
+from portus.directory.folder import FOLDER, HiddenFolder
+from portus.directory.system import Linux
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.reference import Reference
 from portus.image.image import Image
@@ -32,6 +34,9 @@ from portus.places.base import (
     Abilities,
     Check,
     CheckPace,
+    Collection,
+    Garbage,
+    GarbageOptions,
     OpenPlace,
     Progress,
     Removal,
@@ -130,6 +135,7 @@ class DirectoryPlace(OpenPlace):
     """See the module. ``path`` may be that of one file. Hidden files, and directories, are no
     checkpoints; links are not followed."""
 
+    parts, piece = "directories", "file"
     after_removal = "their space is free"
 
     def __init__(self, place: Place) -> None:
@@ -211,6 +217,15 @@ class DirectoryPlace(OpenPlace):
             title = os.path.basename(each.path)
             yield Check(each.path, title, partial(each.check, pace), each)
 
+    def collections(self, options: GarbageOptions) -> Iterator[Collection]:
+        """See ``OpenPlace``: what processes that ended left beside checkpoints. A checkpoint that
+        was removed before its replacement was there is put back."""
+        for directory, names, _ in os.walk(self.place.path, onerror=_raise):
+            if FOLDER in names:
+                real = os.path.realpath(directory)
+                yield Collection(real, "", partial(_left_in, real), partial(_recovered, real))
+            names[:] = sorted(name for name in names if not name.startswith("."))
+
     def journals(self, links: str | None) -> Sequence[str]:
         return journals_inside(self.place.path)
 
@@ -220,6 +235,27 @@ class DirectoryPlace(OpenPlace):
 
             self._has_saved = False
             leave(self)
+
+
+def _left_in(directory: str) -> Garbage:
+    """Return what processes that ended left in a directory."""
+    folder = HiddenFolder(Linux(), directory)
+    try:
+        left = [name for names in folder.abandoned() for name in names]
+        paths = [os.path.join(directory, FOLDER, name) for name in left]
+        sizes = [os.lstat(path).st_size for path in paths if os.path.lexists(path)]
+        return Garbage(pieces=len(sizes), freed=sum(sizes))
+    finally:
+        folder.forget()
+        folder.system.close(folder.base)
+
+
+def _recovered(directory: str, found: Garbage) -> Garbage:
+    from portus.client.paths.saver import recover  # and torch with it
+
+    if found.pieces:
+        recover(directory)
+    return found
 
 
 def journals_inside(directory: str) -> Sequence[str]:

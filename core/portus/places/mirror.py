@@ -163,7 +163,7 @@ class OpenObject:
 class MirrorPlace(OpenPlace):
     """See the module. What is removed here, and is there where it came from, is mirrored again."""
 
-    parts = "mirrors"
+    parts, piece = "mirrors", "object"
     after_removal = "the run that mirrors there, or portus gc, deletes the objects a day later"
 
     def __init__(self, place: Place) -> None:
@@ -254,6 +254,7 @@ class MirrorPlace(OpenPlace):
         for model in self.models():
             mirror = self.mirrors.of(model)
             yield Collection(
+                self.place.path,
                 model,
                 lambda mirror=mirror: _garbage(mirror.unneeded()),  # type: ignore[misc]
                 partial(_collected, mirror),
@@ -269,7 +270,7 @@ def term_of(state: State) -> dict[str, str | int | bool | None]:
 
 
 def _garbage(freed: Freed) -> Garbage:
-    return Garbage(objects=freed.objects, freed=freed.size)
+    return Garbage(pieces=freed.objects, freed=freed.size)
 
 
 def _collected(mirror: Mirror, found: Garbage) -> Garbage:
@@ -277,7 +278,7 @@ def _collected(mirror: Mirror, found: Garbage) -> Garbage:
         claim(mirror, "gc")
         return mirror.collect()
 
-    return _garbage(retried(collect)) if found.objects else found
+    return _garbage(retried(collect)) if found.pieces else found
 
 
 def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:

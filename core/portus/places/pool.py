@@ -199,7 +199,9 @@ class PoolPlace(OpenPlace):
         yield Check(self.place.path, os.path.basename(self.place.path), run)
 
     def collections(self, options: GarbageOptions) -> Iterator[Collection]:
-        yield Collection("", lambda: self._garbage(options), partial(self._collected, options))
+        yield Collection(
+            self.place.path, "", lambda: self._garbage(options), partial(self._collected, options)
+        )
 
     def journals(self, links: str | None) -> Sequence[str]:
         return [journal_directory(self.place.path)]
