@@ -24,6 +24,8 @@ if "PORTUS_TEST_SEED" not in os.environ:  # the workers of this run inherit both
     os.environ["PORTUS_TEST_SEED"] = str(random.SystemRandom().randrange(2**32))
     os.environ["PORTUS_TEST_DRAWN"] = "1"
 SEED = int(os.environ["PORTUS_TEST_SEED"])
+# Else torch starts processes, which import it for seconds, in each that might compile something.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 THREAD_END_S_MAX = 5.0
 
 # No deadline: a busy machine is no fault of the code. `make long` searches deeper.
@@ -72,6 +74,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = _why_no_gpu() if on_gpu else ""
     for item in on_gpu if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of all later collections of garbage, and out of the search
+    for optimizers: with every framework imported, each of them takes a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def time_out(item: pytest.Item) -> float:

@@ -42,6 +42,11 @@ def warm_up() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     import deepspeed
 
+    # By the first engine, and by its first save with Portus: else each child does, for 2 s.
+    import torch._inductor.compile_fx  # noqa: F401
+
+    import portus_accelerate.engine_files  # noqa: F401
+
 
 class Model(torch.nn.Module):
     """With a buffer that each forward writes, tied weights, and a part that is frozen."""
