@@ -4,6 +4,7 @@ wherever the training ends."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -187,22 +188,38 @@ def run(
         return loop.state()
 
 
+def goes_on(kind: str, folder: Path, *, block: bool, every: int) -> None:
+    """Go on from where the process died: at every moment of a batch, or at some of them."""
+    wanted, moments, copies = after(kind, BATCHES), itertools.count(), list[Path]()
+
+    def look() -> None:
+        if next(moments) % every == 0:
+            copies.append(folder / f"{len(copies)}.portus")
+            shutil.copy(folder / "all.portus", copies[-1])
+
+    assert same(run(kind, folder / "all.portus", 5, block=block, look=look), after(kind, 5))
+    assert len(copies) == 20 // every
+    for path in copies:
+        assert same(run(kind, path, BATCHES, block=block), wanted), path
+    assert same(run(kind, folder / "all.portus", BATCHES, block=block), wanted)
+
+
 @pytest.mark.parametrize("block", [False, True], ids=["no block", "block"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_learning_rates_go_on_to_the_same_bits_wherever_the_process_dies(
     kind: str, block: bool, tmp_path: Path
 ) -> None:
-    wanted = after(kind, BATCHES)
-    copies: list[Path] = []
+    """There are four moments in a batch: each of them in another batch."""
+    goes_on(kind, tmp_path, block=block, every=5)
 
-    def look() -> None:
-        copies.append(tmp_path / f"{len(copies)}.portus")
-        shutil.copy(tmp_path / "all.portus", copies[-1])
 
-    assert same(run(kind, tmp_path / "all.portus", 5, block=block, look=look), after(kind, 5))
-    for path in copies:
-        assert same(run(kind, path, BATCHES, block=block), wanted), path
-    assert same(run(kind, tmp_path / "all.portus", BATCHES, block=block), wanted)
+@pytest.mark.long
+@pytest.mark.parametrize("block", [False, True], ids=["no block", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_rates_go_on_to_the_same_bits_from_each_moment_of_each_batch(
+    kind: str, block: bool, tmp_path: Path
+) -> None:
+    goes_on(kind, tmp_path, block=block, every=1)
 
 
 @pytest.mark.parametrize("kind", ["lambda", "one cycle, and momentum", "by hand"])
