@@ -2,12 +2,13 @@
 #
 # PYTHON=python3.12 make setup    another interpreter, 3.10 or later
 # make test ARGS='-k audit -x'    more arguments for what runs below
-# make test JOBS=8                processes that test side by side (2; with ARGS, this one alone)
+# make test JOBS=8                processes that test side by side (2; with ARGS that is no folder,
+#                                 this one alone)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
-JOBS ?= $(if $(ARGS),0,2)
+JOBS ?= $(if $(ARGS),$(if $(wildcard $(addsuffix /.,$(ARGS))),2,0),2)
 
 VENV := .venv
 BIN := $(VENV)/bin
