@@ -15,9 +15,6 @@ from portus.pipeline.draft import CommittedVersion, Draft
 from portus.pipeline.plan import Flags, Previous, Snapshot
 from portus.pipeline.run import Save
 
-Publish = Callable[[Sequence[Image]], FileDraft]
-"""Begins the files at the paths of a save, each with an image. Raises ``MediumError``."""
-
 
 class Destination(Protocol):
     """See the module. Each ``FileSaver`` has one of its own."""
@@ -36,16 +33,22 @@ class Destination(Protocol):
     def before(self, files: int) -> Previous | None:
         """Return the newest version that one of so many files may share storages with."""
 
+    def at_paths(
+        self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
+    ) -> Sequence[Image]:
+        """Return what the files at the paths are to contain; nothing if there are to be none."""
+
     def draft(
         self,
         new: Sequence[NewFile],
         images: Sequence[Image],
         snapshot: Snapshot,
-        publish: Publish,
+        files: FileDraft | None,
         make_room: Callable[[], bool],
     ) -> Draft:
-        """Begin one save. make_room: asked where there is no space: True if some was given back.
-        Raises ``PortusError``."""
+        """Begin one save. files: the draft of what ``at_paths`` returned; released if this raises.
+        make_room: asked where there is no space: True if some was given back. Raises
+        ``PortusError``."""
 
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         """Note that ``draft`` was committed. steady: which storages equalled those before."""
@@ -74,15 +77,21 @@ class Files:
     def before(self, files: int) -> None:
         """Return None."""
 
+    def at_paths(
+        self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
+    ) -> Sequence[Image]:
+        return images
+
     def draft(
         self,
         new: Sequence[NewFile],
         images: Sequence[Image],
         snapshot: Snapshot,
-        publish: Publish,
+        files: FileDraft | None,
         make_room: Callable[[], bool],
     ) -> FileDraft:
-        return publish(images)
+        assert files is not None, "there are files at the paths"
+        return files
 
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         """Do nothing."""

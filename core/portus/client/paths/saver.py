@@ -433,17 +433,19 @@ class FileSaver:
         joined = JoinedStorages(new)
         self._destination.open()
         snapshot = self._snapshot(_name_of(new), joined, extra)
-        publish = partial(self._published, new, asked, extra)
-        draft = self._destination.draft(new, images, snapshot, publish, self.make_room)
+        contents = self._destination.at_paths(new, images, snapshot)
+        files = self._files_of(new, asked, extra, contents) if contents else None
+        draft = self._destination.draft(new, images, snapshot, files, self.make_room)
         try:
             return self._begun(new, joined, snapshot, draft, extra)
         except BaseException:
             draft.release()
             raise
 
-    def _published(
+    def _files_of(
         self, new: Sequence[NewFile], asked: int, extra: Extra, images: Sequence[Image]
     ) -> FileDraft:
+        """Begin the files at the paths."""
         unpublished = self._unpublished(new, extra)
         try:
             files = [

@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.client.paths.destination import Publish
 from portus.client.paths.draft import FileDraft
 from portus.client.paths.new_file import NewFile
 from portus.client.pools.image_draft import CommittedImages, ImageDraft
@@ -49,19 +48,25 @@ class PoolDestination:
         found = self._pool.before(files)
         return None if found is None else found.storages
 
+    def at_paths(
+        self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
+    ) -> Sequence[Image]:
+        """Return pointers."""
+        pool = self._pool
+        return [bytes_image(encode(pool.pointer(each.real, snapshot))) for each in new if each.real]
+
     def draft(
         self,
         new: Sequence[NewFile],
         images: Sequence[Image],
         snapshot: Snapshot,
-        publish: Publish,
+        files: FileDraft | None,
         make_room: Callable[[], bool],
     ) -> Draft:
         pool = self._pool
-        if not new[0].real:
+        if files is None:
             table = FileTable([PackedFile.of(new[0].said, images[0])])
             return pool.draft(snapshot, table, images, make_room)
-        pointers = publish([bytes_image(encode(pool.pointer(each.real, snapshot))) for each in new])
         try:
             packed = [
                 PackedFile.of(os.path.basename(each.real), image)
@@ -70,9 +75,9 @@ class PoolDestination:
             table = FileTable(packed, os.path.dirname(new[0].real))
             version = pool.draft(snapshot, table, images, make_room)
         except BaseException:
-            pointers.release()
+            files.release()
             raise
-        return PooledDraft(pool, version, pointers, lambda: self._replaced(new))
+        return PooledDraft(pool, version, files, lambda: self._replaced(new))
 
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(draft, ImageDraft | PooledDraft), "drafts are made here"
