@@ -392,9 +392,9 @@ def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: 
     uses that for other bytes: it has a digest of the version, who put it, and in which epoch."""
     tag = digest(token + writer + epoch.to_bytes(8, "little"))[:6].hex()
     below = f"{VERSIONS}step-{step:08d}-{tag}/"
-    return below + (
-        name if is_name(below + name + DIGEST_SUFFIX) else _quoted(name).replace("/", "=2F")
-    )
+    if is_name(below + name + DIGEST_SUFFIX) and not name.startswith(QUOTED):
+        return below + name
+    return below + QUOTED + _quoted(name).replace("/", "=2F")
 
 
 def _quoted(path: str) -> str:

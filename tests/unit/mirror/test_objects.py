@@ -7,7 +7,14 @@ import msgspec
 import pytest
 
 from portus.mirror import objects, pieces, writer
-from portus.mirror.objects import NUMBER_MAX, entry_name, entry_number, prefix_of
+from portus.mirror.names import is_name
+from portus.mirror.objects import (
+    NUMBER_MAX,
+    entry_name,
+    entry_number,
+    prefix_of,
+    version_file_name,
+)
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "format.md").read_text()
 
@@ -34,6 +41,13 @@ def test_a_later_entry_comes_first_in_a_list(number: int) -> None:
 @pytest.mark.parametrize("name", ["log/", "log/12", "log/0000000000001", "log/00000000000a", ""])
 def test_other_names_have_no_number(name: str) -> None:
     assert entry_number(name) is None
+
+
+def test_no_two_files_of_a_version_are_one_object() -> None:
+    names = ("a b", "a=20b", "quoted/a=20b", "quoted/a b", "a/b", "a=2Fb", "/a", "x" * 900)
+    found = {version_file_name(1, name, bytes(16), bytes(8), 0) for name in names}
+    assert len(found) == len(names)
+    assert all(is_name(each) for each in found)
 
 
 def structs() -> list[type[msgspec.Struct]]:
