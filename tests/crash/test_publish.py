@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -348,12 +349,16 @@ def whole(system: CrashFolder) -> list[int]:
 def explore(scenario: Scenario, *, early: bool = False, samples: int = 4) -> int:
     """Crash at every event in every way; the number of outcomes."""
     source, outcomes = random.Random(7), 0
-    for stop in range(1, events_of(scenario) + 2):
-        system, told = run(scenario, stop)
-        check(system.kill(), told, newest=True)
-        for lost in system.power_losses(source, samples):
-            check(lost, told, newest=not early)
-            outcomes += 1
+    logging.disable()  # each file that is put back is logged, and pytest would keep that
+    try:
+        for stop in range(1, events_of(scenario) + 2):
+            system, told = run(scenario, stop)
+            check(system.kill(), told, newest=True)
+            for lost in system.power_losses(source, samples):
+                check(lost, told, newest=not early)
+                outcomes += 1
+    finally:
+        logging.disable(logging.NOTSET)
     return outcomes
 
 

@@ -18,8 +18,7 @@ import os
 import random
 import stat
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from portus.directory.system import FileState
@@ -58,6 +57,10 @@ class OpenFile:
 
     node: int
     is_open: bool = True
+
+
+def _copied(names: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
+    return {number: each.copy() for number, each in names.items()}
 
 
 class CrashFolder:
@@ -120,9 +123,13 @@ class CrashFolder:
 
     def kill(self) -> CrashFolder:
         """Return what the next process finds after ``kill -9``."""
-        found = deepcopy(self)
-        found.stop, found._locks, found._opened = None, {}, []
-        found.fails = lambda number, text: None
+        found = CrashFolder()
+        found.events = self.events
+        found._nodes = {
+            number: replace(node, names=node.names.copy()) for number, node in self._nodes.items()
+        }
+        found._durable = _copied(self._durable)
+        found._pending = self._pending.copy()
         return found
 
     def power_losses(self, source: random.Random, samples: int) -> Iterator[CrashFolder]:
@@ -145,7 +152,7 @@ class CrashFolder:
 
     def _lost(self, sectors: list[tuple[int, int]], choice: tuple[bool, ...]) -> CrashFolder:
         found = self.kill()
-        names = deepcopy(self._durable)
+        names = _copied(self._durable)
         for change, kept in zip(self._pending, choice, strict=False):
             for directory, name, node in change.entries if kept else ():
                 if node is None:
@@ -162,7 +169,7 @@ class CrashFolder:
                 node_there, new = found._nodes[number], self._nodes[number].data
                 old = node_there.data.ljust(min(len(new), start + SECTOR), b"\0")
                 node_there.data = old[:start] + new[start : start + SECTOR] + old[start + SECTOR :]
-        found._durable = deepcopy({n: d.names for n, d in found._nodes.items() if d.is_directory})
+        found._durable = {n: d.names.copy() for n, d in found._nodes.items() if d.is_directory}
         for node_there in found._nodes.values():
             node_there.stored = node_there.data
         found._pending = []
