@@ -33,10 +33,10 @@ from portus.client.fence.snapshot import copy_order
 from portus.client.files.pending import PENDING
 from portus.client.paths import saver as paths_saver
 from portus.pipeline import observers
-from portus.testing.nursery import nursery
 from portus.writer.image_file import ImageFile
 from portus_accelerate import launching, patch, resume, settings
 from tests.hosts import serving, url
+from tests.warm import Warm
 
 FILES = [
     "custom_checkpoint_0.pkl",
@@ -776,7 +776,7 @@ def test_a_pool_file_that_another_process_has_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = tmp_path / "run.portus"
-    with nursery("tests.crash.saver").start("save_for_ever", str(pool), 1) as other:
+    with Warm("tests.crash.saver").start("save_for_ever", str(pool), 1) as other:
         other.until("saved")
         monkeypatch.setenv("PORTUS_POOL", str(pool))
         scene = Scene(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 import portus
 from portus_lightning import PortusIO
-from tests.unit.client.paths.programs import in_process
+from tests.warm import in_process
 
 FORKED = """
 import os

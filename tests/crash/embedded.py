@@ -105,12 +105,6 @@ class Training:
         }
 
 
-def warm_up() -> None:
-    """What the first step imports."""
-    training = Training()
-    training.step(1)
-
-
 def same(one: Any, other: Any) -> bool:
     """True if two states have the same bits."""
     if isinstance(one, torch.Tensor):

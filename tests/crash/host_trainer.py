@@ -19,13 +19,6 @@ from portus.testing.nursery import Say
 SIZES = (512, 256, 64, 1)
 
 
-def warm_up() -> None:
-    """Import what a child needs."""
-    _ = portus.PoolCheckpointer
-    model, optimizer = training()
-    step_once(model, optimizer, 0)
-
-
 def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer, the same ones each time."""
     torch.set_num_threads(1)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from portus.client.checkpointer import Checkpointer
 from portus.testing.nursery import Say
-from tests.crash.saver import Training, warm_up
+from tests.crash.saver import Training
 from tests.unit.client.same import assert_same
-
-__all__ = ["KEEP", "train_for_ever", "warm_up"]
 
 KEEP = 2
 

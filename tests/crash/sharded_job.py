@@ -131,10 +131,6 @@ def start(rank: int, task: str, count: int, root: Path, place: str, more: list[s
     dist.destroy_process_group()
 
 
-def warm_up() -> None:
-    """For the nursery: all imports are done."""
-
-
 def run(_: Say, root: str, tasks: Sequence[str], pool: str, errors: str) -> None:
     """Run tasks like ``look:3``, each in so many processes of its own. errors: the file that takes
     what goes to stderr."""

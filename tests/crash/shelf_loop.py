@@ -13,10 +13,6 @@ from portus.testing.nursery import Say
 SHAPE = (40, 300)
 
 
-def warm_up() -> None:
-    """Nothing but what is imported."""
-
-
 def first() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(3)
     return rng.normal(size=SHAPE), rng.normal(size=70_000)

@@ -13,11 +13,12 @@ import torch
 import portus
 from portus.index.check import check
 from portus.index.findings import Severity
-from portus.testing.nursery import Child, nursery
+from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import Host, connect_again_at_once
 from tests.simulation.lossy import LossyLink
 from tests.unit.client.same import assert_same
+from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -53,7 +54,7 @@ def test_a_training_goes_on_while_its_host_is_killed_and_comes_back(
     random_ = random.Random(seed)
     with (
         Host(tmp_path / "pools") as host,
-        nursery("tests.crash.host_trainer").start("train_for_ever", host.url) as child,
+        Warm("tests.crash.host_trainer").start("train_for_ever", host.url) as child,
     ):
         lines: list[str] = []
         for _ in range(KILLS):
@@ -120,7 +121,7 @@ def numbered(step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(300)
 def test_a_killed_training_goes_on_from_what_the_host_has(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
-    children = nursery("tests.crash.host_trainer")
+    children = Warm("tests.crash.host_trainer")
     with Host(tmp_path / "pools") as host:
         reported = 0
         for _ in range(KILLS):
@@ -148,7 +149,7 @@ def test_what_was_killed_before_the_commit_has_no_pointer_and_what_was_told_load
     with (
         Host(tmp_path / "pools") as host,
         LossyLink("127.0.0.1", host.port) as link,
-        nursery("tests.crash.host_trainer").start(
+        Warm("tests.crash.host_trainer").start(
             "save_directories", f"portus://127.0.0.1:{link.port}", str(tmp_path)
         ) as child,
     ):

@@ -22,10 +22,11 @@ from portus.client.paths import process
 from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.index.findings import Severity
-from portus.testing.nursery import Child, nursery
+from portus.testing.nursery import Child
 from tests.crash.saver import KEEP, Training
 from tests.depth import deep
 from tests.unit.client.same import assert_same
+from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -84,7 +85,7 @@ def test_a_saving_process_may_be_killed_at_any_moment(
     folder: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     random_ = random.Random(seed)
-    children = nursery("tests.crash.saver")
+    children = Warm("tests.crash.saver")
     path = folder / "run.portus"
     reported = unreported = 0
     for number in range(KILLS):
@@ -115,7 +116,7 @@ def test_at_each_path_of_a_killed_process_is_a_pointer_that_loads_or_nothing(
     """What is there loads its own step. Versions to which no pointer leads, at most two for each
     kill (one committed, one not retired yet), are all that leaks, and gc finds them."""
     random_ = random.Random(seed)
-    children = nursery("tests.crash.saver")
+    children = Warm("tests.crash.saver")
     path, checkpoints = folder / "run.portus", folder / "checkpoints"
     checkpoints.mkdir()
     monkeypatch.setattr("portus.places.host.YOUNG_S", 0.0)
@@ -172,7 +173,7 @@ def test_a_pool_is_whole_or_not_there_when_its_maker_was_killed(
     folder: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     random_ = random.Random(seed)
-    children = nursery("tests.crash.saver")
+    children = Warm("tests.crash.saver")
     made = 0
     for number in range(10):
         path = folder / f"{number}" / "run.portus"

@@ -14,8 +14,8 @@ import pytest
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.device import stand_in
-from portus.testing.nursery import nursery
 from tests.crash import embedded
+from tests.warm import Warm
 
 KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "10"))
 ANSWER_S_MAX = 600.0
@@ -46,7 +46,7 @@ def test_a_killed_training_goes_on_from_its_last_batch_bit_for_bit(
 ) -> None:
     """In place (V15): on a file that stands in for a device."""
     path, rng = tables_in(tmp_path, in_place), random.Random(seed)
-    trainers = nursery("tests.crash.embedded")
+    trainers = Warm("tests.crash.embedded")
     told = 0
     for _ in range(KILLS):
         with trainers.start("run", str(path)) as child:
@@ -75,7 +75,7 @@ def test_a_killed_relaxed_training_has_the_rows_of_its_last_batch_and_a_dense_pa
     tmp_path: Path, seed: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, rng = tables_in(tmp_path, in_place), random.Random(seed)
-    trainers = nursery("tests.crash.embedded")
+    trainers = Warm("tests.crash.embedded")
     rows, dense, told = dict[int, str](), dict[int, str](), 0
     gaps = set()
     for _ in range(KILLS):

@@ -21,11 +21,11 @@ import portus
 from portus.mirror.address import parse
 from portus.mirror.mirror import Mirror
 from portus.mirror.opening import open_store
-from portus.testing.nursery import nursery
 from tests.crash.mirrored_saver import KEEP
 from tests.crash.saver import Training
 from tests.hosts import Host
 from tests.unit.client.same import assert_same
+from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -49,7 +49,7 @@ def test_what_the_mirror_counts_outlives_each_machine_bit_for_bit(folder: Path, 
     """Trainings are killed, and run and machine are lost each time; what counts in the mirror is
     what the next one begins with."""
     random_, address = random.Random(seed), f"file://{folder}/bucket"
-    children = nursery("tests.crash.mirrored_saver")
+    children = Warm("tests.crash.mirrored_saver")
     counted = behind = 0
     with contextlib.closing(open_store(parse(address))) as store:
         mirror = Mirror(store, "net")

@@ -18,10 +18,10 @@ import pytest
 
 from portus.client.paths import process
 from portus.client.paths.face import load
-from portus.testing.nursery import nursery
 from tests.crash.path_saver import WAYS
 from tests.crash.saver import Training
 from tests.unit.client.same import assert_same
+from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
@@ -60,7 +60,7 @@ def test_whatever_is_visible_after_a_kill_is_whole_for_stock_torch(
     folder: Path, way: str, seed: int
 ) -> None:
     random_ = random.Random(seed)
-    children = nursery("tests.crash.path_saver")
+    children = Warm("tests.crash.path_saver")
     stock = subprocess.Popen(
         [sys.executable, "-c", STOCK],
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
@@ -73,7 +73,7 @@ def test_whatever_is_visible_after_a_kill_is_whole_for_stock_torch(
     newest = 0
     with stock:
         for number in range(KILLS):
-            with children.start("tests.crash.path_saver:train_for_ever", str(folder), way) as child:
+            with children.start("train_for_ever", str(folder), way) as child:
                 lines = [child.line() for _ in range(random_.randint(1, LINES_MAX))]
                 assert lines[0] == f"resumed {newest}", f"kill {number}"
                 time.sleep(random_.uniform(0, DELAY_S_MAX))

@@ -22,9 +22,10 @@ import pytest
 import portus
 from portus.cli import gc
 from portus.cli.output import Output
-from portus.testing.nursery import Child, nursery
+from portus.testing.nursery import Child
 from tests.crash.sharded_job import KEEP
 from tests.hosts import Host
+from tests.warm import Warm
 
 KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "6"))
 
@@ -93,7 +94,7 @@ def trained_and_killed(history: History, what: str, random_: random.Random) -> N
     first = max(history.saved, default=0) + 1
     with (
         tempfile.NamedTemporaryFile() as errors,
-        nursery("tests.crash.sharded_job").start(
+        Warm("tests.crash.sharded_job").start(
             "run",
             str(history.root),
             [f"train_for_ever:{RANKS}:{first}"],
@@ -147,7 +148,7 @@ def looked(history: History, count: int, pool: str) -> None:
     """A job of so many ranks loads what there is."""
     with (
         tempfile.NamedTemporaryFile() as errors,
-        nursery("tests.crash.sharded_job").start(
+        Warm("tests.crash.sharded_job").start(
             "run", str(history.root), [f"look:{count}"], pool, errors.name
         ) as child,
     ):

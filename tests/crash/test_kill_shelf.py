@@ -16,8 +16,8 @@ import pytest
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.shelf import Shelf
-from portus.testing.nursery import nursery
 from tests.crash import shelf_loop
+from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -32,7 +32,7 @@ def test_a_killed_loop_goes_on_from_the_iteration_that_it_told_of(
     path, rng = tmp_path / "loop.portus", random.Random(seed)
     told = kills = 0
     for _ in range(KILLS):
-        with nursery("tests.crash.shelf_loop").start("run", str(path)) as child:
+        with Warm("tests.crash.shelf_loop").start("run", str(path)) as child:
             lines = [child.line() for _ in range(rng.randint(1, 8))]
             time.sleep(rng.uniform(0, DELAY_S_MAX))
             lines += child.kill()
@@ -58,7 +58,7 @@ def test_a_file_of_np_savez_that_was_killed_in_a_write_is_lost(tmp_path: Path, s
     kills = FILE_KILLS
     found = {"whole": 0, "broken": 0}
     for _ in range(kills):
-        with nursery("tests.crash.shelf_loop").start("run_on_file", str(path)) as child:
+        with Warm("tests.crash.shelf_loop").start("run_on_file", str(path)) as child:
             for _ in range(rng.randint(1, 8)):
                 child.line()
             time.sleep(rng.uniform(0, DELAY_S_MAX))

@@ -22,10 +22,11 @@ import pytest
 
 import portus
 from portus.index.check import check
-from portus.testing.nursery import Child, nursery
+from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import ROOT, Host
 from tests.unit.client.same import assert_same
+from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -51,7 +52,7 @@ class Trainer:
         self.start()
 
     def start(self) -> None:
-        trainers = nursery("tests.crash.host_trainer")
+        trainers = Warm("tests.crash.host_trainer")
         self.child = trainers.start("train_for_ever", self.url, str(self._secret), PAUSE_S)
         resumed = int(self.child.until("resumed").split()[1])
         assert resumed >= self.reported, f"{self.url}: {self.reported} was reported"

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from safetensors.torch import load_file as load_safetensors
 import portus
 from tests.unit.cli.scene import portus as command
 from tests.unit.cli.scene import portus_json as document
+from tests.warm import in_process
 
 
 class Odd:
@@ -121,8 +120,7 @@ def test_gc_removes_what_a_killed_process_left_and_nothing_else(runs: Path) -> N
         "portus.save({'x': torch.zeros(1000)}, sys.argv[1], wait=True)\n"
     )
     path = runs / "b" / "new.pt"
-    done = subprocess.run([sys.executable, "-c", program, path], check=False, timeout=60)
-    assert done.returncode == -9
+    assert in_process(program, str(path)).returncode == -9
     assert not path.exists()
     hidden = runs / "b" / ".portus"
     before = sorted(os.listdir(hidden))

@@ -136,10 +136,6 @@ def start(rank: int, task: str, count: int, root: Path, place: str, more: list[s
         dist.destroy_process_group()
 
 
-def warm_up() -> None:
-    """For the nursery: all imports are done."""
-
-
 def run(_: Say, root: str, tasks: Sequence[str], environment: dict[str, str], errors: str) -> None:
     """errors: the file that takes what goes to stderr."""
     signal.alarm(JOBS_S_MAX)

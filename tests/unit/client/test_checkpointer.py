@@ -40,6 +40,7 @@ from portus.versions.pool_draft import PoolDraft
 from tests.adapters.torn import slow_down
 from tests.hosts import serving, url
 from tests.moments import at, elsewhere
+from tests.warm import in_process
 
 
 class Training:
@@ -513,13 +514,7 @@ def _refuse_others(checkpointer: PoolCheckpointer) -> None:
         "with portus.open(sys.argv[1]) as view:\n"
         "    print('read:', view.load()['x'].tolist())\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script, checkpointer.path],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    result = in_process(script, checkpointer.path)
     assert f"pid {os.getpid()}" in result.stdout
     assert "portus.open(" in result.stdout
     assert "read: [1.0, 1.0, 1.0]" in result.stdout

@@ -22,10 +22,10 @@ import torch
 from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.copying import native
 from portus.spec import PAGE
-from portus.testing.nursery import nursery
 from tests.crash import saver
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import WAIT_S_MAX, Training, gated, is_in, until
+from tests.warm import Warm
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only"),
@@ -231,7 +231,7 @@ def test_ctrl_c_at_any_moment_of_a_save_leaves_no_lock(path: Path, seed: int) ->
 def test_sigterm_in_the_middle_of_saves_ends_the_process_and_leaves_a_whole_pool(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with nursery("tests.crash.saver").start("save_for_ever", str(path), 1) as child:
+    with Warm("tests.crash.saver").start("save_for_ever", str(path), 1) as child:
         for _ in range(5):
             child.until("saved")
         child.send(signal.SIGTERM)
@@ -245,7 +245,7 @@ def test_sigterm_in_the_middle_of_saves_ends_the_process_and_leaves_a_whole_pool
 
 
 def test_a_program_that_ends_on_sigterm_finishes_what_it_asked_for(path: Path) -> None:
-    with nursery("tests.crash.saver").start("save_until_told", str(path)) as child:
+    with Warm("tests.crash.saver").start("save_until_told", str(path)) as child:
         for _ in range(5):
             step = int(child.until("asked").split()[1])
         child.send(signal.SIGTERM)
@@ -261,7 +261,7 @@ def test_a_program_that_ends_on_sigterm_finishes_what_it_asked_for(path: Path) -
 def test_a_program_that_ends_while_a_thread_saves_ends_as_it_asked_to(path: Path) -> None:
     for number in range(6):
         pool = path.with_name(f"{number}.portus")
-        with nursery("tests.crash.saver").start("end_while_a_thread_saves", str(pool)) as child:
+        with Warm("tests.crash.saver").start("end_while_a_thread_saves", str(pool)) as child:
             assert child.wait() == 5
             assert [line for line in child.rest() if line.startswith("told")] in (
                 [],
@@ -274,7 +274,7 @@ def test_a_program_that_ends_while_a_thread_saves_ends_as_it_asked_to(path: Path
 @pytest.mark.long
 def test_forked_children_leave_the_pool_to_their_parent(path: Path, tmp_path: Path) -> None:
     own = str(tmp_path / "own")
-    with nursery("tests.crash.saver").start("fork_while_saving", str(path), own) as child:
+    with Warm("tests.crash.saver").start("fork_while_saving", str(path), own) as child:
         code = child.wait()
         assert child.rest() == ["child 0"] * 5
         assert code == 0
@@ -289,7 +289,7 @@ OF_C = pytest.param(
 def test_children_that_outlive_their_parent_hold_no_lock(
     path: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with nursery("tests.crash.saver").start("save_beside_a_child", str(path), method) as child:
+    with Warm("tests.crash.saver").start("save_beside_a_child", str(path), method) as child:
         grandchild = int(child.until("child").split()[1])
         child.until("saved")
         child.kill()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from tests.hosts import Host, connect_again_at_once, free_port
 from tests.simulation.lossy import LossyLink
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import until
+from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -153,12 +152,7 @@ def test_a_pointer_loads_from_the_second_host_when_the_first_one_is_gone(tmp_pat
             files.save(state(1), str(path), 1).wait()
         first.kill()
         program = f"import portus; assert portus.load({str(path)!r})['step'] == 1"
-        told = subprocess.run(
-            [sys.executable, "-c", program],
-            env=dict(os.environ, PORTUS_POOL=address),
-            capture_output=True,
-            text=True,
-        )
+        told = in_process(program, PORTUS_POOL=address)
         assert told.returncode == 0, told.stderr
 
 

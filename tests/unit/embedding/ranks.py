@@ -9,10 +9,6 @@ from portus.embedding import protect
 from portus.testing.nursery import Say
 
 
-def warm_up() -> None:
-    """Nothing but what is imported."""
-
-
 def rank(say: Say, number: int, store: str, pool: str) -> None:
     """Three batches; each rank looks up rows of its own."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)

@@ -41,10 +41,10 @@ from portus.errors import BusyError, CorruptionError, MediumError, StaleError, U
 from portus.index.check import check
 from portus.index.log import LogWriter
 from portus.spec import PAGE
-from portus.testing.nursery import nursery
 from tests.crash.embedded import Training, same
 from tests.unit.client.stuck import until
 from tests.unit.embedding import sliced
+from tests.warm import Warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -1225,7 +1225,7 @@ def test_a_flipped_byte_of_tables_is_found_or_does_no_harm(path: Path, seed: int
 
 @pytest.mark.long
 def test_rows_that_only_another_rank_looked_up_are_durable(path: Path, tmp_path: Path) -> None:
-    ranks = nursery("tests.unit.embedding.ranks")
+    ranks = Warm("tests.unit.embedding.ranks")
     wish = (str(tmp_path / "store"), str(path))
     with ranks.start("rank", 0, *wish) as first, ranks.start("rank", 1, *wish) as second:
         weights = [bytes.fromhex(child.line()) for child in (first, second)]

@@ -34,7 +34,6 @@ from tests.unit.client import sharded
 from tests.unit.client.sharded import Job, collectives, say
 
 run = sharded.run
-warm_up = sharded.warm_up
 
 
 def note(job: Job, root: Path, step: int) -> None:

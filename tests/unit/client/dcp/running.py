@@ -5,14 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from portus.testing.nursery import nursery
+from tests.warm import Warm
 
 
 def run(root: Path, *tasks: str, **environment: str) -> str:
     """Jobs one after another, in processes of their own; what they printed."""
     with (
         tempfile.NamedTemporaryFile() as errors,
-        nursery("tests.unit.client.dcp.jobs").start(
+        Warm("tests.unit.client.dcp.jobs").start(
             "run", str(root), tasks, environment, errors.name
         ) as child,
     ):

@@ -39,6 +39,7 @@ from portus.errors import (
 )
 from portus.writer.image_file import ImageFile
 from tests.unit.client.dcp.running import run
+from tests.warm import in_process
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -359,8 +360,9 @@ def test_another_job_with_such_names_is_told_before_it_replaces_anything() -> No
     )
 
     def other() -> str:
-        command = [sys.executable, "-W", "ignore", "-c", program]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = in_process(program)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     assert other() == "refused\n"
     found = emptied()

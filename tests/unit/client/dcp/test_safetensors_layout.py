@@ -18,7 +18,6 @@ import portus.dcp
 from portus.client.loading.checkpoint_file import has_digests, verify_file
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import CorruptionError, NoCheckpointError, PortusError, UsageError
-from portus.testing.nursery import nursery
 
 pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="torch 2.9 has this layout")
 
@@ -27,6 +26,8 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+
+from tests.warm import Warm
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -44,9 +45,7 @@ def run(root: Path, *tasks: str) -> None:
     """Jobs one after another, in processes of their own."""
     with (
         tempfile.NamedTemporaryFile() as errors,
-        nursery("tests.unit.client.dcp.jobs").start(
-            "run", str(root), tasks, {}, errors.name
-        ) as child,
+        Warm("tests.unit.client.dcp.jobs").start("run", str(root), tasks, {}, errors.name) as child,
     ):
         child.rest()
         assert child.wait() == 0, errors.read().decode(errors="replace")

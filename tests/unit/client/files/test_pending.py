@@ -20,6 +20,7 @@ import pytest
 from portus.client.files.pending import PENDING, PendingPaths
 from portus.media import process
 from portus.media.process import Descriptor
+from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
@@ -250,14 +251,7 @@ def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
         f"    os._exit(len(os.listdir({str(tmp_path)!r})))\n"
         "os._exit(os.waitpid(child, 0)[1])\n"
     )
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=WAIT_S_MAX,
-        check=False,
-    )
-    assert done.returncode == 0
+    assert in_process(program).returncode == 0
 
 
 def test_the_hook_is_installed_once_and_by_the_first_path(monkeypatch: pytest.MonkeyPatch) -> None:

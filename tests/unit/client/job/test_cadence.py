@@ -18,7 +18,7 @@ from portus.client.job import clock
 from portus.errors import UsageError
 from portus.pipeline import observers
 from portus.pipeline.handle import SaveStats
-from portus.testing.nursery import nursery
+from tests.warm import Warm
 
 
 @dataclass
@@ -291,9 +291,7 @@ def test_saves_of_a_checkpointer_are_seen_and_nothing_stays_behind(tmp_path: Pat
 def test_all_ranks_save_at_the_steps_that_the_first_one_says(tmp_path: Path, backend: str) -> None:
     """Rank 1 is slower, so what it measures would say something else. The second backend is for
     tensors on devices only, as NCCL is, and there is no device here."""
-    with nursery("tests.unit.client.sharded").start(
-        "tests.unit.client.paced:run", str(tmp_path), backend
-    ) as job:
+    with Warm("tests.unit.client.paced").start("run", str(tmp_path), backend) as job:
         assert job.wait() == 0, job.rest()
         ranks = [(tmp_path / f"{rank}").read_text() for rank in (0, 1)]
     assert ranks[0] == ranks[1]

@@ -18,7 +18,7 @@ import pytest
 import portus
 from portus.client.job import preemption as module
 from portus.errors import UsageError
-from portus.testing.nursery import nursery
+from tests.warm import Warm
 
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
 
@@ -91,18 +91,14 @@ def test_who_asked_to_be_woken_meanwhile_still_is() -> None:
 
 
 def test_closed_on_another_thread_it_gives_way(tmp_path: Path) -> None:
-    with nursery("tests.unit.client.sharded").start(
-        "tests.unit.client.told:close_elsewhere", str(tmp_path)
-    ) as child:
+    with Warm("tests.unit.client.told").start("close_elsewhere", str(tmp_path)) as child:
         assert child.wait() == -signal.SIGTERM, "a signal ends the process again"
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b""] * 16
 
 
 @pytest.mark.parametrize("how", ["in Python", "in C"])
 def test_a_training_that_hangs_is_ended_after_a_time(tmp_path: Path, how: str) -> None:
-    with nursery("tests.unit.client.sharded").start(
-        "tests.unit.client.told:hang", str(tmp_path), how
-    ) as child:
+    with Warm("tests.unit.client.told").start("hang", str(tmp_path), how) as child:
         child.until("hangs")
         start = time.monotonic()
         child.send(signal.SIGTERM)
@@ -115,9 +111,7 @@ def test_a_training_that_hangs_is_ended_after_a_time(tmp_path: Path, how: str) -
 
 @pytest.mark.long
 def test_a_log_that_hangs_holds_nothing_up_for_long() -> None:
-    with nursery("tests.unit.client.sharded").start(
-        "tests.unit.client.told:hang_in_the_log"
-    ) as child:
+    with Warm("tests.unit.client.told").start("hang_in_the_log") as child:
         child.until("hangs")
         child.send(signal.SIGTERM)
         assert child.wait() == 128 + signal.SIGTERM
@@ -125,9 +119,7 @@ def test_a_log_that_hangs_holds_nothing_up_for_long() -> None:
 
 @pytest.mark.long
 def test_all_ranks_leave_at_the_same_step_whichever_was_told(tmp_path: Path) -> None:
-    with nursery("tests.unit.client.sharded").start(
-        "tests.unit.client.told:two_ranks", str(tmp_path)
-    ) as child:
+    with Warm("tests.unit.client.told").start("two_ranks", str(tmp_path)) as child:
         assert child.wait() == 0
     found: list[dict[str, Any]] = [
         json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)

@@ -15,10 +15,6 @@ from portus.testing.nursery import Say
 from tests.adapters.kills import Kills
 
 
-def warm_up() -> None:
-    """All is imported."""
-
-
 def run(say: Say, where: str, number: int, way: str) -> None:
     """Say how many changes there were. way: "new" directories, or "last", the same one."""
     os.chdir(where)

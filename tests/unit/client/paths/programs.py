@@ -1,10 +1,7 @@
-"""Programs that save to paths, each in a process of its own."""
+"""What programs begin with that save to paths."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Final
 
 SLOW: Final = (
@@ -18,19 +15,3 @@ SLOW: Final = (
     "ImageFile.finish = finish\n"
 )
 """What delays each commit by a second, but for those of a signal handler."""
-
-
-def in_process(program: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of a program, here, with the modules of this process."""
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PYTHONWARNINGS": "ignore::DeprecationWarning",  # newer Pythons warn of each fork
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )

@@ -26,8 +26,9 @@ from portus.client.paths.saver import FileSaver
 from portus.copying.local import fetch
 from portus.media.file import PlainFile
 from portus.writer.image_file import ImageFile
-from tests.unit.client.paths.programs import SLOW, in_process
+from tests.unit.client.paths.programs import SLOW
 from tests.unit.client.same import assert_same
+from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
@@ -72,13 +73,13 @@ def damage(path: str, place: int | None = None) -> None:
 def test_each_checkpoint_is_a_file_that_stock_torch_reads_and_keep_removes_the_others() -> None:
     save("run", 1, 20, 300, 123456789)
     assert files() == ["step-00000300.pt", "step-123456789.pt"]
+    program = "import sys; sys.modules['portus'] = None; import torch\n"
     for step in (300, 123456789):
-        program = f"import torch; print(torch.load('run/step-{step:08}.pt')['step'])"
-        blocked = "import sys; sys.modules['portus'] = None; "
-        environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        command = [sys.executable, "-c", blocked + program]
-        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert told.stdout.strip() == str(step)
+        program += f"print(torch.load('run/step-{step:08}.pt')['step'])\n"
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", program]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["300", "123456789"]
 
 
 @pytest.mark.parametrize("journal", [True, False])
@@ -538,7 +539,7 @@ def test_a_program_that_does_not_close_it_finishes_its_saves() -> None:
         "for step in range(1, 4):\n"
         "    checkpointer.save({'step': step, 'x': torch.zeros(1 << 20)}, step)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    in_process(program).check_returncode()
     assert sorted(os.listdir("run")) == ["step-00000002.pt", "step-00000003.pt"]
 
 
@@ -638,7 +639,7 @@ def test_a_closed_one_and_a_forked_one_say_so() -> None:
         "    os._exit(0)\n"
         "os.wait()\n"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    told = in_process(program)
     assert "another process opened this Checkpointer; open one here" in told.stdout
     checkpointer.close()
     checkpointer.close()

@@ -26,8 +26,9 @@ from portus.client.paths.saver import Extra
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError
 from portus.writer.image_file import ImageFile
 from tests.crash.saver import Training
-from tests.unit.client.paths.programs import SLOW, in_process
+from tests.unit.client.paths.programs import SLOW
 from tests.unit.client.same import assert_same
+from tests.warm import in_process
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only"),

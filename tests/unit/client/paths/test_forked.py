@@ -10,7 +10,7 @@ import pytest
 from portus.mirror.address import parse
 from portus.mirror.files import MirroredFiles
 from portus.mirror.opening import open_file_store
-from tests.unit.client.paths.programs import in_process
+from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 

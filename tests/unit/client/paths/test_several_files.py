@@ -26,12 +26,11 @@ from portus.client.state.pickling import pickle_state
 from portus.client.training.training_files import TrainingFiles
 from portus.errors import MediumError, UsageError
 from portus.pipeline.handle import SaveHandle
-from portus.testing.nursery import nursery
 from portus.writer.image_file import ImageFile
 from tests.crash.saver import Training
 from tests.unit.client.paths import killed_saves
-from tests.unit.client.paths.programs import in_process
 from tests.unit.client.same import assert_same
+from tests.warm import Warm, in_process
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only"),
@@ -223,7 +222,7 @@ def test_after_a_kill_at_any_change_of_a_name_a_directory_is_whole(
         where = tmp_path / str(number)
         where.mkdir()
         monkeypatch.chdir(where)
-        with nursery(killed_saves.__name__).start("run", str(where), number, way) as saves:
+        with Warm(killed_saves.__name__).start("run", str(where), number, way) as saves:
             # How many changes there are depends on who is faster: near the end there is no kill.
             assert saves.wait() in ((0,) if number == KILLS_MAX else (0, -signal.SIGKILL))
             count = int(saves.line()) if number == KILLS_MAX else count

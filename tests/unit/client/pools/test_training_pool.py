@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from portus.media.process import Descriptor
 from tests.hosts import serving, url
 from tests.unit.client.pools.scene import Scene, stored
 from tests.unit.client.stuck import WAIT_S_MAX, gated
+from tests.warm import in_process
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only"),
@@ -406,13 +406,7 @@ def test_a_pool_file_has_one_writer_process(tmp_path: Path) -> None:
     )
     with scene.training() as files:
         save(files, scene.path("1.ckpt"), 1)
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(scene.place), str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        done = in_process(program, str(scene.place), str(tmp_path))
     assert f"pid {os.getpid()}" in done.stdout, done.stderr
 
 

@@ -12,7 +12,7 @@ import pytest
 from portus.client.paths.saver import recover
 from portus.client.training.links import replace_link
 from portus.errors import MediumError
-from tests.unit.client.paths.programs import in_process
+from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 

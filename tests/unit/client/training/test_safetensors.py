@@ -20,7 +20,7 @@ from portus.client.paths.face import load, save
 from portus.client.training.safetensors import save_safetensors
 from portus.errors import CorruptionError, UsageError
 from portus.writer.image_file import ImageFile
-from tests.unit.client.paths.programs import in_process
+from tests.warm import in_process
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only"),
