@@ -40,9 +40,9 @@ def warm_up() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    # What the first engine imports, its first save with Portus, and Accelerate: 2 s, else, of each.
+    import accelerate  # noqa: F401
     import deepspeed
-
-    # By the first engine, and by its first save with Portus: else each child does, for 2 s.
     import torch._inductor.compile_fx  # noqa: F401
 
     import portus_accelerate.engine_files  # noqa: F401

@@ -204,8 +204,9 @@ def goes_on(kind: str, folder: Path, *, block: bool, every: int) -> None:
     assert same(run(kind, folder / "all.portus", BATCHES, block=block), wanted)
 
 
-@pytest.mark.parametrize("block", [False, True], ids=["no block", "block"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "block"), [*((kind, False) for kind in KINDS), ("lambda", True), ("by hand", True)]
+)
 def test_learning_rates_go_on_to_the_same_bits_wherever_the_process_dies(
     kind: str, block: bool, tmp_path: Path
 ) -> None:
