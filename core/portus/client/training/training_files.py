@@ -123,12 +123,12 @@ class TrainingFiles:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
         self._journal_at = name, os.path.join(place, JOURNALS)
         self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
-        self._begin_journal()
         if self._pool_at is not None:
             self._opened()[0].open()
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.begin()
+        self._begin_journal()  # it listens to steps, so nothing may raise behind it
 
     def keep_drafts_below(self, base: str) -> None:
         """Put the drafts of what is below the directory ``base`` into its hidden folder from now
