@@ -72,6 +72,57 @@ PLAIN_THREADS = {
 }
 """Modules that start threads which are no ``Beside``, and why they may."""
 
+LARGE = {
+    "cli/app": "every command and its options: one declaration that --help prints",
+    "client/dcp/directory_writer": "torch's StorageWriter: all calls share a save",
+    "client/dcp/directory_writer: DirectoryWriter": "torch's interface has 12 calls,"
+    " and each has a part for the rank and one for the coordinator",
+    "client/files/host": "one save's conversation with a host, request by request",
+    "client/job/journal": "one file format's writer: each kind of line is a method",
+    "client/loaders/cursor": "a loader with its position: iteration and state are"
+    " one thing, which must agree at each batch",
+    "client/loaders/cursor: DataCursor": "stands for a DataLoader, whose attributes it passes on",
+    "client/paths/saver": "the order of a save, from the call to the worker",
+    "client/paths/saver: FileSaver": "the order of a save, from the call to the"
+    " worker; what is done to files is in others",
+    "client/training/file_mirror": "what a mirror has against what a run has: both"
+    " halves change under one lock",
+    "client/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
+    "client/training/training_files: TrainingFiles": "the face of adapters: a method"
+    " for each thing that frameworks do with a checkpoint",
+    "copying/local": "each way in which bytes move within a machine, side by side",
+    "daemon/pools": "a tenant's pool, and the rules of who may open and fill it",
+    "daemon/requests/saves: SaveRequests": "a method for each message of a save",
+    "directory/publisher": "one state machine: drafts, holds, spares, redo markers",
+    "directory/publisher: Publisher": "one state machine, under one lock",
+    "embedding/placed": "undo before an update, digests after it: they are one rule",
+    "index/check_version": "the rules of format.md about a version, in its order",
+    "index/log": "one record format: its writer, its reader, its recovery",
+    "index/pool": "one writer of one pool: space, commits and retirement share it",
+    "index/pool: PoolWriter": "space, commits and retirement change one root; what"
+    " can be apart is (free_space, line, roots, keep)",
+    "index/records": "encoding and decoding of each record, side by side",
+    "mirror/copier: Copier": "what a host's mirror does next, under one lock",
+    "mirror/objects": "every object that a mirror may have",
+    "pipeline/run: Save": "the stages of one save, under one lock",
+    "places/pool: PoolPlace": "all that commands do with a place",
+    "protocol/messages": "every message, declared in one place",
+    "shelf/shelf: Shelf": "most methods are those of a mapping",
+    "shelf/store": "one transaction on a pool, from its begin to its recovery",
+    "testing/contract": "the contract of a medium, shipped for others to inherit",
+    "testing/stores: StoreContract": "each method is a test of the contract",
+    "transport/host": "a client's connections to one host",
+    "transport/host: Links": "each request that any connection may take",
+    "transport/stream": "one framing: its two ends are read together",
+    "transport/stream: Link": "one connection's frames, deadlines and stops",
+    "transport/verbs": "the one module that knows pyverbs",
+    "portus_lightning/run_files: RunFiles": "a method for each thing Lightning does with a file",
+}
+"""Modules of more than 500 lines, and classes of more than 25 methods, and why they are one."""
+
+MODULE_LINES_MAX = 500
+METHODS_MAX = 25
+
 PICKLE = {
     "core/portus/client/state/pickling.py": "makes the pickle of torch.save; loads none",
     "core/portus/image/key_paths.py": "every class is a stand-in, so nothing of a pickle runs",
@@ -136,6 +187,21 @@ def test_no_module_is_a_drawer_for_everything() -> None:
 def test_no_function_is_long() -> None:
     long = {name: length(node) for path in package_files() for name, node in functions(path)}
     assert {name: lines for name, lines in long.items() if lines > FUNCTION_LINES_MAX} == {}
+
+
+def test_what_is_large_has_a_reason() -> None:
+    large = set()
+    for path in package_files():
+        name = str(path.relative_to(ROOT).with_suffix("")).removeprefix("core/portus/")
+        if path.read_text().count("\n") > MODULE_LINES_MAX:
+            large.add(name)
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+                if sum(isinstance(each, functions) for each in node.body) > METHODS_MAX:
+                    large.add(f"{name}: {node.name}")
+    assert sorted(large - {*LARGE}) == []
+    assert sorted({*LARGE} - large) == [], "they are small by now"
 
 
 def test_no_class_is_called_a_manager() -> None:
@@ -319,4 +385,7 @@ def test_every_promise_is_attacked_within_minutes() -> None:
 
 
 def test_every_reason_is_one() -> None:
-    assert all(len(reason.split()) > 3 for reason in [*BROAD_EXCEPT.values(), *PICKLE.values()])
+    assert all(
+        len(reason.split()) > 3
+        for reason in [*BROAD_EXCEPT.values(), *PICKLE.values(), *LARGE.values()]
+    )
