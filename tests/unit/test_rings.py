@@ -19,6 +19,7 @@ PACKAGES = {"portus": ROOT / "core" / "portus"} | {
 }
 CONTRACT: Final = "The engine imports neither reach nor companions"
 ENGINE_LINES_MAX: Final = 15_000
+ENGINE_WORDS_MAX: Final = 35
 
 
 def modules() -> dict[str, Path]:
@@ -136,3 +137,10 @@ def test_a_save_and_a_load_of_a_file_import_the_engine_alone(tmp_path: Path) -> 
     others = [name for name, ring in found.items() if ring != "engine"]
     assert others in ([], ["portus._autoload"])  # that is for `torch.load` of pointers
     assert "portus.writer.image_file" in found
+
+
+def test_the_engine_has_few_words_of_its_own() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    text = page[page.index("### Words of the engine") : page.index("### Words of the reach")]
+    words = re.findall(r"^\| (?!word \|)([^|-]+) \|", text, re.MULTILINE)
+    assert 20 < len(words) <= ENGINE_WORDS_MAX
