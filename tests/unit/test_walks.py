@@ -59,16 +59,25 @@ def test_a_file_that_comes_again_is_a_climb() -> None:
     assert walks.climbs({"caller": [[*down, ("a", "four")]], "worker": []}) == ["a"]
 
 
-def test_the_page_of_the_engine_names_functions_that_there_are() -> None:
-    """Each stands before its module. A walk's steps are all there."""
-    text = (walks.ROOT / "docs" / "engine.md").read_text()
-    named = re.findall(r"`([\w.]+)` \(`([\w/]+)`\)", text)
-    absent = [(name, module) for name, module in named if name not in names_in(module)]
-    assert absent == []
+def test_the_page_of_the_engine_names_all_steps_of_its_walks() -> None:
+    named = functions_of("engine")
     told = {f"{module}.{name}" for name, module in named}
     calls, works = walks.STEPS["portus.save"]
     steps = [step for step in (*calls, *works, *walks.LOAD) if " or " not in step]
     assert [step for step in steps if step not in told] == []
+
+
+@pytest.mark.parametrize("page", ["engine", "reach", "companions"])
+def test_the_pages_of_the_rings_name_functions_that_there_are(page: str) -> None:
+    named = functions_of(page)
+    assert len(named) > 4
+    assert [(name, module) for name, module in named if name not in names_in(module)] == []
+
+
+def functions_of(page: str) -> list[tuple[str, str]]:
+    """Return the functions and classes that a page names, and their modules."""
+    text = (walks.ROOT / "docs" / f"{page}.md").read_text()
+    return re.findall(r"`([\w.]+)` \(`([\w/]+)`\)", text)
 
 
 def names_in(module: str) -> set[str]:
