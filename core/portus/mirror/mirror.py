@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -352,6 +352,14 @@ def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
 _AFTER_SLASH: Final = chr(ord("/") + 1)
 
 
+class _Part(NamedTuple):
+    """Bytes of a unit, from its byte ``start`` on. ``row``: which unit of the version."""
+
+    row: int
+    start: int
+    length: int
+
+
 class _Source:
     """The bytes of a pinned version, as its files, in memory of their own: sent from a mapping, a
     bad sector would be SIGBUS."""
@@ -371,6 +379,9 @@ class _Source:
         self._digests: Final = group.digests
         counts = unit_counts(self._lengths)
         self._first: Final = np.cumsum(counts) - counts
+        storages = sum(len(each.length) for each in self._files)
+        self._first_around: Final = int(np.append(self._first, len(self._digests))[storages])
+        """The first unit of what is around storages."""
         self._rooms: Final = Rooms(UNIT)
         self._spans: Final = [each.spans() for each in self._files]
         self._kept: Final[dict[int, bytes]] = {}
@@ -417,52 +428,75 @@ class _Source:
         ends = np.append(self._first, len(self._digests))
         rows = slice(int(ends[first]), int(ends[first + len(file.length)]))
         digests = [each.tobytes() for each in self._digests[rows]]
-        return pieces_of(file, digests, lambda at, size: b"".join(self._parts(around, at, size)))
+        return pieces_of(file, digests, lambda at, size: self._around(around, at, size))
 
     def _bytes(self, wanted: WantedObject) -> Iterator[memoryview]:
         """The bytes of an object, end to end, each verified."""
         first, around = self._storages(wanted.number)
         file = self._files[wanted.number]
         spans = self._spans[wanted.number]
+        batch: list[_Part] = []
+        size = 0
         for storage, inside, length in spans.within(wanted.start, wanted.size):
             index = around if storage == len(file.length) else first + storage
-            yield from self._parts(index, inside, length)
+            for part in self._parts(index, inside, length):
+                if batch and size + part.length > UNIT:
+                    yield from self._read(batch)
+                    batch, size = [], 0
+                batch.append(part)
+                size += part.length
+        yield from self._read(batch)
 
-    def _parts(self, index: int, inside: int, length: int) -> Iterator[memoryview]:
-        """Some bytes of a storage, end to end, each verified. Raises ``StoppedError``."""
-        is_around = index >= len(self._lengths) - len(self._files)
+    def _around(self, index: int, start: int, length: int) -> bytes:
+        """Some of the bytes around storages."""
+        return b"".join(self._read([*self._parts(index, start, length)]))
+
+    def _parts(self, index: int, inside: int, length: int) -> Iterator[_Part]:
+        """Some bytes of a storage by the units that have them."""
         while length:
-            self._stop.check()
             unit, start = divmod(inside, UNIT)
-            row = int(self._first[index]) + unit
-            data = self._kept_unit(row) if is_around else self._unit(row)
-            part = memoryview(data)[start : start + length]
-            yield part
-            inside += len(part)
-            length -= len(part)
+            taken = min(UNIT - start, length)
+            yield _Part(int(self._first[index]) + unit, start, taken)
+            inside += taken
+            length -= taken
+
+    def _read(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
+        """Parts, ``UNIT`` bytes together at most, each verified. The units of storages are read by
+        one call, and each is one part. Raises ``StoppedError``."""
+        self._stop.check()
+        rows = [each.row for each in parts if each.row < self._first_around]
+        data, at = memoryview(self._units(rows)), 0
+        for each in parts:
+            if each.row < self._first_around:
+                yield data[at : at + each.length]
+                at += each.length
+            else:
+                yield memoryview(self._kept_unit(each.row))[each.start : each.start + each.length]
 
     def _kept_unit(self, row: int) -> bytes:
-        """A unit as of ``_unit``; the last few are kept."""
+        """A unit of bytes around storages, verified; the last few are kept."""
         found = self._kept.get(row)
         if found is None:
-            found = self._unit(row)
+            found = self._units([row])
             if len(self._kept) >= ABREAST:
                 self._kept.clear()
             self._kept[row] = found
         return found
 
-    def _unit(self, row: int) -> bytes:
-        """A unit, verified."""
-        source, expected = self._segments.of_units(np.array([row])), self._digests[row]
+    def _units(self, rows: Sequence[int]) -> bytes:
+        """Units end to end, verified, ``UNIT`` bytes together at most."""
+        if not rows:
+            return b""
+        source, expected = self._segments.of_units(np.array(rows)), self._digests[rows]
         with self._rooms.lent(source.size) as room:
             place = room.ctypes.data + np.cumsum(source.length) - source.length
             found = fetch(self._reader.medium, source.laid(place), self._stop)
-            if not np.array_equal(found[0], expected):
+            for bad in np.flatnonzero((found != expected).any(axis=1))[:1].tolist():
                 raise CorruptionError(
                     f"{self._reader.medium.info.name}: model {self._info.model!r}, step "
                     f"{self._info.step}: a unit is damaged: expected digest "
-                    f"{expected.tobytes().hex()}, found {found[0].tobytes().hex()}; it is not "
-                    "mirrored"
+                    f"{expected[bad].tobytes().hex()}, found {found[bad].tobytes().hex()}; it is "
+                    "not mirrored"
                 )
             return bytes(room.data)
 

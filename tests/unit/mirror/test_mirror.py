@@ -15,15 +15,18 @@ import torch
 
 import portus
 from portus.client.pools import restore
-from portus.copying.segments import Stop, StoppedError
+from portus.copying.local import fetch
+from portus.copying.segments import Digests, Sources, Stop, StoppedError
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError, UsageError
 from portus.format.checksum import UNIT
 from portus.format.layout import DATA_START
 from portus.index.directory import open_reader
 from portus.index.pool import PoolWriter, format_pool
 from portus.index.records import VersionEntry
+from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
+from portus.mirror.folder import Folder
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import GONE_MAX, STRIDE, Added, Removed
@@ -548,3 +551,26 @@ def test_what_is_damaged_is_found_and_sent_again_and_nothing_else(run: Run) -> N
     assert run.mirror.damaged(mended.added, Stop()) == frozenset()
     assert same(loaded_by(run, mended.added), state_of(1))
     assert run.mirror.read().versions == (mended.added,)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_small_storages_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_file: bool
+) -> None:
+    state: dict[str, object] = {f"{n}": torch.full((9,), float(n)) for n in range(500)}
+    run = Run(tmp_path, [state])
+    if as_file:
+        run.mirror = Mirror(Folder(str(tmp_path / "bucket")), MODEL)
+    run.claim()
+    fetched: list[int] = []
+
+    def counted(medium: Medium, targets: Sources, stop: Stop) -> Digests:
+        fetched.append(len(targets.length))
+        return fetch(medium, targets, stop)
+
+    monkeypatch.setattr("portus.mirror.mirror.fetch", counted)
+    added = run.copy(0)
+    assert sorted(fetched) == [1, 500], "those, and what is around them"
+    with run.mirror.opened_as(added) as (reader, entry):
+        assert same(restore.load(reader, entry), state)
+    run.reader.close()
