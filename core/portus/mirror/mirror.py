@@ -48,7 +48,7 @@ from portus.mirror.requests import (
     Steps,
 )
 from portus.mirror.store import FileStore, ListedObject, MissingError, Store
-from portus.mirror.whole import Advanced, check_file, check_object, named, put_file
+from portus.mirror.whole import Advanced, check_file, check_piece, named, put_file
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
 from portus.versions.buffers import Rooms
 from portus.versions.parallel import abreast, in_any_order
@@ -247,7 +247,7 @@ class Mirror:
         return self.copy(reader, version, stop, damaged=damaged).objects
 
     def _check(self, each: FileObject, advanced: Advanced) -> None:
-        check = check_file if each.is_whole else check_object
+        check = check_file if each.is_whole else check_piece
         with named(self.name):
             check(self._store, self._prefix + each.name, each.size, each.digest, advanced)
 

@@ -59,6 +59,19 @@ def check_object(store: Store, name: str, size: int, sent: bytes, advanced: Adva
         )
 
 
+def check_piece(store: Store, name: str, size: int, sent: bytes, advanced: Advanced) -> None:
+    """Check a piece, as ``check_object`` does, by one request."""
+    try:
+        data = store.get(name)
+    except MissingError as error:
+        raise CorruptionError(f"{name} is missing") from error
+    advanced(len(data))
+    if len(data) != size:
+        raise CorruptionError(f"{name}: expected {size} bytes, found {len(data)}")
+    if (found := digest(data)) != sent:
+        raise CorruptionError(f"{name}: expected the digest {sent.hex()}, found {found.hex()}")
+
+
 @contextlib.contextmanager
 def named(where: str) -> Iterator[None]:
     """A ``CorruptionError`` says in which store it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,14 @@ from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
 from portus.mirror.folder import Folder
+from portus.mirror.hosted import HostStore
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import GONE_MAX, STRIDE, Added, Removed
 from portus.mirror.pieces import ALONE
 from portus.mirror.store import Buffer, ListedObject
 from portus.spec import PAGE
+from portus.testing.hosting import serving, url
 from portus.versions.transfer import transferred
 from tests.simulation.model_store import ModelStore
 
@@ -574,3 +577,27 @@ def test_small_storages_are_read_together(
     with run.mirror.opened_as(added) as (reader, entry):
         assert same(restore.load(reader, entry), state)
     run.reader.close()
+
+
+def test_a_host_gives_each_piece_by_one_request_and_whatever_happens_to_one_is_named(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with serving(tmp_path / "host") as server, contextlib.closing(HostStore(url(server), "")) as to:
+        mirror = Mirror(to, MODEL)
+        mirror.claim("a test", run.reader.superblock.uuid, 0)
+        added = mirror.copy(run.reader, run.entries[0].info.id, Stop()).added
+        assert mirror.damaged(added, Stop()) == frozenset()
+        mirror.check(added, lambda _: None)
+        assert caplog.text == "", "nothing is refused, which would count as damage at the host"
+        pieces = (tmp_path / "host").rglob("pieces/*")
+        path = max(pieces, key=lambda each: each.stat().st_size)
+        data = path.read_bytes()
+        for damaged in (data[:-1] + b"x", data[:-1], data + b"x", b"", None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            assert mirror.damaged(added, Stop()) == {f"pieces/{path.name}"}
+            with pytest.raises(CorruptionError, match=path.name):
+                mirror.check(added, lambda _: None)
+            assert mirror.mend(added, run.reader, run.entries[0].info.id, Stop()) == 1
+            assert path.read_bytes() == data
+            [added] = mirror.read().versions
