@@ -384,7 +384,13 @@ def file_name(path: str, before: str = "") -> str:
 
 def _file_name(path: str) -> str:
     own = FILES + path
-    return own if is_name(AGAIN + own + DIGEST_SUFFIX) else QUOTED + _quoted(path)
+    return own if _is_free(path, AGAIN + own) else QUOTED + _quoted(path)
+
+
+def _is_free(path: str, name: str) -> bool:
+    """Return whether the file at ``path`` may be called ``name``: all stores take that, and what
+    is beside another file is not called so."""
+    return is_name(name + DIGEST_SUFFIX) and f"{DIGEST_SUFFIX}/" not in f"{path}/"
 
 
 def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: int) -> str:
@@ -392,7 +398,7 @@ def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: 
     uses that for other bytes: it has a digest of the version, who put it, and in which epoch."""
     tag = digest(token + writer + epoch.to_bytes(8, "little"))[:6].hex()
     below = f"{VERSIONS}step-{step:08d}-{tag}/"
-    if is_name(below + name + DIGEST_SUFFIX) and not name.startswith(QUOTED):
+    if _is_free(name, below + name) and not name.startswith(QUOTED):
         return below + name
     return below + QUOTED + _quoted(name).replace("/", "=2F")
 

@@ -101,7 +101,9 @@ def test_names_that_not_all_stores_take_are_kept_apart(
 
 def test_names_that_are_quoted_are_never_those_of_others() -> None:
     names = ["a b", "a=20b", "quoted/a=20b", "files/a b", "a b" * 400, "a b" * 400 + "c"]
-    assert len({file_name(each) for each in names}) == len(names)
+    names += ["a", f"a{DIGEST_SUFFIX}", f"a{DIGEST_SUFFIX}{DIGEST_SUFFIX}", f"a{DIGEST_SUFFIX}/b"]
+    found = {file_name(each) + beside for each in names for beside in ("", DIGEST_SUFFIX)}
+    assert len(found) == 2 * len(names)
 
 
 def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(

@@ -249,3 +249,22 @@ def test_a_bucket_that_lost_all_of_a_version_is_filled_again(scene: Scene) -> No
         scene.mirror.mend(first, scene.reader, number, Stop())
     scene.mirror.mend(first, scene.reader, number, Stop())
     assert_same(torch.load(scene.objects()["step=1.ckpt"]), state(1))
+
+
+def test_a_file_that_is_called_as_what_is_beside_another_has_an_object_of_its_own(
+    tmp_path: Path,
+) -> None:
+    states = {f"a.pt{more}": {"of": more} for more in ("", DIGEST_SUFFIX)}
+    pool = portus.Place.named(tmp_path / "run.portus")
+    settings = portus.Settings(journal=False, on_error="raise")
+    with contextlib.closing(TrainingFiles(settings, pool=pool)) as files:
+        files.begin(MODEL, str(tmp_path / ".portus"), str(tmp_path / "ckpt"))
+        files.save_directory(str(tmp_path / "ckpt" / "both"), states, 1).wait()
+    mirror = Mirror(Folder(str(tmp_path / "bucket")), MODEL)
+    mirror.claim("a test", bytes(16), 0)
+    with contextlib.closing(open_reader(str(tmp_path / "run.portus"))) as reader:
+        [entry] = reader.catalogue().entries()
+        added = mirror.copy(reader, entry.info.id, Stop()).added
+    assert mirror.damaged(added, Stop()) == frozenset()
+    with mirror.opened_as(added) as (mirrored, there):
+        assert_same(restore.load(mirrored, there), states)
