@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 DEALT_OUT := $(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1
 STAMP := $(VENV)/stamp
-NATIVE := core/portus/copying/_native.so
+NATIVE := core/portus/engine/copying/_native.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -88,7 +88,7 @@ $(STAMP)/release: $(STAMP)/pins requirements/release.txt
 	@touch $@
 
 # In the tree, and not in .venv: a stamp says nothing of it. Without a C compiler there is none.
-$(NATIVE): core/portus/copying/native.c core/build_native.py | $(STAMP)/portus
+$(NATIVE): core/portus/engine/copying/native.c core/build_native.py | $(STAMP)/portus
 	@echo "setup: the helper in C"
 	@$(BIN)/python core/build_native.py || true
 
@@ -132,7 +132,7 @@ smoke: setup ## the oldest and the newest Python, torch, Lightning...; a first t
 suites: setup ## Accelerate's own tests of checkpoints, stock and with Portus (from PyPI, about 3 minutes)
 	@$(BIN)/python -m tests.suites
 
-mutants: setup $(STAMP)/measure ## what the tests do not notice, by a sample of small changes; minutes for each package. ARGS=index
+mutants: setup $(STAMP)/measure ## what the tests do not notice, by a sample of small changes; minutes for each package. ARGS=reach/index
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 coverage: setup $(STAMP)/measure ## how much of the core the tests run, in all processes. ARGS=tests/unit: some of them
@@ -163,4 +163,4 @@ release: $(STAMP)/portus $(STAMP)/release ## what is released, in dist/: source 
 clean: ## remove what was made here, .venv included
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find core portus_lightning portus_accelerate recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	@rm -f core/portus/copying/*.so
+	@rm -f core/portus/engine/copying/*.so

@@ -1,4 +1,4 @@
-"""Compiles the optional helper ``portus/copying/native.c`` when a wheel is built.
+"""Compiles the optional helper ``portus/engine/copying/native.c`` when a wheel is built.
 
 A build never fails because of it: without a C compiler, or where it does not compile, the wheel
 is the pure Python one, which is complete. The helper uses nothing of Python, so one file serves
@@ -22,8 +22,8 @@ except ImportError:  # by hand, without the build system
     BuildHookInterface = object  # type: ignore[misc, assignment]
 
 HERE = Path(__file__).resolve().parent
-SOURCE = HERE / "portus" / "copying" / "native.c"
-TARGET = HERE / "portus" / "copying" / "_native.so"
+SOURCE = HERE / "portus" / "engine" / "copying" / "native.c"
+TARGET = HERE / "portus" / "engine" / "copying" / "_native.so"
 COMPILE_S_MAX = 120
 
 
@@ -42,7 +42,7 @@ class NativeHelperHook(BuildHookInterface):  # type: ignore[type-arg]
             return  # it lies in the tree, where it is looked for
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform_tag()}"
-        build_data["force_include"][str(TARGET)] = "portus/copying/_native.so"
+        build_data["force_include"][str(TARGET)] = "portus/engine/copying/_native.so"
 
 
 def compile_helper(source: Path, target: Path) -> str:

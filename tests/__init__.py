@@ -4,7 +4,7 @@ start too; but not in those of the bench."""
 import os
 import sys
 
-from portus.client.fence import writers
+from portus.engine.fence import writers
 
 if "pytest" in sys.modules or "PYTEST_CURRENT_TEST" in os.environ:
     writers.SMALL = 0

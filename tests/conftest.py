@@ -134,7 +134,7 @@ def no_notes_from_outside(monkeypatch: pytest.MonkeyPatch, homes: Iterator[Path]
 def no_pools_from_before() -> Iterator[None]:
     """Where references may lead is known to the process; what one test allowed is not another's."""
     yield
-    resolve = sys.modules.get("portus.client.pools.resolve")
+    resolve = sys.modules.get("portus.reach.pools.resolve")
     if resolve is not None:
         resolve.POOLS._allowed.clear()
 
@@ -143,7 +143,7 @@ def no_pools_from_before() -> Iterator[None]:
 def nothing_said_before() -> Iterator[None]:
     """What is said once in a process is said once in a test."""
     yield
-    stock = sys.modules.get("portus.client.job.stock")
+    stock = sys.modules.get("portus.companions.job.stock")
     if stock is not None:
         stock._said.clear()
 
@@ -174,18 +174,18 @@ def no_thread_left() -> Iterator[None]:
 
 
 def _listens() -> bool:
-    fence = sys.modules.get("portus.client.fence.fence")
+    fence = sys.modules.get("portus.engine.fence.fence")
     return fence is not None and bool(fence._fences or fence._listeners or fence._listeners_after)
 
 
 def _users_of_files() -> list[Any]:
-    process = sys.modules.get("portus.client.paths.process")
+    process = sys.modules.get("portus.engine.paths.process")
     return [] if process is None else list(process._open)
 
 
 def _end_saver() -> None:
     """That of ``portus.save`` lives as long as its process: a later test would find its threads."""
-    process = sys.modules.get("portus.client.paths.process")
+    process = sys.modules.get("portus.engine.paths.process")
     while process is not None and process._savers:
         saver = process._savers.pop()
         with contextlib.suppress(Exception):

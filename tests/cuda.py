@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from portus.transport.cuda import Driver
+from portus.reach.transport.cuda import Driver
 
 INVALID_VALUE: Final = 1
 INVALID_DEVICE: Final = 101

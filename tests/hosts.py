@@ -39,8 +39,8 @@ def free_port() -> int:
 
 def connect_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process do not pause between two tries to reach a host."""
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    monkeypatch.setattr("portus.reach.transport.host._PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr("portus.reach.transport.host._PAUSE_MAX_S", 0.001)
 
 
 class Host:

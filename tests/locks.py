@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 KINDS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Changed"}
-"""What makes a lock; ``Changed`` is the condition of ``portus.pipeline.waiting``."""
+"""What makes a lock; ``Changed`` is the condition of ``portus.engine.pipeline.waiting``."""
 
 
 @dataclass(frozen=True, slots=True)

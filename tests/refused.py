@@ -11,7 +11,7 @@ import os
 import struct
 from typing import Final
 
-from portus.media import linux
+from portus.engine.media import linux
 
 _NO_NEW_PRIVS: Final = 38
 _SET_SECCOMP: Final = 22

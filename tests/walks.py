@@ -30,25 +30,25 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by: python -m tests.walks -->\n\n", "<!-- end of what is made -->"
 
-WRAPPERS = ("media/calls", "portus_accelerate/replaced")
+WRAPPERS = ("engine/media/calls", "portus_accelerate/replaced")
 """Modules whose functions wrap others, and do nothing else."""
-EITHER = {"writer/staged": "StagedWay.", "writer/cached": "CachedWay."}
+EITHER = {"engine/writer/staged": "StagedWay.", "engine/writer/cached": "CachedWay."}
 """Two ways to write: which one is taken is measured on each file system."""
 
 SAVE = [
-    "client/state/pickling.pickle_state", "client/paths/new_file.NewFile.image",
-    "client/fence/snapshot.copy_order", "directory/publisher.Publisher.begin",
-    "client/fence/fence.Fence.guard", "pipeline/queue.Queue.put",
+    "engine/state/pickling.pickle_state", "engine/paths/new_file.NewFile.image",
+    "engine/fence/snapshot.copy_order", "engine/directory/publisher.Publisher.begin",
+    "engine/fence/fence.Fence.guard", "engine/pipeline/queue.Queue.put",
 ]  # fmt: skip
 COMMIT = [
     " or ".join(EITHER) + ".move",
-    "writer/image_file.ImageFile.finish",
-    "directory/publisher.Publication.publish",
+    "engine/writer/image_file.ImageFile.finish",
+    "engine/directory/publisher.Publication.publish",
 ]
 LOAD = [
-    "client/files/pending.PendingPaths.wait_for", "client/loading/open_file.opened",
-    "client/loading/recognized.load_opened", "image/torch_reader.read_torch",
-    "client/loading/stored_bytes.StoredBytes.fetch", "copying/local.fetch",
+    "engine/files/pending.PendingPaths.wait_for", "engine/loading/open_file.opened",
+    "engine/loading/recognized.load_opened", "engine/image/torch_reader.read_torch",
+    "engine/loading/stored_bytes.StoredBytes.fetch", "engine/copying/local.fetch",
 ]  # fmt: skip
 STEPS = {
     "portus.save": (SAVE, COMMIT),
@@ -206,7 +206,7 @@ WAYS = dict(zip(STEPS, (save, lightning, load, accelerate), strict=True))
 def recorded(root: Path) -> dict[str, Any]:
     """Do each walk twice, and return the second as data: what is imported or opened once is not on
     it."""
-    from portus.client.fence import writers
+    from portus.engine.fence import writers
 
     writers.SMALL = 0  # states as small as these are copied late too
     recorder, found = Recorder(), {}

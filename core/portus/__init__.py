@@ -14,35 +14,30 @@ if TYPE_CHECKING:
     from portus._autoload import (
         this_is_a_pointer_run_portus_export as this_is_a_pointer_run_portus_export,
     )
-    from portus.client.checkpointer import Checkpointer as Checkpointer
-    from portus.client.job.cadence import Cadence as Cadence
-    from portus.client.job.cadence import checked_cadence as checked_cadence
-    from portus.client.job.preemption import Preemption as Preemption
-    from portus.client.job.preemption import times_preempted as times_preempted
-    from portus.client.job.settings import Settings as Settings
-    from portus.client.job.settings import SettingsDict as SettingsDict
-    from portus.client.job.stock import Framework as Framework
-    from portus.client.job.stock import is_disabled as is_disabled
-    from portus.client.loaders.cursor import DataCursor as DataCursor
-    from portus.client.loaders.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
-    from portus.client.loaders.randomness import capture_randomness as capture_randomness
-    from portus.client.loaders.randomness import restore_randomness as restore_randomness
-    from portus.client.loaders.seeded import SeededDataset as SeededDataset
-    from portus.client.loading.checkpoint_file import read_note as read_note
-    from portus.client.paths.face import load as load
-    from portus.client.paths.face import save as save
-    from portus.client.pools.checkpointer import PoolCheckpointer as PoolCheckpointer
-    from portus.client.pools.resolve import allow as allow
-    from portus.client.pools.resolve import is_reference as is_reference
-    from portus.client.pools.resolve import read_reference as read_reference
-    from portus.client.pools.view import PoolView as PoolView
-    from portus.client.run import Run as Run
-    from portus.client.training.links import replace_link as replace_link
-    from portus.client.training.pack import pack as pack
-    from portus.client.training.pack import unpack as unpack
-    from portus.client.training.safetensors import Safetensors as Safetensors
-    from portus.client.training.safetensors import save_safetensors as save_safetensors
-    from portus.client.training.training_files import TrainingFiles as TrainingFiles
+    from portus.companions.job.cadence import Cadence as Cadence
+    from portus.companions.job.cadence import checked_cadence as checked_cadence
+    from portus.companions.job.preemption import Preemption as Preemption
+    from portus.companions.job.preemption import times_preempted as times_preempted
+    from portus.companions.job.stock import Framework as Framework
+    from portus.companions.job.stock import is_disabled as is_disabled
+    from portus.companions.loaders.cursor import DataCursor as DataCursor
+    from portus.companions.loaders.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
+    from portus.companions.loaders.randomness import capture_randomness as capture_randomness
+    from portus.companions.loaders.randomness import restore_randomness as restore_randomness
+    from portus.companions.loaders.seeded import SeededDataset as SeededDataset
+    from portus.companions.run import Run as Run
+    from portus.companions.shelf.shelf import Shelf as Shelf
+    from portus.engine.checkpointer import Checkpointer as Checkpointer
+    from portus.engine.job.settings import Settings as Settings
+    from portus.engine.job.settings import SettingsDict as SettingsDict
+    from portus.engine.loading.checkpoint_file import read_note as read_note
+    from portus.engine.media.calls import is_nested as is_nested
+    from portus.engine.paths.face import load as load
+    from portus.engine.paths.face import save as save
+    from portus.engine.pipeline.handle import SaveHandle as SaveHandle
+    from portus.engine.pipeline.handle import SaveStats as SaveStats
+    from portus.engine.settings.keep import Keep as Keep
+    from portus.engine.spec import VersionInfo as VersionInfo
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
     from portus.errors import CorruptionError as CorruptionError
@@ -52,16 +47,21 @@ if TYPE_CHECKING:
     from portus.errors import StaleError as StaleError
     from portus.errors import TransportError as TransportError
     from portus.errors import UsageError as UsageError
-    from portus.index.check import check as check
-    from portus.index.findings import Finding as Finding
-    from portus.index.place import Place as Place
-    from portus.index.place import local_path as local_path
-    from portus.media.calls import is_nested as is_nested
-    from portus.pipeline.handle import SaveHandle as SaveHandle
-    from portus.pipeline.handle import SaveStats as SaveStats
-    from portus.settings.keep import Keep as Keep
-    from portus.shelf.shelf import Shelf as Shelf
-    from portus.spec import VersionInfo as VersionInfo
+    from portus.reach.index.check import check as check
+    from portus.reach.index.findings import Finding as Finding
+    from portus.reach.index.place import Place as Place
+    from portus.reach.index.place import local_path as local_path
+    from portus.reach.pools.checkpointer import PoolCheckpointer as PoolCheckpointer
+    from portus.reach.pools.resolve import allow as allow
+    from portus.reach.pools.resolve import is_reference as is_reference
+    from portus.reach.pools.resolve import read_reference as read_reference
+    from portus.reach.pools.view import PoolView as PoolView
+    from portus.reach.training.links import replace_link as replace_link
+    from portus.reach.training.pack import pack as pack
+    from portus.reach.training.pack import unpack as unpack
+    from portus.reach.training.safetensors import Safetensors as Safetensors
+    from portus.reach.training.safetensors import save_safetensors as save_safetensors
+    from portus.reach.training.training_files import TrainingFiles as TrainingFiles
 
     open = PoolView  # noqa: A001
 
@@ -72,55 +72,55 @@ __version__ = "0.2.0"
 _MODULE_OF: Final = {
     "AbandonedError": "portus.errors",
     "BusyError": "portus.errors",
-    "Cadence": "portus.client.job.cadence",
-    "Checkpointer": "portus.client.checkpointer",
+    "Cadence": "portus.companions.job.cadence",
+    "Checkpointer": "portus.engine.checkpointer",
     "CorruptionError": "portus.errors",
-    "DataCursor": "portus.client.loaders.cursor",
-    "Finding": "portus.index.findings",
-    "Framework": "portus.client.job.stock",
-    "Keep": "portus.settings.keep",
+    "DataCursor": "portus.companions.loaders.cursor",
+    "Finding": "portus.reach.index.findings",
+    "Framework": "portus.companions.job.stock",
+    "Keep": "portus.engine.settings.keep",
     "MediumError": "portus.errors",
     "NoCheckpointError": "portus.errors",
-    "Place": "portus.index.place",
-    "PoolCheckpointer": "portus.client.pools.checkpointer",
-    "PoolView": "portus.client.pools.view",
+    "Place": "portus.reach.index.place",
+    "PoolCheckpointer": "portus.reach.pools.checkpointer",
+    "PoolView": "portus.reach.pools.view",
     "PortusError": "portus.errors",
-    "RANDOMNESS_BYTES": "portus.client.loaders.randomness",
-    "Preemption": "portus.client.job.preemption",
-    "Run": "portus.client.run",
-    "SaveHandle": "portus.pipeline.handle",
-    "SaveStats": "portus.pipeline.handle",
-    "SeededDataset": "portus.client.loaders.seeded",
-    "Settings": "portus.client.job.settings",
-    "SettingsDict": "portus.client.job.settings",
-    "Shelf": "portus.shelf.shelf",
+    "RANDOMNESS_BYTES": "portus.companions.loaders.randomness",
+    "Preemption": "portus.companions.job.preemption",
+    "Run": "portus.companions.run",
+    "SaveHandle": "portus.engine.pipeline.handle",
+    "SaveStats": "portus.engine.pipeline.handle",
+    "SeededDataset": "portus.companions.loaders.seeded",
+    "Settings": "portus.engine.job.settings",
+    "SettingsDict": "portus.engine.job.settings",
+    "Shelf": "portus.companions.shelf.shelf",
     "StaleError": "portus.errors",
-    "Safetensors": "portus.client.training.safetensors",
-    "TrainingFiles": "portus.client.training.training_files",
+    "Safetensors": "portus.reach.training.safetensors",
+    "TrainingFiles": "portus.reach.training.training_files",
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",
-    "VersionInfo": "portus.spec",
-    "allow": "portus.client.pools.resolve",
-    "capture_randomness": "portus.client.loaders.randomness",
-    "check": "portus.index.check",
-    "checked_cadence": "portus.client.job.cadence",
-    "is_disabled": "portus.client.job.stock",
-    "is_nested": "portus.media.calls",
-    "is_reference": "portus.client.pools.resolve",
-    "load": "portus.client.paths.face",
-    "local_path": "portus.index.place",
-    "open": "portus.client.pools.view:PoolView",
-    "pack": "portus.client.training.pack",
-    "read_reference": "portus.client.pools.resolve",
+    "VersionInfo": "portus.engine.spec",
+    "allow": "portus.reach.pools.resolve",
+    "capture_randomness": "portus.companions.loaders.randomness",
+    "check": "portus.reach.index.check",
+    "checked_cadence": "portus.companions.job.cadence",
+    "is_disabled": "portus.companions.job.stock",
+    "is_nested": "portus.engine.media.calls",
+    "is_reference": "portus.reach.pools.resolve",
+    "load": "portus.engine.paths.face",
+    "local_path": "portus.reach.index.place",
+    "open": "portus.reach.pools.view:PoolView",
+    "pack": "portus.reach.training.pack",
+    "read_reference": "portus.reach.pools.resolve",
     "register_reference_loader": "portus._autoload",
-    "replace_link": "portus.client.training.links",
-    "restore_randomness": "portus.client.loaders.randomness",
-    "read_note": "portus.client.loading.checkpoint_file",
-    "save": "portus.client.paths.face",
-    "save_safetensors": "portus.client.training.safetensors",
+    "replace_link": "portus.reach.training.links",
+    "restore_randomness": "portus.companions.loaders.randomness",
+    "read_note": "portus.engine.loading.checkpoint_file",
+    "save": "portus.engine.paths.face",
+    "save_safetensors": "portus.reach.training.safetensors",
     "this_is_a_pointer_run_portus_export": "portus._autoload",
-    "times_preempted": "portus.client.job.preemption",
-    "unpack": "portus.client.training.pack",
+    "times_preempted": "portus.companions.job.preemption",
+    "unpack": "portus.reach.training.pack",
 }
 
 

@@ -13,7 +13,7 @@ def this_is_a_pointer_run_portus_export(text: str) -> object:
     Named so that a machine without Portus prints what to do. Returns the verified state, on the
     CPU or, for ``map_location="meta"``, without memory. Raises ``PortusError``.
     """
-    from portus.client.pools.resolve import load_text
+    from portus.reach.pools.resolve import load_text
 
     return load_text(text)
 

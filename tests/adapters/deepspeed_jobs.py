@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-import portus.client.shards.arrival
-from portus.client.fence.fence import Fence
-from portus.client.paths.draft import CommittedFile, FileDraft
+import portus.reach.shards.arrival
+from portus.engine.fence.fence import Fence
+from portus.engine.paths.draft import CommittedFile, FileDraft
+from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError
 from portus.testing.nursery import Say
-from portus.writer.image_file import ImageFile
 from tests.adapters.kills import Kills
 
 FOLDER = Path(sys.executable).parents[1] / "deepspeed"
@@ -112,7 +112,7 @@ def start(root: str, environment: dict[str, str], spec: Spec) -> None:
         os.environ[flag] = "1" if spec.get("by") == "portus" else "0"
     if spec.get("apart"):  # a disk of each node
         root = f"{root}-{environment['RANK']}"
-        setattr(portus.client.shards.arrival, "SEEN_S", 0.3)  # noqa: B010
+        setattr(portus.reach.shards.arrival, "SEEN_S", 0.3)  # noqa: B010
     Path(root).mkdir(exist_ok=True)
     os.chdir(root)
     errors = os.open(f"errors-{environment['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -26,7 +26,7 @@ _mine = _held[threading.get_ident()]
 """Those of the main thread."""
 _nested: set[tuple[str, str]] = set()
 """Where two locks were made, the second of which was taken while the first was held."""
-_FREE = ("copying/thread.py", "media/written.py")
+_FREE = ("engine/copying/thread.py", "engine/media/written.py")
 """What makes locks that one thread takes and another one gives back, and that nobody waits for
 while others are held."""
 
@@ -100,7 +100,7 @@ class Watch:
 
     def __init__(self) -> None:
         import portus
-        from portus.media import calls
+        from portus.engine.media import calls
 
         self._core = os.path.dirname(portus.__file__) + os.sep
         self._marked = calls._marked
@@ -230,8 +230,8 @@ WAYS = [lightning, mirrored, by_hand, sharded, accelerated, pooled]
 
 
 def hosted(root: Path) -> None:
-    from portus.daemon.mirrors import TenantMirrors
-    from portus.mirror.address import parse
+    from portus.reach.daemon.mirrors import TenantMirrors
+    from portus.reach.mirror.address import parse
     from portus.testing.hosting import serving, url
 
     mirrors = TenantMirrors(parse(f"file://{root}/mirror", "--mirror"))

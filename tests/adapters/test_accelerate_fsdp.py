@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import portus
-from portus.client.loading.checkpoint_file import verify_file
-from portus.protocol.address import Address, Scheme
+from portus.engine.loading.checkpoint_file import verify_file
+from portus.reach.protocol.address import Address, Scheme
 from tests.adapters import forked
 from tests.hosts import serving, url
 

@@ -16,7 +16,7 @@ from accelerate.utils import ProjectConfiguration
 
 import portus
 import portus_accelerate
-from portus.client.training.file_mirror import DirectoryMirror
+from portus.reach.training.file_mirror import DirectoryMirror
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import torch
 
 import portus
 import portus_accelerate
-from portus.client.paths.saver import FileSaver
-from portus.directory.publisher import Publisher
+from portus.engine.directory.publisher import Publisher
+from portus.engine.paths.saver import FileSaver
 from tests.adapters.launching import run_program
 from tests.adapters.test_accelerate_states import FILES, Scene, closed, same
 from tests.moments import at
@@ -85,7 +85,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from portus.client.paths.saver import FileSaver
+from portus.engine.paths.saver import FileSaver
 from tests.adapters.test_accelerate_states import Scene
 from tests.adapters.launching import run_program
 from tests.moments import at

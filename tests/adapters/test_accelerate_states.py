@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import portus
 import portus_accelerate
-from portus.client.fence.snapshot import copy_order
-from portus.client.files.pending import PENDING
-from portus.client.paths import saver as paths_saver
-from portus.pipeline import observers
-from portus.writer.image_file import ImageFile
+from portus.engine.fence.snapshot import copy_order
+from portus.engine.files.pending import PENDING
+from portus.engine.paths import saver as paths_saver
+from portus.engine.pipeline import observers
+from portus.engine.writer.image_file import ImageFile
 from portus_accelerate import launching, patch, resume, settings
 from tests.hosts import serving, url
 from tests.warm import Warm
@@ -726,7 +726,7 @@ def test_what_portus_lacks_is_missed_before_accelerate_is_changed(
 ) -> None:
     monkeypatch.delattr(portus, "TrainingFiles")  # it is looked up anew
     monkeypatch.setitem(
-        sys.modules, "portus.client.training.training_files", None
+        sys.modules, "portus.reach.training.training_files", None
     )  # no msgspec, say
     with pytest.raises(ImportError, match="training_files"):
         patch.install()

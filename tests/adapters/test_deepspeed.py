@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from portus.client.loading.checkpoint_file import has_digests
+from portus.engine.loading.checkpoint_file import has_digests
 from portus.testing.nursery import Child, nursery
 from tests.adapters import deepspeed_jobs
 from tests.adapters.deepspeed_jobs import Spec

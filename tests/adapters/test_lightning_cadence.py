@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client.fence import fence
-from portus.pipeline import observers
+from portus.engine.fence import fence
+from portus.engine.pipeline import observers
 from portus_lightning import PortusCheckpoint
 from tests.adapters.tiny import NO_FUSS, Net, files, loader, trainer
 

@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError
-from portus.index import directory, roots
-from portus.index.directory import create_pool
-from portus.media.local import LocalFiles
+from portus.reach.index import directory, roots
+from portus.reach.index.directory import create_pool
+from portus.reach.media.local import LocalFiles
 from portus_lightning import PortusIO
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, loader, trainer
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from portus.writer.image_file import ImageFile
+from portus.engine.writer.image_file import ImageFile
 from portus_lightning import PortusIO
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, files, loader, trainer
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from portus.mirror.address import parse
-from portus.mirror.files import MirroredFiles
-from portus.mirror.opening import open_file_store
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.files import MirroredFiles
+from portus.reach.mirror.opening import open_file_store
 from portus.testing.nursery import Child, nursery
 from portus_lightning import PortusIO
 from tests.adapters import lost_script

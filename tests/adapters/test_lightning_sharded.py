@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.loading.checkpoint_file import verify_file
+from portus.engine.loading.checkpoint_file import verify_file
 from tests.adapters import forked
 from tests.adapters.tiny import same
 

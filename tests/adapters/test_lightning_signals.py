@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from portus.client.fence.fence import Fence
-from portus.client.paths.saver import FileSaver
-from portus.directory.publisher import Publisher
+from portus.engine.directory.publisher import Publisher
+from portus.engine.fence.fence import Fence
+from portus.engine.paths.saver import FileSaver
 from portus_lightning import PortusIO
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, loader, same, trainer
 from tests.moments import Lines, at

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import portus.embedding
-from portus.embedding.store import MODEL
+from portus.companions.embedding.store import MODEL
 from portus.errors import UsageError
 from tests.adapters.tiny import NO_FUSS, files, trainer
 

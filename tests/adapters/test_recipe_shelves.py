@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from portus.cli.output import Json
-from portus.shelf import Shelf
+from portus.companions.shelf import Shelf
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 KILLS = max(2, int(os.environ.get("PORTUS_TEST_KILLS", "8")) // 4)

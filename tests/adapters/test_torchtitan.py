@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.loading.checkpoint_file import has_digests
+from portus.engine.loading.checkpoint_file import has_digests
 from portus.testing.nursery import nursery
 from tests.adapters.forked import environments
 from tests.matrix.trainings import TITAN

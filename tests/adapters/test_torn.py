@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from portus.client.fence import snapshot
-from portus.client.fence.fence import Fence
+from portus.engine.fence import snapshot
+from portus.engine.fence.fence import Fence
 from portus_lightning import PortusIO
 from tests.adapters.torn import Sabotage, SlowSaves, contents, slow_down, slow_saves
 from tests.unit.client.late_copy import Scenario

@@ -15,7 +15,7 @@ from accelerate.tracking import GeneralTracker
 
 import portus
 import portus_accelerate
-from portus.writer.image_file import ImageFile
+from portus.engine.writer.image_file import ImageFile
 from tests.adapters.test_transformers_trainer import flag, trained  # noqa: F401 - a fixture
 
 NAMES = set(portus.SaveStats().metrics())

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import portus
 import portus_accelerate
-from portus.pipeline import observers
+from portus.engine.pipeline import observers
 from portus_accelerate import newest, patch, settings, trainer, trainer_data
 from tests.adapters import forked
 from tests.adapters.launching import TWO

@@ -13,18 +13,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.client.fence.fence import Fence
-from portus.client.fence.writers import Stability
-from portus.client.paths.saver import FileSaver
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.state.pickling import pickle_state
-from portus.client.state.walk import walked
-from portus.copying.segments import Stop
+from portus.engine.copying.segments import Stop
+from portus.engine.fence.fence import Fence
+from portus.engine.fence.writers import Stability
+from portus.engine.paths.saver import FileSaver
+from portus.engine.pipeline.audit import Audit, Auditor, Late, Probed, Stored
+from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.plan import Flags
+from portus.engine.pipeline.run import Stage
+from portus.engine.state.pickling import pickle_state
+from portus.engine.state.walk import walked
 from portus.errors import AbandonedError, PortusError
-from portus.pipeline.audit import Audit, Auditor, Late, Probed, Stored
-from portus.pipeline.handle import SaveHandle
-from portus.pipeline.plan import Flags
-from portus.pipeline.run import Stage
+from portus.reach.pools.checkpointer import PoolCheckpointer
 
 PAUSE_S: Final = 0.02
 """How long the copier sleeps before each save: many steps of these small models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from portus.pipeline.run import Save
+from portus.engine.pipeline.run import Save
 
 
 class Fenced:

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 import portus
-from portus.copying.local import hash_sources
-from portus.copying.segments import Source, Stop
-from portus.format.checksum import UNIT
-from portus.index.pool import PoolWriter
-from portus.transport.stream import Link
+from portus.engine.copying.local import hash_sources
+from portus.engine.copying.segments import Source, Stop
+from portus.engine.format.checksum import UNIT
+from portus.reach.index.pool import PoolWriter
+from portus.reach.transport.stream import Link
 from tests.bench.measure import Row, Run, timed
 from tests.bench.saving import MIB, pool_at
 from tests.bench.states import PAPER_MODELS, change, tensors

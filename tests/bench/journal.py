@@ -10,10 +10,18 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from portus.cadence.bounded import overhead
 from portus.cli.output import Output
 from portus.cli.report import run
-from portus.journal.lines import Decided, Head, Line, Saved, SessionBegun, SessionEnded, encoded
+from portus.companions.cadence.bounded import overhead
+from portus.companions.journal.lines import (
+    Decided,
+    Head,
+    Line,
+    Saved,
+    SessionBegun,
+    SessionEnded,
+    encoded,
+)
 from tests.bench.cadence import (
     BOUND,
     DOCS,

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
-from portus.index.commit_records import NewVersion
-from portus.index.directory import create_pool, open_writer
-from portus.media.local import LocalFiles
+from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.directory import create_pool, open_writer
+from portus.reach.media.local import LocalFiles
 from tests.bench.measure import Row, Run, hog, timed
 from tests.bench.saving import MIB, memcpy_of, pool_at
 from tests.bench.states import tensors

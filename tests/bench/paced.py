@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import portus
-from portus.client.fence import fence
+from portus.engine.fence import fence
 from tests.bench.measure import Row, hog
 
 BOUND = 0.035

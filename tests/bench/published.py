@@ -15,9 +15,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Final
 
-from portus.cadence.checkfreq import Profile, SnapshotPlace, placed
-from portus.cadence.steps import rounded_up, share
-from portus.settings.numbers import not_negative, over_zero
+from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, placed
+from portus.companions.cadence.steps import rounded_up, share
+from portus.engine.settings.numbers import not_negative, over_zero
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import portus
-from portus.copying import native
+from portus.engine.copying import native
 from tests.bench.measure import Row
 
 

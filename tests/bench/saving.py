@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import portus
-from portus.pipeline.audit import Guard
+from portus.engine.pipeline.audit import Guard
 from tests.bench.measure import Row, Run, timed
 from tests.bench.states import PAPER_MODELS, Trained, change, tensors
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from portus.daemon.places import Places
+from portus.reach.daemon.places import Places
 from tests.bench.pages import table, written
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"

@@ -30,10 +30,11 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
-from portus.media import linux, private
-from portus.media.private import Private, Tells
-from portus.shelf import Shelf
-from portus.spec import PAGE
+from portus.companions.media import private
+from portus.companions.media.private import Private, Tells
+from portus.companions.shelf import Shelf
+from portus.engine.media import linux
+from portus.engine.spec import PAGE
 from tests.bench.measure import Row, Run, timed
 
 State = Mapping[str, Any]

@@ -13,13 +13,13 @@ import sys
 
 import numpy as np
 
-from portus.copying.segments import memory
-from portus.media.base import MappedMedium
-from portus.media.local import LocalFiles
-from portus.protocol import messages as said
-from portus.protocol.vocabulary import Phase
-from portus.spec import Extent
-from portus.transport.stream import Link
+from portus.engine.copying.segments import memory
+from portus.engine.media.base import MappedMedium
+from portus.engine.spec import Extent
+from portus.reach.media.local import LocalFiles
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport.stream import Link
 
 GOT = b"\1"
 

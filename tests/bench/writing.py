@@ -16,11 +16,11 @@ import torch
 import xxhash
 
 import portus
-from portus.client.state.pickling import pickle_state
-from portus.copying.segments import Stop
-from portus.writer.image_file import ImageFile
-from portus.writer.ring import StagingRing
-from portus.writer.ways import Ways
+from portus.engine.copying.segments import Stop
+from portus.engine.state.pickling import pickle_state
+from portus.engine.writer.image_file import ImageFile
+from portus.engine.writer.ring import StagingRing
+from portus.engine.writer.ways import Ways
 from tests.bench.measure import Row, Run, timed
 from tests.bench.saving import MIB, memcpy_of, torch_save_of
 from tests.bench.states import Trained, change, tensors

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from portus.media.local import LocalFiles
-from portus.media.pool import Files, Names
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.pool import Files, Names
 from portus.testing.contract import FilesContract
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.media.lock import FileLocks, LockTable, ProcessLocks
-from portus.media.pool import Locks
+from portus.reach.media.lock import FileLocks, LockTable, ProcessLocks
+from portus.reach.media.pool import Locks
 from portus.testing.contract import LocksContract
 
 

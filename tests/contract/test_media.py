@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.media.base import MappedMedium, Medium, MediumKind
+from portus.engine.spec import Extent
 from portus.errors import MediumError
-from portus.media.base import MappedMedium, Medium, MediumKind
-from portus.media.dax import SpaceMedium
-from portus.media.file import MappedFile, PlainFile
-from portus.media.local import LocalFiles
-from portus.media.memory import Memory
-from portus.media.pool import SparseMedium
-from portus.spec import Extent
+from portus.reach.media.dax import SpaceMedium
+from portus.reach.media.file import MappedFile, PlainFile
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.memory import Memory
+from portus.reach.media.pool import SparseMedium
 from portus.testing.contract import (
     MappedMediumContract,
     MediumContract,

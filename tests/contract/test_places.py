@@ -12,14 +12,14 @@ from pathlib import Path
 import obstore
 import pytest
 
-from portus.index.directory import create_pool
-from portus.index.place import Place
-from portus.media.local import LocalFiles
-from portus.mirror import bucket
-from portus.places.base import Abilities, OpenPlace
-from portus.places.directory import DirectoryPlace
-from portus.places.opening import open_place, place_named
-from portus.protocol.address import Address, Scheme
+from portus.reach.index.directory import create_pool
+from portus.reach.index.place import Place
+from portus.reach.media.local import LocalFiles
+from portus.reach.mirror import bucket
+from portus.reach.places.base import Abilities, OpenPlace
+from portus.reach.places.directory import DirectoryPlace
+from portus.reach.places.opening import open_place, place_named
+from portus.reach.protocol.address import Address, Scheme
 from portus.testing.hosting import serving, url
 from portus.testing.places import PlaceContract
 

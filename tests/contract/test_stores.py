@@ -11,9 +11,9 @@ from pathlib import Path
 import obstore
 import pytest
 
-from portus.mirror.address import parse
-from portus.mirror.opening import open_file_store, open_store
-from portus.mirror.store import FileStore, MissingError, Store
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.opening import open_file_store, open_store
+from portus.reach.mirror.store import FileStore, MissingError, Store
 from portus.testing.hosting import serving, url
 from portus.testing.stores import FileStoreContract, StoreContract
 from tests.simulation.model_store import ModelStore
@@ -50,7 +50,7 @@ class TestMemory(FileStoreContract):
         self.behind = obstore.store.MemoryStore()
 
     def open(self) -> FileStore:
-        from portus.mirror import bucket
+        from portus.reach.mirror import bucket
 
         bucket._MEMORY.setdefault(self.name, self.behind)
         return open_file_store(parse(f"memory:{self.name}"))

@@ -11,9 +11,9 @@ import torch
 import xxhash
 
 import portus
+from portus.companions.embedding.store import MODEL
 from portus.embedding import Protected, RowwiseAdagrad, protect
-from portus.embedding.store import MODEL
-from portus.spec import PAGE
+from portus.engine.spec import PAGE
 from portus.testing.device import stand_in
 from portus.testing.nursery import Say
 

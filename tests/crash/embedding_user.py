@@ -13,22 +13,22 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
-from portus.client.pools.restore import load
-from portus.client.state.pickling import pickle_state
-from portus.client.state.walk import walked
-from portus.copying.segments import Stop
-from portus.embedding import store
-from portus.embedding.moment import Moment, Rows
-from portus.embedding.store import TableStore
-from portus.embedding.tables import changed_rows
+from portus.companions.embedding import store
+from portus.companions.embedding.moment import Moment, Rows
+from portus.companions.embedding.store import TableStore
+from portus.companions.embedding.tables import changed_rows
+from portus.engine.copying.segments import Stop
+from portus.engine.format.checksum import digest
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE
+from portus.engine.state.pickling import pickle_state
+from portus.engine.state.walk import walked
 from portus.errors import MediumError
-from portus.format.checksum import digest
-from portus.index.directory import open_writer
-from portus.index.reader import PoolReader
-from portus.index.records import encode_layout
-from portus.media.base import Medium
-from portus.media.lock import ProcessLocks
-from portus.spec import PAGE
+from portus.reach.index.directory import open_writer
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import encode_layout
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.pools.restore import load
 from tests.crash.logged import POOL, DeviceProcess, Process, Report, pool_file, require_unbroken
 from tests.simulation.crash import CrashFiles
 

@@ -11,9 +11,9 @@ from collections import deque
 import torch
 
 import portus
-from portus.client.job.settings import Settings
-from portus.client.training.training_files import TrainingFiles
-from portus.index.place import Place
+from portus.engine.job.settings import Settings
+from portus.reach.index.place import Place
+from portus.reach.training.training_files import TrainingFiles
 from portus.testing.nursery import Say
 
 SIZES = (512, 256, 64, 1)

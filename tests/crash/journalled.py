@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from tests.crash.lightning_saver import Net, loader_of, trainer_in

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from portus.index.check import Severity, check
-from portus.index.device import is_blank, make_pool
-from portus.index.directory import create_pool
-from portus.index.reader import PoolReader
-from portus.media.base import Medium
-from portus.media.dax import SpaceMedium
-from portus.media.lock import ProcessLocks
-from portus.media.pool import FileSystem
+from portus.engine.media.base import Medium
+from portus.reach.index.check import Severity, check
+from portus.reach.index.device import is_blank, make_pool
+from portus.reach.index.directory import create_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.media.dax import SpaceMedium
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.media.pool import FileSystem
 from tests.simulation import lines
 from tests.simulation.crash import CrashFiles
 from tests.simulation.explore import Explorer

@@ -15,11 +15,12 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from portus.copying.segments import Digests
+from portus.engine.copying.segments import Digests
+from portus.engine.format.checksum import UNIT, digest, unit_counts
+from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, TransportError
-from portus.format.checksum import UNIT, digest, unit_counts
-from portus.mirror.log import KnownLog, MirrorLog, SupersededError, folded
-from portus.mirror.objects import (
+from portus.reach.mirror.log import KnownLog, MirrorLog, SupersededError, folded
+from portus.reach.mirror.objects import (
     LOG,
     MANIFESTS,
     Added,
@@ -30,12 +31,11 @@ from portus.mirror.objects import (
     State,
     entry_number,
 )
-from portus.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of
-from portus.mirror.requests import GetObject, Steps
-from portus.mirror.store import MissingError
-from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
-from portus.spec import VersionInfo
-from portus.versions.packed import FileTable, PackedFile, encode_table
+from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of
+from portus.reach.mirror.requests import GetObject, Steps
+from portus.reach.mirror.store import MissingError
+from portus.reach.mirror.writer import GRACE_S, Version, Writer, read_manifest
+from portus.reach.versions.packed import FileTable, PackedFile, encode_table
 from tests.simulation.model_store import ModelStore, Odds, Unsure
 
 MODEL = "gpt"

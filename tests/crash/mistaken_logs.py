@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from portus.format.layout import DATA_START
-from portus.index import log
-from portus.index.log import Bunch, LogWriter, Patch
-from portus.media.dax import SpaceMedium
-from portus.spec import PAGE, Extent
+from portus.engine.spec import PAGE, Extent
+from portus.reach.format.layout import DATA_START
+from portus.reach.index import log
+from portus.reach.index.log import Bunch, LogWriter, Patch
+from portus.reach.media.dax import SpaceMedium
 
 
 class NotPersisted(LogWriter):

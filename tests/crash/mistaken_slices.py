@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from portus.embedding.moment import Moment
-from portus.embedding.slices import Slices
-from portus.embedding.store import TableStore
+from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.slices import Slices
+from portus.companions.embedding.store import TableStore
 
 
 def a_slice_is_not_persisted(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from portus.client.checkpointer import Checkpointer
-from portus.client.paths.face import load, save
+from portus.engine.checkpointer import Checkpointer
+from portus.engine.paths.face import load, save
 from portus.testing.nursery import Say
 from tests.crash.saver import Training
 

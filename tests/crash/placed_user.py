@@ -13,14 +13,20 @@ from typing import Final, cast
 import numpy as np
 import torch
 
-from portus.client.pools.restore import load
-from portus.client.state.pickling import pickle_state
-from portus.client.state.walk import walked
-from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, RowsThere, TensorLocation
-from portus.index.directory import open_writer
-from portus.index.records import encode_layout
-from portus.media.lock import ProcessLocks
-from portus.spec import PAGE
+from portus.companions.embedding.placed import (
+    NO_ROWS,
+    PlacedMoment,
+    PlacedStore,
+    RowsThere,
+    TensorLocation,
+)
+from portus.engine.spec import PAGE
+from portus.engine.state.pickling import pickle_state
+from portus.engine.state.walk import walked
+from portus.reach.index.directory import open_writer
+from portus.reach.index.records import encode_layout
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.pools.restore import load
 from tests.crash.embedding_user import EMPTY, State, Tensors, digest_of, shown
 from tests.crash.logged import POOL, DeviceProcess, Report
 from tests.simulation.crash import CrashFiles

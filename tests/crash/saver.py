@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.job.settings import Settings
-from portus.client.paths.face import load
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.pools.view import PoolView
-from portus.client.training.training_files import TrainingFiles
-from portus.copying import native
+from portus.engine.copying import native
+from portus.engine.job.settings import Settings
+from portus.engine.paths.face import load
+from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import BusyError, UsageError
-from portus.index.directory import WRITERS
-from portus.index.place import Place
-from portus.pipeline.handle import SaveHandle
+from portus.reach.index.directory import WRITERS
+from portus.reach.index.place import Place
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.view import PoolView
+from portus.reach.training.training_files import TrainingFiles
 from portus.testing.nursery import Say
 from tests.unit.client.same import assert_same
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import portus.dcp
-from portus.pipeline.handle import SaveHandle
+from portus.engine.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say
 
 WIDTH: Final = 24

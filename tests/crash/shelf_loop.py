@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
-from portus.shelf import Shelf
-from portus.spec import PAGE
+from portus.companions.shelf import Shelf
+from portus.engine.spec import PAGE
 from portus.testing.nursery import Say
 
 SHAPE = (40, 300)

@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from portus.companions.shelf import Shelf
+from portus.engine.format.checksum import digest
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE
 from portus.errors import MediumError
-from portus.format.checksum import digest
-from portus.index.directory import open_writer
-from portus.index.reader import PoolReader
-from portus.media.base import Medium
-from portus.media.lock import ProcessLocks
-from portus.shelf import Shelf
-from portus.spec import PAGE
+from portus.reach.index.directory import open_writer
+from portus.reach.index.reader import PoolReader
+from portus.reach.media.lock import ProcessLocks
 from tests.crash.logged import POOL, DeviceProcess, Process, Report, pool_file, require_unbroken
 from tests.simulation.crash import CrashFiles
 

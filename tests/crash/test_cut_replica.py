@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.client.files.host import HostPool
-from portus.daemon.server import Server
 from portus.errors import BusyError, PortusError, StaleError, TransportError
-from portus.mirror.leading import REPLICA
-from portus.mirror.mirror import Mirror
-from portus.mirror.objects import State
+from portus.reach.daemon.server import Server
+from portus.reach.files.host import HostPool
+from portus.reach.mirror.leading import REPLICA
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import State
 from portus.testing.hosting import serving, url
 from tests.crash.test_kill_replica import KEEP, Told, state
 from tests.hosts import connect_again_at_once
@@ -75,10 +75,10 @@ class Far:
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.transport.host.SILENCE_S", SILENCE_S)
-    monkeypatch.setattr("portus.transport.host.ANSWER_S", SILENCE_S)
-    monkeypatch.setattr("portus.mirror.leading.PAUSE_MAX_S", 0.05)
-    monkeypatch.setattr("portus.daemon.replicas._ANSWER_S", SILENCE_S / 4)
+    monkeypatch.setattr("portus.reach.transport.host.SILENCE_S", SILENCE_S)
+    monkeypatch.setattr("portus.reach.transport.host.ANSWER_S", SILENCE_S)
+    monkeypatch.setattr("portus.reach.mirror.leading.PAUSE_MAX_S", 0.05)
+    monkeypatch.setattr("portus.reach.daemon.replicas._ANSWER_S", SILENCE_S / 4)
     with (
         serving(tmp_path / "second") as second,
         LossyLink("127.0.0.1", second.doors[0].port) as between,

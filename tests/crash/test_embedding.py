@@ -9,16 +9,16 @@ from typing import Any, Final
 
 import pytest
 
-from portus.copying.segments import Stop
-from portus.embedding import fold, store
-from portus.embedding.fold import Fold
-from portus.embedding.moment import Moment
-from portus.embedding.store import TableStore
-from portus.index import log
-from portus.index.commit_records import NewVersion
-from portus.index.log import Bunch, LogWriter, Patch
-from portus.index.pool import PoolWriter
-from portus.spec import Extent
+from portus.companions.embedding import fold, store
+from portus.companions.embedding.fold import Fold
+from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.store import TableStore
+from portus.engine.copying.segments import Stop
+from portus.engine.spec import Extent
+from portus.reach.index import log
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.log import Bunch, LogWriter, Patch
+from portus.reach.index.pool import PoolWriter
 from tests.crash import logged
 from tests.crash.embedding_user import (
     DEVICE,

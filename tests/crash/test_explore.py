@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from portus.spec import PAGE
+from portus.engine.spec import PAGE
 from tests.crash.trainer import (
     SMALL,
     Fact,

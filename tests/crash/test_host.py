@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import portus
-from portus.index.check import check
-from portus.index.findings import Severity
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
 from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import Host, connect_again_at_once

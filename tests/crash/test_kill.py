@@ -18,10 +18,10 @@ import torch
 import portus
 from portus.cli import gc
 from portus.cli.output import Output
-from portus.client.paths import process
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.index.check import check
-from portus.index.findings import Severity
+from portus.engine.paths import process
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.testing.nursery import Child
 from tests.crash.saver import KEEP, Training
 from tests.depth import deep
@@ -119,7 +119,7 @@ def test_at_each_path_of_a_killed_process_is_a_pointer_that_loads_or_nothing(
     children = Warm("tests.crash.saver")
     path, checkpoints = folder / "run.portus", folder / "checkpoints"
     checkpoints.mkdir()
-    monkeypatch.setattr("portus.places.host.YOUNG_S", 0.0)
+    monkeypatch.setattr("portus.reach.places.host.YOUNG_S", 0.0)
     saved = told = leaked = 0
     for number in range(KILLS_WITH_FILES):
         child = children.start("save_pointers_for_ever", str(path), str(checkpoints))

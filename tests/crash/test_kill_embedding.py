@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.index.check import check
-from portus.index.findings import Severity
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
 from portus.testing.device import stand_in
 from tests.crash import embedded
 from tests.warm import Warm

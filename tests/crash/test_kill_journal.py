@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from portus.index.directory import journal_directory
-from portus.index.journals import FoundJournal, journals_in, read
-from portus.journal.account import Account, account
+from portus.companions.journal.account import Account, account
+from portus.reach.index.directory import journal_directory
+from portus.reach.index.journals import FoundJournal, journals_in, read
 from portus.testing.nursery import nursery
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import portus
-from portus.mirror.address import parse
-from portus.mirror.mirror import Mirror
-from portus.mirror.opening import open_store
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.opening import open_store
 from tests.crash.mirrored_saver import KEEP
 from tests.crash.saver import Training
 from tests.hosts import Host

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths import process
-from portus.client.paths.face import load
+from portus.engine.paths import process
+from portus.engine.paths.face import load
 from tests.crash.path_saver import WAYS
 from tests.crash.saver import Training
 from tests.unit.client.same import assert_same

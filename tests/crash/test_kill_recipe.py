@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import portus
-from portus.index.check import check
-from portus.index.findings import Severity
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
 
 KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "4"))
 

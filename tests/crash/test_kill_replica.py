@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.files.host import HostPool
 from portus.errors import PortusError
+from portus.reach.files.host import HostPool
 from tests.hosts import Host, connect_again_at_once
 from tests.unit.client.same import assert_same
 

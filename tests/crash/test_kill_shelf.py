@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from portus.index.check import check
-from portus.index.findings import Severity
-from portus.shelf import Shelf
+from portus.companions.shelf import Shelf
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
 from tests.crash import shelf_loop
 from tests.warm import Warm
 

@@ -13,14 +13,14 @@ from typing import Final
 
 import pytest
 
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE, Extent
 from portus.errors import PortusError
-from portus.index.device import is_blank, make_pool
-from portus.index.directory import open_writer
-from portus.index.pool import PoolWriter
-from portus.media.base import Medium
-from portus.media.dax import SpaceMedium
-from portus.media.pmem import LINE
-from portus.spec import PAGE, Extent
+from portus.reach.index.device import is_blank, make_pool
+from portus.reach.index.directory import open_writer
+from portus.reach.index.pool import PoolWriter
+from portus.reach.media.dax import SpaceMedium
+from portus.reach.media.pmem import LINE
 from tests.crash.trainer import (
     POOL,
     SMALL,

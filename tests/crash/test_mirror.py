@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from portus.mirror.log import KnownLog, MirrorLog, folded
-from portus.mirror.objects import (
+from portus.reach.mirror.log import KnownLog, MirrorLog, folded
+from portus.reach.mirror.objects import (
     Added,
     Claimed,
     Collected,
@@ -22,9 +22,9 @@ from portus.mirror.objects import (
     State,
     entry_name,
 )
-from portus.mirror.pieces import WantedObject
-from portus.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, create, get
-from portus.mirror.writer import Freed, Version, Writer
+from portus.reach.mirror.pieces import WantedObject
+from portus.reach.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, create, get
+from portus.reach.mirror.writer import Freed, Version, Writer
 from tests.crash.mirrored import BrokenError, History
 from tests.depth import deep
 

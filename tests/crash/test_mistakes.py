@@ -13,20 +13,20 @@ from typing import cast
 
 import pytest
 
+from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, PortusError
-from portus.format.layout import DATA_START, SLOT_OFFSETS
-from portus.index.catalogue import Catalogue
-from portus.index.commit_records import Change
-from portus.index.directory import create_pool
-from portus.index.free_space import FreeSpace
-from portus.index.pool import PoolWriter, format_pool
-from portus.index.reader import PoolReader
-from portus.index.records import VersionRecord
-from portus.index.roots import format_superblock
-from portus.index.space import Runs
-from portus.media.lock import LockTable, ProcessLocks
-from portus.media.pool import FileSystem, Locks
-from portus.spec import PAGE, Extent
+from portus.reach.format.layout import DATA_START, SLOT_OFFSETS
+from portus.reach.index.catalogue import Catalogue
+from portus.reach.index.commit_records import Change
+from portus.reach.index.directory import create_pool
+from portus.reach.index.free_space import FreeSpace
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionRecord
+from portus.reach.index.roots import format_superblock
+from portus.reach.index.space import Runs
+from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.pool import FileSystem, Locks
 from tests.crash.trainer import (
     POOL,
     Fact,

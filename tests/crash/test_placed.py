@@ -10,12 +10,12 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from portus.embedding import placed
-from portus.embedding.placed import PlacedMoment, PlacedStore
-from portus.embedding.slices import Slices
-from portus.embedding.store import TableStore
-from portus.index.in_place import cell_digests
-from portus.index.log import Bunch, LogWriter, pending
+from portus.companions.embedding import placed
+from portus.companions.embedding.placed import PlacedMoment, PlacedStore
+from portus.companions.embedding.slices import Slices
+from portus.companions.embedding.store import TableStore
+from portus.reach.index.in_place import cell_digests
+from portus.reach.index.log import Bunch, LogWriter, pending
 from tests.crash import logged
 from tests.crash.embedding_user import State, verify
 from tests.crash.mistaken_slices import (

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from portus.directory import recovery, redo
-from portus.directory.publisher import Publisher
-from portus.directory.system import FileState
+from portus.engine.directory import recovery, redo
+from portus.engine.directory.publisher import Publisher
+from portus.engine.directory.system import FileState
 from portus.errors import MediumError
 from tests.simulation.crash import Crash
 from tests.simulation.crash_folder import CrashFolder, OpenFile

@@ -19,7 +19,7 @@ READ_S = float(os.environ.get("PORTUS_TEST_READ_S", "12"))
 
 TRAIN = """
 import sys, torch, portus
-from portus.directory.publisher import Publisher
+from portus.engine.directory.publisher import Publisher
 begun, spares, begin = 0, 0, Publisher.begin
 def noted(own, *paths, **named):
     global begun, spares

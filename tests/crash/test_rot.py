@@ -21,16 +21,16 @@ import pytest
 import torch
 
 import portus
-from portus.client.job.settings import Settings
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.pools.view import PoolView
-from portus.client.training.training_files import TrainingFiles
+from portus.engine.job.settings import Settings
+from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, PortusError
-from portus.format.layout import SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
-from portus.index.directory import open_reader
-from portus.index.place import Place
-from portus.index.reader import PoolReader
-from portus.spec import Extent
+from portus.reach.format.layout import SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
+from portus.reach.index.directory import open_reader
+from portus.reach.index.place import Place
+from portus.reach.index.reader import PoolReader
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.view import PoolView
+from portus.reach.training.training_files import TrainingFiles
 from tests.depth import deep
 from tests.unit.client.same import assert_same
 

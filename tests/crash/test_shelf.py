@@ -8,14 +8,14 @@ from typing import Final
 
 import pytest
 
-from portus.index import log
-from portus.index.commit_records import NewVersion
-from portus.index.log import LogWriter
-from portus.index.pool import PoolWriter
-from portus.media import private
-from portus.media.private import Private
-from portus.shelf import store
-from portus.spec import Extent
+from portus.companions.media import private
+from portus.companions.media.private import Private
+from portus.companions.shelf import store
+from portus.engine.spec import Extent
+from portus.reach.index import log
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.log import LogWriter
+from portus.reach.index.pool import PoolWriter
 from tests.crash import logged
 from tests.crash.mistaken_logs import (
     HeadAlonePersisted,

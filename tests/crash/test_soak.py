@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.index.check import check
+from portus.reach.index.check import check
 from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import ROOT, Host

@@ -18,31 +18,31 @@ from typing import Final, cast
 
 import numpy as np
 
-from portus.client.pools.image_draft import CommittedImages, ImageDraft, packed_lengths
-from portus.client.pools.version_file import VersionFile, file_in, table_of
-from portus.copying.segments import Stop
+from portus.engine.copying.segments import Stop
+from portus.engine.format.checksum import digest
+from portus.engine.image.image import Crcs, Digests, Image, Literal
+from portus.engine.media.base import Medium
+from portus.engine.pipeline.draft import Labels
+from portus.engine.pipeline.plan import Previous, Snapshot
+from portus.engine.pipeline.run import Policy, Save
+from portus.engine.spec import PAGE
 from portus.errors import MediumError
-from portus.format.checksum import digest
-from portus.format.layout import RecordKind
-from portus.image.image import Crcs, Digests, Image, Literal
-from portus.index.catalogue import read_catalogue
-from portus.index.check import Severity, check
-from portus.index.commit_records import Change
-from portus.index.directory import create_pool, open_writer
-from portus.index.pool import PoolWriter
-from portus.index.reader import PoolReader
-from portus.index.records import NOWHERE, VersionEntry, decode_copies, encode_layout, read
-from portus.index.roots import read_roots
-from portus.media.base import Medium
-from portus.media.lock import ProcessLocks
-from portus.media.pool import Locks
-from portus.pipeline.draft import Labels
-from portus.pipeline.plan import Previous, Snapshot
-from portus.pipeline.run import Policy, Save
-from portus.spec import PAGE
-from portus.versions.packed import FileTable, PackedFile, encode_table
-from portus.versions.parts import Before
-from portus.versions.pool_draft import PoolDraft
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.catalogue import read_catalogue
+from portus.reach.index.check import Severity, check
+from portus.reach.index.commit_records import Change
+from portus.reach.index.directory import create_pool, open_writer
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import NOWHERE, VersionEntry, decode_copies, encode_layout, read
+from portus.reach.index.roots import read_roots
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.media.pool import Locks
+from portus.reach.pools.image_draft import CommittedImages, ImageDraft, packed_lengths
+from portus.reach.pools.version_file import VersionFile, file_in, table_of
+from portus.reach.versions.packed import FileTable, PackedFile, encode_table
+from portus.reach.versions.parts import Before
+from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults
 
 POOL = "/pools/run.portus"

@@ -25,8 +25,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client.training.training_files import TrainingFiles
-from portus.pipeline.handle import SaveHandle
+from portus.engine.pipeline.handle import SaveHandle
+from portus.reach.training.training_files import TrainingFiles
 from portus.testing.nursery import Say
 from portus_lightning.companion_of_lightning import PortusCompanion
 from tests.adapters import tiny

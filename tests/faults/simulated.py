@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from portus.client.pools.destination import PooledDraft
-from portus.client.training.training_files import TrainingFiles
-from portus.pipeline.draft import Labels
-from portus.pipeline.plan import Previous
-from portus.pipeline.run import Save, Stage
-from portus.spec import VersionInfo
+from portus.engine.pipeline.draft import Labels
+from portus.engine.pipeline.plan import Previous
+from portus.engine.pipeline.run import Save, Stage
+from portus.engine.spec import VersionInfo
+from portus.reach.pools.destination import PooledDraft
+from portus.reach.training.training_files import TrainingFiles
+from portus.reach.versions.parts import Before
 from portus.testing.nursery import Say
-from portus.versions.parts import Before
 from tests.crash import saver
 from tests.crash.saver import Training
 from tests.faults import calls

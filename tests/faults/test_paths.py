@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.paths import draft, process
-from portus.client.paths.face import load, save
-from portus.directory.system import Linux, System
+from portus.engine.directory.system import Linux, System
+from portus.engine.media import linux
+from portus.engine.media.file_calls import write_all
+from portus.engine.paths import draft, process
+from portus.engine.paths.face import load, save
+from portus.engine.writer import staged
 from portus.errors import MediumError
-from portus.media import linux
-from portus.media.file_calls import write_all
-from portus.writer import staged
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 

@@ -18,11 +18,11 @@ from typing import Final
 import pytest
 
 import portus
-from portus.client.paths import process
-from portus.client.paths.face import load
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.index.check import check
-from portus.index.findings import Severity
+from portus.engine.paths import process
+from portus.engine.paths.face import load
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.testing.nursery import nursery
 from tests.crash.saver import Training
 from tests.faults.writelog import MARK, Cut, logged_disk, why_not

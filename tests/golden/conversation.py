@@ -17,14 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from portus.format.checksum import digest
-from portus.index.records import decode_version, encode_layout
-from portus.protocol import messages as said
-from portus.protocol.messages import Fault, Said, packed_column
-from portus.spec import TensorSpec
+from portus.engine.format.checksum import digest
+from portus.engine.spec import TensorSpec
+from portus.reach.index.records import decode_version, encode_layout
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.messages import Fault, Said, packed_column
+from portus.reach.transport.dial import raised
+from portus.reach.transport.stream import Link
 from portus.testing.hosting import serving
-from portus.transport.dial import raised
-from portus.transport.stream import Link
 
 HERE: Final = Path(__file__).resolve().parent
 

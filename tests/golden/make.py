@@ -33,20 +33,20 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.pools import restore
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.pools.view import PoolFile, PoolView
+from portus.companions.shelf import Shelf
 from portus.embedding import protect
-from portus.format.checksum import UNIT
-from portus.format.layout import FORMAT_VERSION
-from portus.format.reference import FORMAT as REFERENCE_VERSION
-from portus.format.reference import Reference, encode
-from portus.index.check import check
-from portus.index.directory import WRITERS, open_reader
-from portus.index.records import VersionEntry
-from portus.pipeline.run import Save
-from portus.shelf import Shelf
-from portus.spec import PAGE
+from portus.engine.format.checksum import UNIT
+from portus.engine.pipeline.run import Save
+from portus.engine.spec import PAGE
+from portus.reach.format.layout import FORMAT_VERSION
+from portus.reach.format.reference import FORMAT as REFERENCE_VERSION
+from portus.reach.format.reference import Reference, encode
+from portus.reach.index.check import check
+from portus.reach.index.directory import WRITERS, open_reader
+from portus.reach.index.records import VersionEntry
+from portus.reach.pools import restore
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.view import PoolFile, PoolView
 from portus.testing.device import stand_in
 from tests.golden import kinds
 from tests.golden.describe import Describer

@@ -15,11 +15,11 @@ from typing import Final
 
 import torch
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.copying.segments import Stop
-from portus.index.directory import open_reader
-from portus.mirror.mirror import Mirror
-from portus.mirror.objects import FORMAT_VERSION, STRIDE, Removed
+from portus.engine.copying.segments import Stop
+from portus.reach.index.directory import open_reader
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import FORMAT_VERSION, STRIDE, Removed
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.golden.describe import Describer
 from tests.simulation.model_store import ModelStore
 

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from portus.cli.output import FOUND, MEND
-from portus.client.pools.version_file import table_of
-from portus.client.pools.view import PoolView
-from portus.embedding.store import MARKS, MODEL
+from portus.companions.embedding.store import MARKS, MODEL
 from portus.errors import CorruptionError
-from portus.format.layout import (
+from portus.reach.format.layout import (
     BUNCHES,
     FORMAT_VERSION,
     IN_PLACE,
@@ -25,16 +23,18 @@ from portus.format.layout import (
     METRICS,
     RecordKind,
 )
-from portus.format.reference import FORMAT as REFERENCE_VERSION
-from portus.format.reference import Reference, encode
-from portus.format.reference import decode as decode_reference
-from portus.index.catalogue import read_copies
-from portus.index.check import check
-from portus.index.directory import open_reader, open_writer
-from portus.index.log import entries, pending
-from portus.index.records import VersionRecord, read
-from portus.index.rescue import find_versions
-from portus.media.local import LocalFiles
+from portus.reach.format.reference import FORMAT as REFERENCE_VERSION
+from portus.reach.format.reference import Reference, encode
+from portus.reach.format.reference import decode as decode_reference
+from portus.reach.index.catalogue import read_copies
+from portus.reach.index.check import check
+from portus.reach.index.directory import open_reader, open_writer
+from portus.reach.index.log import entries, pending
+from portus.reach.index.records import VersionRecord, read
+from portus.reach.index.rescue import find_versions
+from portus.reach.media.local import LocalFiles
+from portus.reach.pools.version_file import table_of
+from portus.reach.pools.view import PoolView
 from tests.golden import kinds, make  # noqa: F401 - its classes are in the pools
 from tests.golden.describe import Describer
 from tests.unit.cli.scene import portus

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from portus.client.pools import restore
-from portus.mirror.mirror import Mirror, models
-from portus.mirror.objects import FORMAT_VERSION
+from portus.reach.mirror.mirror import Mirror, models
+from portus.reach.mirror.objects import FORMAT_VERSION
+from portus.reach.pools import restore
 from tests.golden.describe import Describer
 from tests.golden.mirrors import KEY, MODEL
 from tests.simulation.model_store import ModelStore

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import portus
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.daemon.server import Server
 from portus.errors import UsageError
-from portus.index.check import check
-from portus.protocol import messages as said
-from portus.protocol.address import Address, Scheme
-from portus.protocol.connection import HEADER
-from portus.protocol.vocabulary import MessageKind
-from portus.transport.dial import Credentials, dial
-from portus.transport.host import Links
-from portus.transport.stream import Link
+from portus.reach.daemon.server import Server
+from portus.reach.index.check import check
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import Address, Scheme
+from portus.reach.protocol.connection import HEADER
+from portus.reach.protocol.vocabulary import MessageKind
+from portus.reach.transport.dial import Credentials, dial
+from portus.reach.transport.host import Links
+from portus.reach.transport.stream import Link
 from tests.golden.conversation import DATA, Turn, talk
 from tests.hosts import serving, url
 
@@ -173,7 +173,7 @@ def test_a_host_that_is_too_old_is_named() -> None:
 def test_a_training_saves_to_a_host_in_the_older_version(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.transport.dial.VERSION", OLDER)
+    monkeypatch.setattr("portus.reach.transport.dial.VERSION", OLDER)
     with PoolCheckpointer(url(server)) as checkpointer:
         for step in range(3):
             checkpointer.save({"x": torch.full((1000,), float(step)), "lr": 0.125}, step).wait()

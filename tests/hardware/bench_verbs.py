@@ -17,13 +17,13 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from portus.client.files.host import HostPool
-from portus.copying.segments import memory
-from portus.daemon.counters import COUNTED
-from portus.index.directory import format_device
-from portus.media.base import MappedMedium
-from portus.media.local import LocalFiles
-from portus.spec import Extent
+from portus.engine.copying.segments import memory
+from portus.engine.media.base import MappedMedium
+from portus.engine.spec import Extent
+from portus.reach.daemon.counters import COUNTED
+from portus.reach.files.host import HostPool
+from portus.reach.index.directory import format_device
+from portus.reach.media.local import LocalFiles
 from tests.hardware import verbs
 from tests.hardware.conftest import DEVDAX
 from tests.hardware.states import loaded, saved, snapshot_of, state_of

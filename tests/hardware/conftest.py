@@ -8,10 +8,10 @@ from typing import Final
 
 import pytest
 
-from portus.daemon.house import ClientTimeouts
-from portus.daemon.server import Server
-from portus.index.directory import format_device
-from portus.media.local import LocalFiles
+from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.daemon.server import Server
+from portus.reach.index.directory import format_device
+from portus.reach.media.local import LocalFiles
 from tests.hosts import connect_again_at_once, serving
 
 IN_LAB: Final = os.environ.get("PORTUS_LAB") == "guest"
@@ -35,7 +35,7 @@ PATIENCE: Final = ClientTimeouts(silent_s=WAIT_S_MAX)
 def by_verbs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.transport.host.SILENCE_S", WAIT_S_MAX)
+    monkeypatch.setattr("portus.reach.transport.host.SILENCE_S", WAIT_S_MAX)
 
 
 @pytest.fixture

@@ -7,29 +7,21 @@ STEP`` when that batch was committed. Every few steps it takes a mark, which has
 from __future__ import annotations
 
 import sys
-import types
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-import portus
-from portus.format.checksum import DIGEST_SIZE, digest
-from portus.index.check import check
-from portus.index.directory import WRITERS, create_pool, has_pool
-from portus.index.findings import Severity
-from portus.index.in_place import InPlace
-from portus.index.log import logged
-from portus.index.records import encode_layout
-from portus.media.local import LocalFiles
-from portus.spec import PAGE, TensorSpec
-
-# The face of portus.embedding imports torch, which takes a minute in a guest; the engine does not.
-_engine = types.ModuleType("portus.embedding")
-_engine.__path__ = [f"{portus.__path__[0]}/embedding"]
-sys.modules.setdefault("portus.embedding", _engine)
-
-from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, TensorLocation  # noqa: E402
+from portus.companions.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, TensorLocation
+from portus.engine.format.checksum import DIGEST_SIZE, digest
+from portus.engine.spec import PAGE, TensorSpec
+from portus.reach.index.check import check
+from portus.reach.index.directory import WRITERS, create_pool, has_pool
+from portus.reach.index.findings import Severity
+from portus.reach.index.in_place import InPlace
+from portus.reach.index.log import logged
+from portus.reach.index.records import encode_layout
+from portus.reach.media.local import LocalFiles
 
 Bytes = npt.NDArray[np.uint8]
 

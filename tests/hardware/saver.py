@@ -13,20 +13,20 @@ from typing import Final
 
 import numpy as np
 
-from portus.format.checksum import digest
-from portus.index.check import check
-from portus.index.directory import WRITERS, create_pool, has_pool
-from portus.index.findings import Severity
-from portus.index.pool import PoolWriter
-from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry, encode_layout
-from portus.media.local import LocalFiles
-from portus.pipeline.draft import CommittedVersion
-from portus.pipeline.plan import Snapshot
-from portus.pipeline.run import Policy, Save
-from portus.spec import TensorSpec
-from portus.versions.parts import Before
-from portus.versions.pool_draft import PoolDraft
+from portus.engine.format.checksum import digest
+from portus.engine.pipeline.draft import CommittedVersion
+from portus.engine.pipeline.plan import Snapshot
+from portus.engine.pipeline.run import Policy, Save
+from portus.engine.spec import TensorSpec
+from portus.reach.index.check import check
+from portus.reach.index.directory import WRITERS, create_pool, has_pool
+from portus.reach.index.findings import Severity
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry, encode_layout
+from portus.reach.media.local import LocalFiles
+from portus.reach.versions.parts import Before
+from portus.reach.versions.pool_draft import PoolDraft
 
 LENGTHS: Final = (300_000, 5_000, 200_000, 64, 100_000)
 FROZEN: Final = 2

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 
-from portus.index.check import check
-from portus.index.findings import Severity
-from portus.shelf import Shelf
-from portus.spec import PAGE
+from portus.companions.shelf import Shelf
+from portus.engine.spec import PAGE
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
 from tests.crash import shelf_loop
 
 

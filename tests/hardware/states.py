@@ -14,16 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.client.files.host import HostPool
-from portus.copying.local import fetch
-from portus.copying.segments import Stop
-from portus.index.reader import PoolReader
-from portus.index.records import encode_layout
-from portus.pipeline.handle import SaveStats
-from portus.pipeline.plan import Snapshot
-from portus.pipeline.run import Policy, Save
-from portus.spec import TensorSpec
-from portus.versions.parts import shared, sources
+from portus.engine.copying.local import fetch
+from portus.engine.copying.segments import Stop
+from portus.engine.pipeline.handle import SaveStats
+from portus.engine.pipeline.plan import Snapshot
+from portus.engine.pipeline.run import Policy, Save
+from portus.engine.spec import TensorSpec
+from portus.reach.files.host import HostPool
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import encode_layout
+from portus.reach.versions.parts import shared, sources
 
 Bytes = NDArray[np.uint8]
 

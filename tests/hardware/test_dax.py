@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.media.base import MappedMedium, Medium, MediumKind
+from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
-from portus.media.base import MappedMedium, Medium, MediumKind
-from portus.media.dax import DaxDevice, DaxFile, device_facts, is_device, open_device
-from portus.media.local import LocalFiles
-from portus.media.pmem import Libpmem, processor
-from portus.media.pool import SparseMedium
-from portus.spec import Extent
+from portus.reach.media.dax import DaxDevice, DaxFile, device_facts, is_device, open_device
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.pmem import Libpmem, processor
+from portus.reach.media.pool import SparseMedium
 from portus.testing.contract import MappedMediumContract, SparseMediumContract, assert_raises
 from tests.hardware.conftest import DEVDAX, EXPANDER, FSDAX
 

@@ -23,14 +23,14 @@ import pytest
 
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
-from portus.client.files.host import HostPool
-from portus.copying.segments import memory
-from portus.daemon.server import Server
+from portus.engine.copying.segments import memory
+from portus.engine.media.linux import MAP_ANONYMOUS, MAP_PRIVATE, map_pages, unmap_pages
+from portus.engine.pipeline.plan import OnDevice, Snapshot
+from portus.engine.spec import PAGE
 from portus.errors import TransportError
-from portus.media.linux import MAP_ANONYMOUS, MAP_PRIVATE, map_pages, unmap_pages
-from portus.pipeline.plan import OnDevice, Snapshot
-from portus.spec import PAGE
-from portus.transport.regions import DeviceAccess, Regions
+from portus.reach.daemon.server import Server
+from portus.reach.files.host import HostPool
+from portus.reach.transport.regions import DeviceAccess, Regions
 from tests.cuda import Library
 from tests.hardware.states import Bytes, holds, saved, snapshot_of, state_of, steps
 from tests.hardware.test_verbs_host import check_sound, pool_on

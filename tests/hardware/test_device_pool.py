@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from portus.client.files.host import HostPool
+from portus.engine.spec import Extent
 from portus.errors import BusyError, CorruptionError, UsageError
-from portus.index.directory import format_device, has_pool, open_reader
-from portus.media.dax import open_device
-from portus.media.local import LocalFiles
-from portus.spec import Extent
+from portus.reach.files.host import HostPool
+from portus.reach.index.directory import format_device, has_pool, open_reader
+from portus.reach.media.dax import open_device
+from portus.reach.media.local import LocalFiles
 from tests.hardware.conftest import DEVDAX, FSDAX
 from tests.hosts import serving, url
 

@@ -13,20 +13,20 @@ import pytest
 
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
-from portus.copying.segments import Stop
-from portus.daemon.house import ClientTimeouts
-from portus.daemon.server import Server
+from portus.engine.copying.segments import Stop
 from portus.errors import MediumError, TransportError, UsageError
-from portus.index.check import check
-from portus.index.directory import format_device, open_reader
-from portus.index.findings import Severity
-from portus.media.local import LocalFiles
-from portus.protocol import messages as said
-from portus.protocol.messages import Said, packed_column, packed_handles
-from portus.protocol.vocabulary import Phase
+from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.daemon.server import Server
+from portus.reach.index.check import check
+from portus.reach.index.directory import format_device, open_reader
+from portus.reach.index.findings import Severity
+from portus.reach.media.local import LocalFiles
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.messages import Said, packed_column, packed_handles
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport.dial import raised
+from portus.reach.transport.verbs import RegisterError
 from portus.testing.nursery import Nursery, nursery
-from portus.transport.dial import raised
-from portus.transport.verbs import RegisterError
 from tests.hardware.conftest import DEVDAX, WAIT_S_MAX
 from tests.hardware.states import begun, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hardware.test_verbs_host import (
@@ -217,7 +217,7 @@ def test_another_version_of_the_protocol_is_refused_before_a_queue_pair_is_made(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as other:
-        other.setattr("portus.transport.dial.VERSION", said.VERSION + 1)
+        other.setattr("portus.reach.transport.dial.VERSION", said.VERSION + 1)
         with pytest.raises(UsageError, match="upgrade the older"), pool_on(url(server)):
             pass
     assert server._house.fabric._devices == {}

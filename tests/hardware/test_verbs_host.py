@@ -21,20 +21,20 @@ import pytest
 
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
-from portus.client.files.host import HostDraft, HostPool
-from portus.copying.segments import Stop, memory
-from portus.daemon.server import Server
+from portus.engine.copying.segments import Stop, memory
+from portus.engine.media.linux import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, map_pages, unmap_pages
 from portus.errors import AbandonedError, PortusError, TransportError, UsageError
-from portus.index.check import check
-from portus.index.directory import format_device
-from portus.index.findings import Severity
-from portus.media.linux import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, map_pages, unmap_pages
-from portus.media.local import LocalFiles
-from portus.protocol import messages as said
-from portus.protocol.address import parse
-from portus.protocol.messages import packed_column, packed_handles
-from portus.transport.dial import Credentials
-from portus.transport.host import Links
+from portus.reach.daemon.server import Server
+from portus.reach.files.host import HostDraft, HostPool
+from portus.reach.index.check import check
+from portus.reach.index.directory import format_device
+from portus.reach.index.findings import Severity
+from portus.reach.media.local import LocalFiles
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import parse
+from portus.reach.protocol.messages import packed_column, packed_handles
+from portus.reach.transport.dial import Credentials
+from portus.reach.transport.host import Links
 from tests.hardware.conftest import DEVDAX, FSDAX, PATIENCE, WAIT_S_MAX
 from tests.hardware.states import Bytes, begun, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hosts import Host, serving, url

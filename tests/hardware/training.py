@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from portus.client.files.host import HostPool
 from portus.errors import PortusError
+from portus.reach.files.host import HostPool
 from tests.hardware.states import Bytes, loaded
 
 FEATURES: Final = 1200

@@ -13,18 +13,18 @@ from typing import Final
 
 import numpy as np
 
-from portus.format.checksum import UNIT, digest
-from portus.index.records import VersionRecord, decode_version
-from portus.protocol import messages as said
-from portus.protocol.address import Address, Scheme, parse
-from portus.protocol.messages import Said, packed_column, packed_handles
+from portus.engine.format.checksum import UNIT, digest
+from portus.reach.index.records import VersionRecord, decode_version
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import Address, Scheme, parse
+from portus.reach.protocol.messages import Said, packed_column, packed_handles
+from portus.reach.transport.dial import Credentials
+from portus.reach.transport.host import Links
+from portus.reach.transport.regions import ClientLane
+from portus.reach.transport.stream import Link
+from portus.reach.transport.verbs import Region, load
+from portus.reach.versions.parts import shared, sources
 from portus.testing.nursery import Say
-from portus.transport.dial import Credentials
-from portus.transport.host import Links
-from portus.transport.regions import ClientLane
-from portus.transport.stream import Link
-from portus.transport.verbs import Region, load
-from portus.versions.parts import shared, sources
 from tests.hardware.states import Bytes, snapshot_of, state_of
 from tests.hosts import serving
 

@@ -26,15 +26,24 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 TESTS: Final[dict[str, tuple[str, ...]]] = {
-    "format": ("tests/unit/format", "tests/unit/index/test_log.py", "tests/golden/test_golden.py"),
-    "index": (
+    "engine/format": (
+        "tests/unit/format",
+        "tests/unit/index/test_log.py",
+        "tests/golden/test_golden.py",
+    ),
+    "reach/format": (
+        "tests/unit/format",
+        "tests/unit/index/test_log.py",
+        "tests/golden/test_golden.py",
+    ),
+    "reach/index": (
         "tests/unit/index",
         "tests/unit/cli/test_rescue.py",
         "tests/unit/client/job/test_journal.py",
         "tests/unit/embedding/test_placed.py",
     ),
-    "pipeline": ("tests/unit/pipeline", "tests/property/test_audit.py"),
-    "protocol": ("tests/unit/protocol", "tests/golden/test_protocol.py"),
+    "engine/pipeline": ("tests/unit/pipeline", "tests/property/test_audit.py"),
+    "reach/protocol": ("tests/unit/protocol", "tests/golden/test_protocol.py"),
 }
 """The tests that have to kill the mutants of a package."""
 
@@ -108,7 +117,7 @@ def _copy(tree: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    native = [str(each.relative_to(ROOT)) for each in ROOT.glob("core/portus/copying/*.so")]
+    native = [str(each.relative_to(ROOT)) for each in ROOT.glob("core/portus/engine/copying/*.so")]
     for name in [*listed, *native]:
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +136,7 @@ def _score(tree: Path, name: str, count: int, seed: int) -> float:
     killed, same, left = 0, 0, 0
     for mutant in sampled(package, count, seed):
         module = str(mutant.module.relative_to(tree))
-        key = f"{name}/{mutant.module.name}: {mutant.change}"
+        key = f"{package.name}/{mutant.module.name}: {mutant.change}"
         there = covering.get(module, {})
         met = {each for line in mutant.lines for each in there.get(line, ())}
         if any(there.get(line) == [] for line in mutant.lines):  # when the module is imported

@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.fence.fence import Fence
-from portus.client.fence.snapshot import Suspects, copy_order
-from portus.client.paths.new_file import JoinedStorages, NewFile
-from portus.client.paths.saver import contents_of
+from portus.engine.fence.fence import Fence
+from portus.engine.fence.snapshot import Suspects, copy_order
+from portus.engine.media import written
+from portus.engine.paths.new_file import JoinedStorages, NewFile
+from portus.engine.paths.saver import contents_of
+from portus.engine.pipeline.audit import AuditMethod
+from portus.engine.pipeline.plan import Snapshot
+from portus.engine.pipeline.run import Policy, Save
 from portus.errors import AbandonedError
-from portus.format.layout import DATA_START
-from portus.media import written
-from portus.pipeline.audit import AuditMethod
-from portus.pipeline.plan import Snapshot
-from portus.pipeline.run import Policy, Save
-from portus.versions.pool_draft import PoolDraft
+from portus.reach.format.layout import DATA_START
+from portus.reach.versions.pool_draft import PoolDraft
 from tests.depth import deep
 from tests.unit.client.late_copy import FENCE_S_MAX
 from tests.unit.pipeline.bench import WAYS, Bench, Gate, audited

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from portus.client.state.pickling import pickle_state
+from portus.engine.state.pickling import pickle_state
 
 BASES = [torch.arange(24.0).reshape(4, 6) + each for each in range(3)]
 

@@ -37,7 +37,7 @@ CALL_S_MAX: Final = 600
 
 INSTALLED: Final = """
 import sys, portus, portus_in_torch, portus_lightning
-from portus.copying import native
+from portus.engine.copying import native
 for module in (portus, portus_in_torch, portus_lightning):
     assert module.__file__.startswith(sys.prefix), module.__file__
 print(portus.__version__, native.available())

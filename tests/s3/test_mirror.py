@@ -18,16 +18,16 @@ import pytest
 import torch
 
 import portus
-from portus.client.pools import restore
-from portus.copying.segments import Stop
+from portus.engine.copying.segments import Stop
 from portus.errors import PortusError, TransportError, UsageError
-from portus.index.directory import open_reader
-from portus.index.reader import PoolReader
-from portus.mirror.address import parse
-from portus.mirror.bucket import Bucket, BucketTimeouts
-from portus.mirror.log import SupersededError
-from portus.mirror.mirror import Mirror
-from portus.mirror.objects import Removed
+from portus.reach.index.directory import open_reader
+from portus.reach.index.reader import PoolReader
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.bucket import Bucket, BucketTimeouts
+from portus.reach.mirror.log import SupersededError
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import Removed
+from portus.reach.pools import restore
 from tests.s3.server import Server
 from tests.simulation.proxy import ConnectionCut, Request, RequestFault, RequestProxy
 from tests.unit.client.same import assert_same

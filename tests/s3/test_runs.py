@@ -13,9 +13,9 @@ import torch
 
 import portus
 from portus.errors import UsageError
-from portus.mirror.address import parse
-from portus.mirror.mirror import Mirror
-from portus.mirror.opening import open_store
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.opening import open_store
 from tests.s3.conftest import READER, STRANGER
 from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
 
@@ -74,7 +74,7 @@ def test_a_request_that_fails_ends_no_training_and_loses_no_file(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.05)
+    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.05)
     saved(tmp_path / "gpt", url, range(1, 2))
     proxy.fail(FAULTS[fault], method="PUT", target="/files/", times=2)
     with caplog.at_level(logging.WARNING, "portus"):

@@ -13,9 +13,9 @@ import pytest
 from obstore.store import S3Store
 
 from portus.errors import PortusError, TransportError, UsageError
-from portus.mirror.address import parse
-from portus.mirror.bucket import Bucket, BucketTimeouts
-from portus.mirror.store import FileStore, MissingError, Store
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.bucket import Bucket, BucketTimeouts
+from portus.reach.mirror.store import FileStore, MissingError, Store
 from portus.testing.stores import FileStoreContract
 from tests.s3.conftest import BUCKET, STRANGER
 from tests.s3.server import Server

@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from portus.engine.media.base import MediumInfo, MediumKind
+from portus.engine.media.read_file import SECTOR
+from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
-from portus.media.base import MediumInfo, MediumKind
-from portus.media.pool import FileStatus
-from portus.media.read_file import SECTOR
-from portus.spec import Extent
+from portus.reach.media.pool import FileStatus
 from tests.simulation.disk import Disk, File
 from tests.simulation.outcomes import WORD, PowerLossChoice, outcomes, power_loss
 

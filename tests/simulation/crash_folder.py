@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from portus.directory.system import FileState
+from portus.engine.directory.system import FileState
 from portus.errors import MediumError
 from tests.simulation.crash import Crash
 

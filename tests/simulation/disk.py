@@ -34,9 +34,9 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from portus.media.pmem import LINE
-from portus.media.read_file import SECTOR
-from portus.spec import PAGE, Extent
+from portus.engine.media.read_file import SECTOR
+from portus.engine.spec import PAGE, Extent
+from portus.reach.media.pmem import LINE
 
 _IDEALS_MAX: Final = 8
 """With more unsynced changes of names than this, their outcomes are sampled."""

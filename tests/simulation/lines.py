@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Final, cast
 
+from portus.engine.media.base import Medium
+from portus.engine.spec import Extent
 from portus.errors import UsageError
-from portus.media.base import Medium
-from portus.media.dax import SpaceMedium
-from portus.media.pmem import LINE
-from portus.media.pool import FileSystem
-from portus.spec import Extent
+from portus.reach.media.dax import SpaceMedium
+from portus.reach.media.pmem import LINE
+from portus.reach.media.pool import FileSystem
 from tests.simulation.crash import CrashFiles
 from tests.simulation.disk import File
 

@@ -1,7 +1,7 @@
 """An object store as a model: a dict with a clock, and requests that land when they like.
 
 ``ModelStore`` is an honest ``Store`` in memory. ``Unsure`` performs requests on one as a store may
-that keeps to the letter of ``portus.mirror.store``: a request takes effect or not, at once or
+that keeps to the letter of ``portus.reach.mirror.store``: a request takes effect or not, at once or
 later, once or twice, and its answer arrives or does not. What is to land later lands when the test
 says so, in any order.
 """
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from portus.engine.format.checksum import digest
 from portus.errors import TransportError, UsageError
-from portus.format.checksum import digest
-from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
-from portus.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
-from portus.mirror.pieces import WantedObject
-from portus.mirror.requests import (
+from portus.reach.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
+from portus.reach.mirror.pieces import WantedObject
+from portus.reach.mirror.requests import (
     CreateObject,
     DeleteObjects,
     GetObject,
@@ -30,7 +30,7 @@ from portus.mirror.requests import (
     PutObjects,
     Request,
 )
-from portus.mirror.store import Buffer, ListedObject, MissingError
+from portus.reach.mirror.store import Buffer, ListedObject, MissingError
 
 Objects = dict[str, tuple[bytes, float]]
 _WHERE: Final = "a model of a store"

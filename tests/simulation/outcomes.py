@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Protocol
 
-from portus.media.pmem import LINE
-from portus.media.read_file import SECTOR
-from portus.spec import PAGE
+from portus.engine.media.read_file import SECTOR
+from portus.engine.spec import PAGE
+from portus.reach.media.pmem import LINE
 from tests.simulation.disk import Disk, NameTable, Page
 
 WORD: Final = 8

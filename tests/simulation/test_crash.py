@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
+from portus.engine.format.checksum import digest
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError
-from portus.format.checksum import digest
-from portus.media.base import Medium
-from portus.media.pool import Files, Names, SparseMedium
-from portus.spec import PAGE, Extent
+from portus.reach.media.pool import Files, Names, SparseMedium
 from portus.testing.contract import FilesContract, SparseMediumContract
 from tests.simulation.crash import (
     Crash,

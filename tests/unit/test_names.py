@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import portus
-from portus.client.run import Run
+from portus.companions.run import Run
 from portus.errors import UsageError
-from portus.index.place import Place, quoted
-from portus.media.names import NAME_MAX, fitting, hidden
+from portus.reach.index.place import Place, quoted
+from portus.reach.media.names import NAME_MAX, fitting, hidden
 from tests.unit.cli.scene import portus as command
 
 NAMES = {

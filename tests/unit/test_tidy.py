@@ -19,26 +19,36 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "m
 BROAD_EXCEPT = {
     "core/portus_in_torch.py: _register": "an error would break import torch for everybody",
     "core/portus/cli/doctor.py: adapters": "an adapter that is broken is a finding, not an end",
-    "core/portus/client/pools/weights_only.py: unpickled": "what torch makes of nonsense; told",
-    "core/portus/client/state/pickling.py: _place_of_failure": "looks for the part that fails",
-    "core/portus/client/state/pickling.py: pickle_state": "code of a user; told with its place",
-    "core/portus/image/key_paths.py: storage_places": "a message without it is better than none",
-    "core/portus/image/key_paths.py: storage_keys": "what is no pickle is a finding of a check",
-    "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
-    "core/portus/mirror/behind.py: _run": "the top of the thread that copies; it is told",
-    "core/portus/client/shards/directories.py: read_metadata": "what torch's metadata hold; told",
-    "core/portus/client/shards/rank_contents.py: _naming": "code of a planner; told with its name",
-    "core/portus/client/dcp/directory_writer.py: _reason": "why a save failed, for other ranks",
-    "core/portus/client/shards/planned.py: _plans_alike": "other ranks wait; torch tells it",
-    "core/portus/client/shards/planned.py: agreed": "other ranks wait for a word; raised after",
-    "core/portus/versions/parallel.py: run": "raised in the thread that asks for the result",
-    "core/portus/versions/parallel.py: in_any_order": "raised in the thread that waits for all",
-    "core/portus/versions/parallel.py: take_part": "raised in the thread that waits for all",
-    "core/portus/copying/thread.py: finish": "raised when the threads are over",
-    "core/portus/copying/local.py: _together": "raised in the thread that waits for it",
-    "core/portus/copying/local.py: take_part_beside": "raised in the thread that waits for it",
-    "core/portus/embedding/committer.py: _raised": "the top of the worker thread; it is kept",
-    "core/portus/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
+    "core/portus/reach/pools/weights_only.py: unpickled": "what torch makes of nonsense; told",
+    "core/portus/engine/state/pickling.py: _place_of_failure": "looks for the part that fails",
+    "core/portus/engine/state/pickling.py: pickle_state": "code of a user; told with its place",
+    "core/portus/engine/image/key_paths.py: storage_places": (
+        "a message without it is better than none"
+    ),
+    "core/portus/engine/image/key_paths.py: storage_keys": (
+        "what is no pickle is a finding of a check"
+    ),
+    "core/portus/engine/fence/fence.py: _await_copy": "in the user's step; must not end training",
+    "core/portus/reach/mirror/behind.py: _run": "the top of the thread that copies; it is told",
+    "core/portus/reach/shards/directories.py: read_metadata": "what torch's metadata hold; told",
+    "core/portus/reach/shards/rank_contents.py: _naming": "code of a planner; told with its name",
+    "core/portus/reach/dcp/directory_writer.py: _reason": "why a save failed, for other ranks",
+    "core/portus/reach/shards/planned.py: _plans_alike": "other ranks wait; torch tells it",
+    "core/portus/reach/shards/planned.py: agreed": "other ranks wait for a word; raised after",
+    "core/portus/reach/versions/parallel.py: run": "raised in the thread that asks for the result",
+    "core/portus/reach/versions/parallel.py: in_any_order": (
+        "raised in the thread that waits for all"
+    ),
+    "core/portus/reach/versions/parallel.py: take_part": "raised in the thread that waits for all",
+    "core/portus/engine/copying/thread.py: finish": "raised when the threads are over",
+    "core/portus/engine/copying/local.py: _together": "raised in the thread that waits for it",
+    "core/portus/engine/copying/local.py: take_part_beside": (
+        "raised in the thread that waits for it"
+    ),
+    "core/portus/companions/embedding/committer.py: _raised": (
+        "the top of the worker thread; it is kept"
+    ),
+    "core/portus/engine/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
     "core/portus/testing/nursery.py: _run": "the top of a forked process; it is told",
     "portus_accelerate/loading.py: _positions_in": "what Accelerate passes over, too; it is logged",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",
@@ -61,61 +71,66 @@ FRAGMENTS = (
 
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
 PLAIN_THREADS = {
-    "core/portus/pipeline/queue.py": "a condition says that it ended; it is joined after that",
-    "core/portus/client/job/preemption.py": "uses nothing of who waits for it, a limited time",
-    "core/portus/transport/host.py": "nobody waits for it",
-    "core/portus/daemon/admin.py": "nobody waits for it",
-    "core/portus/daemon/metrics.py": "nobody waits for it",
-    "core/portus/daemon/scrubber.py": "in a process where signals raise nothing",
-    "core/portus/daemon/server.py": "in a process where signals raise nothing",
+    "core/portus/engine/pipeline/queue.py": (
+        "a condition says that it ended; it is joined after that"
+    ),
+    "core/portus/companions/job/preemption.py": "uses nothing of who waits for it, a limited time",
+    "core/portus/reach/transport/host.py": "nobody waits for it",
+    "core/portus/reach/daemon/admin.py": "nobody waits for it",
+    "core/portus/reach/daemon/metrics.py": "nobody waits for it",
+    "core/portus/reach/daemon/scrubber.py": "in a process where signals raise nothing",
+    "core/portus/reach/daemon/server.py": "in a process where signals raise nothing",
     "core/portus/testing/contract.py": "a test waits for it",
 }
 """Modules that start threads which are no ``Beside``, and why they may."""
 
 LARGE = {
     "cli/app": "every command and its options: one declaration that --help prints",
-    "client/dcp/directory_writer": "torch's StorageWriter: all calls share a save",
-    "client/dcp/directory_writer: DirectoryWriter": "torch's interface has 12 calls,"
+    "reach/dcp/directory_writer": "torch's StorageWriter: all calls share a save",
+    "reach/dcp/directory_writer: DirectoryWriter": "torch's interface has 12 calls,"
     " and each has a part for the rank and one for the coordinator",
-    "client/files/host": "one save's conversation with a host, request by request",
-    "client/job/journal": "one file format's writer: each kind of line is a method",
-    "client/loaders/cursor": "a loader with its position: iteration and state are"
+    "reach/files/host": "one save's conversation with a host, request by request",
+    "companions/job/journal": "one file format's writer: each kind of line is a method",
+    "companions/loaders/cursor": "a loader with its position: iteration and state are"
     " one thing, which must agree at each batch",
-    "client/loaders/cursor: DataCursor": "stands for a DataLoader, whose attributes it passes on",
-    "client/paths/saver": "the order of a save, from the call to the worker",
-    "client/paths/saver: FileSaver": "the order of a save, from the call to the"
+    "companions/loaders/cursor: DataCursor": (
+        "stands for a DataLoader, whose attributes it passes on"
+    ),
+    "engine/paths/saver": "the order of a save, from the call to the worker",
+    "engine/paths/saver: FileSaver": "the order of a save, from the call to the"
     " worker; what is done to files is in others",
-    "client/training/file_mirror": "what a mirror has against what a run has: both"
+    "reach/training/file_mirror": "what a mirror has against what a run has: both"
     " halves change under one lock",
-    "client/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
-    "client/training/training_files: TrainingFiles": "the face of adapters: a method"
+    "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
+    "reach/training/training_files: TrainingFiles": "the face of adapters: a method"
     " for each thing that frameworks do with a checkpoint",
-    "copying/local": "each way in which bytes move within a machine, side by side",
-    "daemon/pools": "a tenant's pool, and the rules of who may open and fill it",
-    "daemon/requests/saves: SaveRequests": "a method for each message of a save",
-    "directory/publisher": "one state machine: drafts, holds, spares, redo markers",
-    "directory/publisher: Publisher": "one state machine, under one lock",
-    "embedding/placed": "undo before an update, digests after it: they are one rule",
-    "index/check_version": "the rules of format.md about a version, in its order",
-    "index/log": "one record format: its writer, its reader, its recovery",
-    "index/pool": "one writer of one pool: space, commits and retirement share it",
-    "index/pool: PoolWriter": "space, commits and retirement change one root; what"
+    "engine/copying/local": "each way in which bytes move within a machine, side by side",
+    "reach/daemon/pools": "a tenant's pool, and the rules of who may open and fill it",
+    "reach/daemon/requests/saves: SaveRequests": "a method for each message of a save",
+    "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
+    "engine/directory/publisher: Publisher": "one state machine, under one lock",
+    "companions/embedding/placed": "undo before an update, digests after it: they are one rule",
+    "reach/index/check_version": "the rules of format.md about a version, in its order",
+    "reach/index/log": "one record format: its writer, its reader, its recovery",
+    "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
+    "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
-    "index/records": "encoding and decoding of each record, side by side",
-    "mirror/copier: Copier": "what a host's mirror does next, under one lock",
-    "mirror/objects": "every object that a mirror may have",
-    "pipeline/run: Save": "the stages of one save, under one lock",
-    "places/pool: PoolPlace": "all that commands do with a place",
-    "protocol/messages": "every message, declared in one place",
-    "shelf/shelf: Shelf": "most methods are those of a mapping",
-    "shelf/store": "one transaction on a pool, from its begin to its recovery",
+    "reach/index/records": "encoding and decoding of each record, side by side",
+    "reach/mirror/copier: Copier": "what a host's mirror does next, under one lock",
+    "reach/mirror/mirror": "one model's mirror: each use is a few lines over its requests",
+    "reach/mirror/objects": "every object that a mirror may have",
+    "engine/pipeline/run: Save": "the stages of one save, under one lock",
+    "reach/places/pool: PoolPlace": "all that commands do with a place",
+    "reach/protocol/messages": "every message, declared in one place",
+    "companions/shelf/shelf: Shelf": "most methods are those of a mapping",
+    "companions/shelf/store": "one transaction on a pool, from its begin to its recovery",
     "testing/contract": "the contract of a medium, shipped for others to inherit",
     "testing/stores: StoreContract": "each method is a test of the contract",
-    "transport/host": "a client's connections to one host",
-    "transport/host: Links": "each request that any connection may take",
-    "transport/stream": "one framing: its two ends are read together",
-    "transport/stream: Link": "one connection's frames, deadlines and stops",
-    "transport/verbs": "the one module that knows pyverbs",
+    "reach/transport/host": "a client's connections to one host",
+    "reach/transport/host: Links": "each request that any connection may take",
+    "reach/transport/stream": "one framing: its two ends are read together",
+    "reach/transport/stream: Link": "one connection's frames, deadlines and stops",
+    "reach/transport/verbs": "the one module that knows pyverbs",
     "portus_lightning/run_files: RunFiles": "a method for each thing Lightning does with a file",
 }
 """Modules of more than 500 lines, and classes of more than 25 methods, and why they are one."""
@@ -124,14 +139,16 @@ MODULE_LINES_MAX = 500
 METHODS_MAX = 25
 
 PICKLE = {
-    "core/portus/client/state/pickling.py": "makes the pickle of torch.save; loads none",
-    "core/portus/image/key_paths.py": "every class is a stand-in, so nothing of a pickle runs",
-    "core/portus/client/loading/torch_file.py": "has torch load a file, by its own rules",
-    "core/portus/client/leaving/from_file.py": "loads with weights_only, and saves plain tensors",
-    "core/portus/client/leaving/outline.py": "shows a file, with weights_only and without bytes",
-    "core/portus/client/pools/weights_only.py": "loads tables, by torch's rules of weights_only",
-    "core/portus/client/shards/rank_contents.py": "saves other values as torch's planner does",
-    "core/portus/client/shards/directories.py": "torch's own metadata, as torch loads them",
+    "core/portus/engine/state/pickling.py": "makes the pickle of torch.save; loads none",
+    "core/portus/engine/image/key_paths.py": (
+        "every class is a stand-in, so nothing of a pickle runs"
+    ),
+    "core/portus/engine/loading/torch_file.py": "has torch load a file, by its own rules",
+    "core/portus/reach/leaving/from_file.py": "loads with weights_only, and saves plain tensors",
+    "core/portus/reach/leaving/outline.py": "shows a file, with weights_only and without bytes",
+    "core/portus/reach/pools/weights_only.py": "loads tables, by torch's rules of weights_only",
+    "core/portus/reach/shards/rank_contents.py": "saves other values as torch's planner does",
+    "core/portus/reach/shards/directories.py": "torch's own metadata, as torch loads them",
 }
 
 
@@ -276,10 +293,13 @@ def unpickles(node: ast.AST) -> bool:
 
 
 def test_nobody_outside_of_places_asks_for_a_kind() -> None:
-    own = {ROOT / "core/portus/index/place.py", *(ROOT / "core/portus/places").glob("*.py")}
+    own = {
+        ROOT / "core/portus/reach/index/place.py",
+        *(ROOT / "core/portus/reach/places").glob("*.py"),
+    }
     others = [path for path in package_files() if path not in own]
     assert [str(path) for path in others if asks_for_kind(path)] == []
-    named = re.compile(r"portus\.places\.(directory|pool|host|mirror) import")
+    named = re.compile(r"portus\.reach\.places\.(directory|pool|host|mirror) import")
     naming = {str(path.relative_to(ROOT)) for path in others if named.search(path.read_text())}
     assert naming == set(NAMED_PLACES)
 

@@ -7,7 +7,8 @@ from typing import TypeVar
 import msgspec
 
 from portus.cli.output import BUSY, Output, Row, count_text, size_text
-from portus.daemon.admin import (
+from portus.errors import TransportError
+from portus.reach.daemon.admin import (
     Asked,
     Drain,
     HostStatus,
@@ -20,7 +21,6 @@ from portus.daemon.admin import (
     Tenant,
     ask,
 )
-from portus.errors import TransportError
 
 Kind = TypeVar("Kind", HostStatus, RequestDone)
 

@@ -385,9 +385,9 @@ def serve(
     a connection hung at shutdown and was abandoned.
     """
     with reported(False) as output:
-        from portus.daemon.events import log_to_stderr
-        from portus.daemon.main import ServeOptions
-        from portus.daemon.main import serve as run
+        from portus.reach.daemon.events import log_to_stderr
+        from portus.reach.daemon.main import ServeOptions
+        from portus.reach.daemon.main import serve as run
 
         log_to_stderr()
         options = ServeOptions(

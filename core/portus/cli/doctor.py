@@ -21,20 +21,20 @@ from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Output, count_text, said, size_text
 from portus.cli.pools import find_pool, refuse_pointer
-from portus.copying.local import Source, Stop, copy
+from portus.engine.copying.local import Source, Stop, copy
+from portus.engine.image.image import Image
+from portus.engine.media.base import Medium
+from portus.engine.spec import Extent
+from portus.engine.writer.image_file import ImageFile
+from portus.engine.writer.ring import StagingRing
+from portus.engine.writer.ways import TRIES, Kind, Way, Ways
 from portus.errors import PortusError, UsageError, masked
-from portus.image.image import Image
-from portus.index.directory import pools_at
-from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
-from portus.media.base import Medium
-from portus.media.dax import is_device
-from portus.media.local import LocalFiles
-from portus.places.base import OpenPlace
-from portus.places.opening import Places, place_named, places_at
-from portus.spec import Extent
-from portus.writer.image_file import ImageFile
-from portus.writer.ring import StagingRing
-from portus.writer.ways import TRIES, Kind, Way, Ways
+from portus.reach.index.directory import pools_at
+from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
+from portus.reach.media.dax import is_device
+from portus.reach.media.local import LocalFiles
+from portus.reach.places.base import OpenPlace
+from portus.reach.places.opening import Places, place_named, places_at
 
 SIZE: Final = 128 << 20
 """Bytes that are copied to measure a place."""

@@ -18,19 +18,19 @@ from portus.cli.in_place import check_room, directory_in_place, file_in_place, s
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import allow, open_places, version_document
 from portus.cli.progress import bar
-from portus.client.files.reference import read as pointer_at
-from portus.client.formats.safetensors import SUFFIX
-from portus.client.leaving.written import WrittenExport
-from portus.client.pools.resolve import use_reference
-from portus.directory.folder import FOLDER
+from portus.engine.directory.folder import FOLDER
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.format.reference import Reference
-from portus.index.place import local_path
-from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry
-from portus.places.base import OpenCheckpoint, adding
-from portus.places.opening import newest
-from portus.places.version import OpenVersion, opened_version
+from portus.reach.files.reference import read as pointer_at
+from portus.reach.format.reference import Reference
+from portus.reach.formats.safetensors import SUFFIX
+from portus.reach.index.place import local_path
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.leaving.written import WrittenExport
+from portus.reach.places.base import OpenCheckpoint, adding
+from portus.reach.places.opening import newest
+from portus.reach.places.version import OpenVersion, opened_version
+from portus.reach.pools.resolve import use_reference
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
 
@@ -224,7 +224,7 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
 
 def _converted(path: str, options: ExportOptions, title: str) -> WrittenExport:
     """Write what ``names`` say of a file, or all of it, as a file of another kind."""
-    from portus.client.leaving import from_file  # and torch with it
+    from portus.reach.leaving import from_file  # and torch with it
 
     is_directory = options.is_directory
     made = partial(directory_in_place, force=options.force) if is_directory else file_in_place

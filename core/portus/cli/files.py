@@ -19,23 +19,23 @@ from portus.cli.output import (
     size_text,
 )
 from portus.cli.pools import nearest
-from portus.client.files.reference import read as pointer_at
+from portus.engine.settings.keep import Keep
 from portus.errors import UsageError
-from portus.index.directory import pools_at
-from portus.index.place import DEFAULT_DIRECTORY, Place
-from portus.places.base import Collection, GarbageOptions, StoredCheckpoint
-from portus.places.directory import (
+from portus.reach.files.reference import read as pointer_at
+from portus.reach.index.directory import pools_at
+from portus.reach.index.place import DEFAULT_DIRECTORY, Place
+from portus.reach.places.base import Collection, GarbageOptions, StoredCheckpoint
+from portus.reach.places.directory import (
     CHECKS,
     DirectoryPlace,
     StoredFile,
     is_checkpoint,
     verified_by,
 )
-from portus.places.opening import Places
-from portus.settings.keep import Keep
+from portus.reach.places.opening import Places
 
 if TYPE_CHECKING:
-    from portus.client.leaving.outline import FileOutline
+    from portus.reach.leaving.outline import FileOutline
 
 NEWEST: Final = 20
 """Files of a directory that are listed, unless all are asked for."""
@@ -141,7 +141,7 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
 
 def _surplus(directory: str, keep: Keep) -> list[str]:
     """Return the files of a ``Checkpointer`` that do not stay."""
-    from portus.client.paths.step_files import StepFiles  # and torch with it
+    from portus.engine.paths.step_files import StepFiles  # and torch with it
 
     files = StepFiles(os.path.abspath(directory))
     if not files.found():
@@ -162,7 +162,7 @@ def _check_unlinked(path: str) -> None:
 
 def show(path: str, output: Output) -> None:
     """Show the tensors of one file."""
-    from portus.client.leaving.outline import outline_of  # and torch with it
+    from portus.reach.leaving.outline import outline_of  # and torch with it
 
     [found], outline = found_below(path), outline_of(path)
     by = verified_by(path, outline.has_digests)

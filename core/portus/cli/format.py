@@ -7,9 +7,9 @@ import os
 
 from portus.cli.output import Output, size_text
 from portus.errors import PortusError, UsageError
-from portus.index.directory import format_device, open_reader
-from portus.media.dax import device_facts
-from portus.media.local import LocalFiles
+from portus.reach.index.directory import format_device, open_reader
+from portus.reach.media.dax import device_facts
+from portus.reach.media.local import LocalFiles
 
 
 def run(device: str, *, force: bool, output: Output) -> None:

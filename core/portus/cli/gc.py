@@ -9,7 +9,7 @@ from portus.cli import files
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import open_places, version_document
 from portus.errors import PortusError, UsageError
-from portus.places.base import Collection, Garbage, GarbageOptions, OpenPlace
+from portus.reach.places.base import Collection, Garbage, GarbageOptions, OpenPlace
 
 
 def run(

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 
 from portus.cli.output import size_text
 from portus.errors import MediumError, UsageError
-from portus.media.local import LocalFiles
-from portus.media.names import hidden
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.names import hidden
 
 
 @contextlib.contextmanager

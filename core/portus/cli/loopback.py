@@ -19,11 +19,11 @@ import numpy as np
 
 from portus.cli.machine import MachineFinding
 from portus.cli.output import size_text
-from portus.copying.segments import memory
+from portus.engine.copying.segments import memory
+from portus.engine.spec import PAGE
 from portus.errors import TransportError
-from portus.spec import PAGE
-from portus.transport.onesided import Pair
-from portus.transport.verbs import Domain, Port, Region, load, ports
+from portus.reach.transport.onesided import Pair
+from portus.reach.transport.verbs import Domain, Port, Region, load, ports
 
 TOPIC: Final = "RDMA loopback"
 SIZE: Final = 8 * PAGE

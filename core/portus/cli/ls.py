@@ -22,9 +22,9 @@ from portus.cli.output import (
 from portus.cli.pools import open_places, table_document, version_document
 from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
-from portus.index.place import DEFAULT_DIRECTORY, Place
-from portus.places.base import OpenPlace, StoredCheckpoint, Usage
-from portus.versions.packed import FileTable
+from portus.reach.index.place import DEFAULT_DIRECTORY, Place
+from portus.reach.places.base import OpenPlace, StoredCheckpoint, Usage
+from portus.reach.versions.packed import FileTable
 
 NEWEST: Final = 10
 """Versions of a model that are listed, unless all are asked for."""

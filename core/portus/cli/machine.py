@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from portus.copying import native
+from portus.companions.media.private import Tells, tells
+from portus.engine.copying import native
 from portus.errors import MediumError, PortusError, TransportError
-from portus.index.device import is_blank
-from portus.index.reader import PoolReader
-from portus.media.dax import DeviceFacts, device_facts, open_device
-from portus.media.lock import ProcessLocks
-from portus.media.pmem import processor
-from portus.media.private import Tells, tells
-from portus.transport.cuda import Driver, driver
+from portus.reach.index.device import is_blank
+from portus.reach.index.reader import PoolReader
+from portus.reach.media.dax import DeviceFacts, device_facts, open_device
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.media.pmem import processor
+from portus.reach.transport.cuda import Driver, driver
 
 _MODES: Final = {"dax": "devdax", "memory": "fsdax", "safe": "sector"}
 """What the kernel calls the modes of a namespace, and ndctl."""

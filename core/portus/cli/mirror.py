@@ -11,17 +11,17 @@ from typing import Final
 from portus.cli.output import FOUND, Json, Output, Row, age_text, count_text, size_text
 from portus.cli.pools import nearest, open_places
 from portus.cli.progress import bar
-from portus.copying.segments import Stop
+from portus.engine.copying.segments import Stop
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.index.place import Place
-from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
-from portus.mirror.fetching import missing
-from portus.mirror.mirror import Mirror
-from portus.mirror.mirrors import Mirrors
-from portus.mirror.objects import Added
-from portus.places.base import StoredCheckpoint
-from portus.places.mirror import claim, retried, term_of
-from portus.places.version import OpenVersion
+from portus.reach.index.place import Place
+from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
+from portus.reach.mirror.fetching import missing
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.mirrors import Mirrors
+from portus.reach.mirror.objects import Added
+from portus.reach.places.base import StoredCheckpoint
+from portus.reach.places.mirror import claim, retried, term_of
+from portus.reach.places.version import OpenVersion
 
 _Versions = dict[bytes, StoredCheckpoint]
 """Those of the pools of this machine, by their tokens."""

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from portus.cli.output import Json, fields, moment_text
-from portus.client.files.reference import read as pointer_at
-from portus.client.pools.resolve import POOLS
+from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
-from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
-from portus.places.opening import Places, place_and_target, place_named, places_at
-from portus.spec import VersionInfo
-from portus.versions.packed import FileTable
+from portus.reach.files.reference import read as pointer_at
+from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
+from portus.reach.places.opening import Places, place_and_target, place_named, places_at
+from portus.reach.pools.resolve import POOLS
+from portus.reach.versions.packed import FileTable
 
 
 def find_pool(pool: str | None, near: str | None = None, *, mirrors: bool = False) -> Place:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from portus.errors import printable
-from portus.places.base import Progress
+from portus.reach.places.base import Progress
 
 
 @contextlib.contextmanager

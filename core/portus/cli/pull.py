@@ -9,16 +9,16 @@ from typing import Final
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
-from portus.client.files.home import FileHome
-from portus.directory.folder import FOLDER
+from portus.engine.directory.folder import FOLDER
+from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
-from portus.index.place import DEFAULT_DIRECTORY, Place
-from portus.mirror.address import StoreAddress, parse
-from portus.mirror.fetching import fill, missing
-from portus.mirror.mirror import Mirror
-from portus.mirror.mirrors import Mirrors, meant
-from portus.places.base import adding
-from portus.spec import VersionInfo
+from portus.reach.files.home import FileHome
+from portus.reach.index.place import DEFAULT_DIRECTORY, Place
+from portus.reach.mirror.address import StoreAddress, parse
+from portus.reach.mirror.fetching import fill, missing
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.mirrors import Mirrors, meant
+from portus.reach.places.base import adding
 
 _HOW: Final = "portus export takes one version out of a mirror"
 
@@ -69,7 +69,7 @@ def _ranks(models: list[str], model: str) -> list[str]:
 
 
 def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
-    from portus.client.training.file_mirror import DirectoryMirror  # it needs torch
+    from portus.reach.training.file_mirror import DirectoryMirror  # it needs torch
 
     home = os.path.join(root, FOLDER)
     with contextlib.closing(

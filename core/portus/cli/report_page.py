@@ -27,7 +27,7 @@ from portus.cli.training import (
     state_text,
     summary,
 )
-from portus.journal.account import Account
+from portus.companions.journal.account import Account
 
 POINTS_MAX: Final = 1500
 """Points of a line; of more, the highest of each few."""

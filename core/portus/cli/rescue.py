@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from portus.cli.output import FOUND, Json, Output, count_text, moment_text, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
+from portus.engine.media.base import Medium
+from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, UsageError
-from portus.index.check import Severity, check
-from portus.index.directory import locked, pools_at
-from portus.index.place import Place, local_path
-from portus.index.pool import PoolWriter
-from portus.index.reader import PoolReader
-from portus.index.rebuild import chosen, copy_versions, rebuild
-from portus.index.rescue import RecoverableVersion, find_versions, is_whole
-from portus.media.base import Medium
-from portus.media.local import LocalFiles
-from portus.media.lock import FileLocks
-from portus.places.base import adding
-from portus.spec import VersionInfo
+from portus.reach.index.check import Severity, check
+from portus.reach.index.directory import locked, pools_at
+from portus.reach.index.place import Place, local_path
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.rebuild import chosen, copy_versions, rebuild
+from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.lock import FileLocks
+from portus.reach.places.base import adding
 
 _FILES = LocalFiles()
 

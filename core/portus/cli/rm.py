@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from portus.cli import files
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import allow, open_places, version_document
-from portus.client.files.reference import read as pointer_at
-from portus.client.pools.resolve import use_reference
+from portus.engine.settings.keep import Keep
+from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
-from portus.format.reference import Reference
-from portus.index.place import Place
-from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry
-from portus.index.tables import MARKS
-from portus.places.base import StoredCheckpoint
-from portus.places.opening import Places
-from portus.places.pool import let_go
-from portus.settings.keep import Keep
-from portus.spec import VersionInfo
+from portus.reach.files.reference import read as pointer_at
+from portus.reach.format.reference import Reference
+from portus.reach.index.place import Place
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.index.tables import MARKS
+from portus.reach.places.base import StoredCheckpoint
+from portus.reach.places.opening import Places
+from portus.reach.places.pool import let_go
+from portus.reach.pools.resolve import use_reference
 
 
 def run(

@@ -20,19 +20,19 @@ from portus.cli.output import (
 )
 from portus.cli.pools import allow, open_places, table_document, version_document
 from portus.cli.trees import batches_of
-from portus.client.pools.contents import Storages
-from portus.client.pools.version_file import VersionFile
-from portus.client.shards.metadata_file import NAME as METADATA
-from portus.client.shards.rank_file import DISTCP
-from portus.format.arrays import ArrayShape
-from portus.format.dtypes import ITEM_SIZES
-from portus.format.layout import RecordKind
-from portus.index.log import logged
-from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry, VersionRecord, decode_layout
-from portus.places.base import StoredCheckpoint
-from portus.places.version import OpenVersion
-from portus.spec import TensorSpec
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.spec import TensorSpec
+from portus.reach.format.arrays import ArrayShape
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.log import logged
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.reach.places.base import StoredCheckpoint
+from portus.reach.places.version import OpenVersion
+from portus.reach.pools.contents import Storages
+from portus.reach.pools.version_file import VersionFile
+from portus.reach.shards.metadata_file import NAME as METADATA
+from portus.reach.shards.rank_file import DISTCP
 
 _VALUE_MAX: Final = 60
 """Characters of a value that are shown to people."""
@@ -131,7 +131,7 @@ def _identity(found: StoredCheckpoint) -> dict[str, Json]:
 
 def _show_file(name: str, file: VersionFile, output: Output) -> dict[str, Json]:
     """Show a file of a version; of one of a sharded checkpoint nothing but its size."""
-    from portus.client.leaving.outline import outline_in  # and torch with it
+    from portus.reach.leaving.outline import outline_in  # and torch with it
 
     output.line()
     output.line(f"{name}: {size_text(file.size)}")
@@ -145,7 +145,7 @@ def _show_leaves(
     reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
 ) -> dict[str, Json]:
     """Show what is in a version of a shelf, or of tables."""
-    from portus.client.pools.restore import leaves_in  # and torch with it
+    from portus.reach.pools.restore import leaves_in  # and torch with it
 
     tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
     changed = logged(reader.medium, record)

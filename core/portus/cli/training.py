@@ -11,15 +11,15 @@ from typing import Final, TypeVar
 
 from portus.cli.output import Output, age_text, count_text, moment_text, said, size_text
 from portus.cli.pools import find_pool, nearest
+from portus.companions.journal.account import Account, CommittedSave, IntervalDecision, account
+from portus.companions.journal.lines import Saved
 from portus.errors import PortusError, UsageError
-from portus.index.directory import JOURNAL_SUFFIX, journal_directory
-from portus.index.journals import FoundJournal, journals_in, names_in, read
-from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
-from portus.journal.account import Account, CommittedSave, IntervalDecision, account
-from portus.journal.lines import Saved
-from portus.media.dax import is_device
-from portus.places.directory import journals_inside
-from portus.places.opening import is_whole_place, journals_of
+from portus.reach.index.directory import JOURNAL_SUFFIX, journal_directory
+from portus.reach.index.journals import FoundJournal, journals_in, names_in, read
+from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
+from portus.reach.media.dax import is_device
+from portus.reach.places.directory import journals_inside
+from portus.reach.places.opening import is_whole_place, journals_of
 
 RESTARTS_MAX: Final = 20
 """Rows that are shown to people; all are in the document."""

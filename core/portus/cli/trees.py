@@ -12,17 +12,17 @@ from typing import BinaryIO, Final
 
 from portus.cli.in_place import check_room
 from portus.cli.progress import bar
-from portus.client.leaving import safetensors
-from portus.client.leaving.written import WrittenExport
-from portus.client.loading.patterns import matcher
-from portus.client.pools.contents import Storages, tensor_bytes
+from portus.engine.loading.patterns import matcher
+from portus.engine.spec import TensorSpec, VersionInfo
 from portus.errors import CorruptionError, UsageError
-from portus.format.layout import RecordKind
-from portus.index.log import logged
-from portus.index.records import decode_layout
-from portus.places.base import adding
-from portus.places.version import OpenVersion
-from portus.spec import TensorSpec, VersionInfo
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.log import logged
+from portus.reach.index.records import decode_layout
+from portus.reach.leaving import safetensors
+from portus.reach.leaving.written import WrittenExport
+from portus.reach.places.base import adding
+from portus.reach.places.version import OpenVersion
+from portus.reach.pools.contents import Storages, tensor_bytes
 
 _BATCHES: Final = {"batch": "tables", "dense_batch": "dense part"}
 """What of a version of protected tables has the numbers of its batches, and whose they are."""
@@ -63,8 +63,8 @@ def write(
         storages = Storages(reader, record, logged(reader.medium, record))
         specs = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
         if is_torch:
-            from portus.client.leaving import torch_file
-            from portus.client.pools.restore import named
+            from portus.reach.leaving import torch_file
+            from portus.reach.pools.restore import named
 
             fits: Callable[[int], None] = lambda size: check_room(out, size)  # noqa: E731
             torch_file.write(reader, entry, file, keep=keep, fits=fits)
@@ -72,7 +72,7 @@ def write(
                 keep.complain(named(entry.info))
             done = WrittenExport(tensors=sum(keep is None or keep(spec.name) for spec in specs))
         else:
-            from portus.client.pools.restore import leaves_in
+            from portus.reach.pools.restore import leaves_in
 
             tensors, left_out = _tensors(leaves_in(reader, entry), keep, strip)
             if not tensors:

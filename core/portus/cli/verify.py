@@ -24,14 +24,14 @@ from portus.cli.output import (
 from portus.cli.pools import allow, open_places
 from portus.cli.progress import bar
 from portus.errors import PortusError, UsageError
-from portus.index.check import RULES, Severity
-from portus.places.base import Check, CheckPace, Verdict
-from portus.places.opening import Places
+from portus.reach.index.check import RULES, Severity
+from portus.reach.places.base import Check, CheckPace, Verdict
+from portus.reach.places.opening import Places
 
 
 def scrub(pool: str | None, rate: str, output: Output) -> None:
     """Verify everything from the disk, at ``rate`` at most; say at once what is found."""
-    from portus.daemon.pools import parse_rate
+    from portus.reach.daemon.pools import parse_rate
 
     run(None, pool, output, bytes_per_s=parse_rate(rate))
     output.code = ROT if output.code == FOUND else output.code

@@ -6,11 +6,11 @@ made durable, and only these rows are written. A part of the public face.
 
 from __future__ import annotations
 
-from portus.embedding.elsewhere import Elsewhere as Elsewhere
-from portus.embedding.elsewhere import fill as fill
-from portus.embedding.protected import Protected as Protected
-from portus.embedding.protected import protect as protect
-from portus.embedding.resume import Resumed as Resumed
-from portus.embedding.rowwise import RowwiseAdagrad as RowwiseAdagrad
+from portus.companions.embedding.elsewhere import Elsewhere as Elsewhere
+from portus.companions.embedding.elsewhere import fill as fill
+from portus.companions.embedding.protected import Protected as Protected
+from portus.companions.embedding.protected import protect as protect
+from portus.companions.embedding.resume import Resumed as Resumed
+from portus.companions.embedding.rowwise import RowwiseAdagrad as RowwiseAdagrad
 
 __all__ = ["Elsewhere", "Protected", "Resumed", "RowwiseAdagrad", "fill", "protect"]

@@ -1,9 +1,7 @@
-"""The tables of a state that others saved: see ``client.pools.elsewhere``."""
+"""The name by which pickles of states know the class ``Elsewhere``: it stays."""
 
 from __future__ import annotations
 
-from portus.client.pools.elsewhere import fill as fill
-from portus.client.pools.elsewhere import marked as marked
-from portus.client.state.elsewhere import Elsewhere as Elsewhere
+from portus.engine.state.elsewhere import Elsewhere as Elsewhere
 
-__all__ = ["Elsewhere", "fill", "marked"]
+__all__ = ["Elsewhere"]

@@ -40,8 +40,8 @@ from typing import Any, ClassVar, Final, Protocol
 import pytest
 
 from portus.errors import PortusError
-from portus.index.place import Place
-from portus.protocol.address import Address, Scheme
+from portus.reach.index.place import Place
+from portus.reach.protocol.address import Address, Scheme
 from portus.testing.device import stand_in
 from portus.testing.hosting import serving, url
 from portus.testing.nursery import Say, nursery

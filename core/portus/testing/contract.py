@@ -22,10 +22,10 @@ from typing import Final
 import numpy as np
 import pytest
 
+from portus.engine.media.base import MappedMedium, Medium
+from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, MediumError, UsageError
-from portus.media.base import MappedMedium, Medium
-from portus.media.pool import Extents, Files, Locks, Names, SparseMedium
-from portus.spec import PAGE, Extent
+from portus.reach.media.pool import Extents, Files, Locks, Names, SparseMedium
 
 SIZE: Final = 3 * PAGE
 """Bytes of the medium that most tests use."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from portus.media import dax, pmem
+from portus.reach.media import dax, pmem
 
 ALIGNMENT: Final = 4096
 

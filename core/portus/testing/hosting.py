@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from portus.daemon.counters import Counters
-from portus.daemon.house import MEMORY, ClientTimeouts, House
-from portus.daemon.mirrors import TenantMirrors
-from portus.daemon.places import CONNECTIONS, Places
-from portus.daemon.pools import Pools, Quotas
-from portus.daemon.replicas import OtherHost
-from portus.daemon.secrets import Secrets
-from portus.daemon.server import Server, open_door
-from portus.protocol.address import Address, Scheme, parse
-from portus.transport.budget import Budget
+from portus.reach.daemon.counters import Counters
+from portus.reach.daemon.house import MEMORY, ClientTimeouts, House
+from portus.reach.daemon.mirrors import TenantMirrors
+from portus.reach.daemon.places import CONNECTIONS, Places
+from portus.reach.daemon.pools import Pools, Quotas
+from portus.reach.daemon.replicas import OtherHost
+from portus.reach.daemon.secrets import Secrets
+from portus.reach.daemon.server import Server, open_door
+from portus.reach.protocol.address import Address, Scheme, parse
+from portus.reach.transport.budget import Budget
 
 
 @contextlib.contextmanager

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from portus.client.formats.safetensors import NamedTensor, safetensors_image
-from portus.copying.segments import Stop
+from portus.engine.copying.segments import Stop
+from portus.engine.format.checksum import UNIT
+from portus.engine.image.image import Image
+from portus.engine.pipeline.draft import Draft, Labels
+from portus.engine.pipeline.plan import Snapshot
 from portus.errors import CorruptionError, UsageError
-from portus.format.checksum import UNIT
-from portus.image.image import Image
-from portus.index.check import Severity
-from portus.pipeline.draft import Draft, Labels
-from portus.pipeline.plan import Snapshot
-from portus.places.base import Abilities, CheckPace, OpenPlace, StoredCheckpoint, Verdict
+from portus.reach.formats.safetensors import NamedTensor, safetensors_image
+from portus.reach.index.check import Severity
+from portus.reach.places.base import Abilities, CheckPace, OpenPlace, StoredCheckpoint, Verdict
 
 MODEL: Final = "net"
 

@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.mirror.store import Buffer, FileStore, MissingError, Store
+from portus.reach.mirror.store import Buffer, FileStore, MissingError, Store
 
 RACERS: Final = 8
 CLOCK_S_MAX: Final = 60.0

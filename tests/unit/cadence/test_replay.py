@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from portus.cadence.bounded import Costs, Rule, Tuner
-from portus.cadence.checkfreq import Profile
+from portus.companions.cadence.bounded import Costs, Rule, Tuner
+from portus.companions.cadence.checkfreq import Profile
 from tests.bench.cadence import (
     BOUND,
     DOCS,

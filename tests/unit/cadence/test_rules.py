@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from portus.cadence.bounded import Costs, Rule, Tuner, decide, overhead
-from portus.cadence.checkfreq import Profile, SnapshotPlace
+from portus.companions.cadence.bounded import Costs, Rule, Tuner, decide, overhead
+from portus.companions.cadence.checkfreq import Profile, SnapshotPlace
 from portus.errors import UsageError
 from tests.bench.published import (
     IntervalChoice,

@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from portus.cli.app import app
-from portus.client.job.settings import Settings
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.training.training_files import TrainingFiles
-from portus.index.directory import WRITERS
-from portus.index.place import Place
+from portus.engine.job.settings import Settings
+from portus.reach.index.directory import WRITERS
+from portus.reach.index.place import Place
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.training.training_files import TrainingFiles
 
 
 @dataclass(frozen=True)

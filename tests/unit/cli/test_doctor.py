@@ -21,14 +21,14 @@ from portus.cli import doctor, loopback
 from portus.cli.doctor import adapters, measure
 from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Machine, MachineFinding
-from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.engine.media.file_system import file_system_of
+from portus.engine.spec import PAGE
+from portus.engine.writer.staged import set_direct
+from portus.engine.writer.ways import MEASURED_MIN
 from portus.errors import UsageError
-from portus.media.file_system import file_system_of
-from portus.spec import PAGE
-from portus.transport.cuda import Driver
-from portus.transport.verbs import Region
-from portus.writer.staged import set_direct
-from portus.writer.ways import MEASURED_MIN
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.transport.cuda import Driver
+from portus.reach.transport.verbs import Region
 from tests.cuda import Library, memfd
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -143,7 +143,9 @@ def test_bytes_that_a_device_puts_at_the_wrong_place_are_noticed(is_right: bool)
 def test_a_machine_without_an_active_port_tries_none(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.transport.verbs._SYS", str(machine.root / "sys/class/infiniband"))
+    monkeypatch.setattr(
+        "portus.reach.transport.verbs._SYS", str(machine.root / "sys/class/infiniband")
+    )
     assert list(loopback.found()) == []
 
 

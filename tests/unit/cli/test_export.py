@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import portus as library
-from portus.client.job.settings import Settings
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.pools.resolve import POOLS
-from portus.client.training.training_files import TrainingFiles
-from portus.format.checksum import UNIT
-from portus.shelf import Shelf
+from portus.companions.shelf import Shelf
+from portus.engine.format.checksum import UNIT
+from portus.engine.job.settings import Settings
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.resolve import POOLS
+from portus.reach.training.training_files import TrainingFiles
 from tests.unit.cli.scene import Run, pointing, portus, portus_json, scattered, state
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")

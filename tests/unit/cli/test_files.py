@@ -115,7 +115,7 @@ def test_show_makes_no_object_of_a_class_that_a_file_names(tmp_path: Path) -> No
 def test_gc_removes_what_a_killed_process_left_and_nothing_else(runs: Path) -> None:
     program = (
         "import os, sys, portus, torch\n"
-        "from portus.writer.image_file import ImageFile\n"
+        "from portus.engine.writer.image_file import ImageFile\n"
         "ImageFile.finish = lambda file: os.kill(os.getpid(), 9)\n"
         "portus.save({'x': torch.zeros(1000)}, sys.argv[1], wait=True)\n"
     )

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.daemon.events import Lines, tell
 from portus.errors import PortusError, UsageError, printable
-from portus.protocol import messages as said
-from portus.protocol.messages import Fault, Said
-from portus.transport.stream import Link
+from portus.reach.daemon.events import Lines, tell
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.messages import Fault, Said
+from portus.reach.transport.stream import Link
 from tests.hosts import serving, url
 from tests.unit.cli.scene import pointing, portus
 

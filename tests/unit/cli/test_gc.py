@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.index.directory import on_disk, open_reader
+from portus.reach.index.directory import on_disk, open_reader
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import Run, portus, portus_json
 
 

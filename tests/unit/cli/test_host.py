@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import portus as face
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.pools.resolve import POOLS
-from portus.index.directory import on_disk
+from portus.reach.index.directory import on_disk
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.resolve import POOLS
 from tests.hosts import serving, url
 from tests.unit.cli.scene import pointing, portus, portus_json, state
 from tests.unit.client.stuck import until
@@ -124,7 +124,7 @@ def test_gc_lets_go_of_versions_whose_pointers_were_deleted(
     arguments = ("gc", address, "--missing", str(pointers[0].parent))
     pointers[0].unlink()
     assert portus_json(*arguments, "--yes")["pools"][0]["retired"] == [], "it is young"
-    monkeypatch.setattr("portus.places.host.YOUNG_S", 0)
+    monkeypatch.setattr("portus.reach.places.host.YOUNG_S", 0)
     (would,) = portus_json(*arguments, "--dry-run")["pools"][0]["retired"]
     assert would["step"] == 4
     assert portus(*arguments).code == 2

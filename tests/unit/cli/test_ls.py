@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from portus.cli.output import size_text
-from portus.client.job.settings import Settings
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.training.training_files import TrainingFiles
-from portus.shelf import Shelf
+from portus.companions.shelf import Shelf
+from portus.engine.job.settings import Settings
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.training.training_files import TrainingFiles
 from tests.unit.cli.scene import Run, portus, portus_json, state
 
 

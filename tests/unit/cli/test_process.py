@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import Run
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
@@ -112,7 +112,7 @@ def holding(path: Path) -> subprocess.Popen[str]:
     program = textwrap.dedent(
         f"""
         import sys
-        from portus.index.directory import WRITERS
+        from portus.reach.index.directory import WRITERS
         writer = WRITERS.open({str(path)!r})
         print("ready", flush=True)
         sys.stdin.read()
@@ -152,7 +152,7 @@ def test_a_pool_removed_while_somebody_waits_for_it_is_not_written(run: Run) -> 
         [
             sys.executable,
             "-c",
-            f"from portus.index.directory import WRITERS\nWRITERS.open({str(run.net)!r})",
+            f"from portus.reach.index.directory import WRITERS\nWRITERS.open({str(run.net)!r})",
         ],
         stderr=subprocess.PIPE,
         text=True,
@@ -174,7 +174,7 @@ def test_ctrl_c_leaves_nothing_behind(run: Run) -> None:
         trainer.save({"x": torch.zeros(200 << 20, dtype=torch.uint8)}, 1).wait()
     slow = textwrap.dedent(
         """
-        import portus.client.pools.contents as tensors, time, sys
+        import portus.reach.pools.contents as tensors, time, sys
         fetch = tensors.fetch
         def slowly(*arguments):
             print("reading", file=sys.stderr, flush=True)

@@ -17,11 +17,11 @@ import torch
 from portus.cli.output import Output
 from portus.cli.report import sparks
 from portus.cli.training import training_of
-from portus.client.job.settings import Settings
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.training.training_files import TrainingFiles
-from portus.index.place import Place
-from portus.journal.lines import Head, encoded
+from portus.companions.journal.lines import Head, encoded
+from portus.engine.job.settings import Settings
+from portus.reach.index.place import Place
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.training.training_files import TrainingFiles
 from tests.bench.journal import example
 from tests.unit.cli.scene import portus, portus_json
 

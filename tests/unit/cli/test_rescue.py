@@ -11,14 +11,20 @@ import pytest
 
 import portus
 from portus.cli import rescue
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.pools.view import PoolView
-from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
-from portus.index import directory
-from portus.index.check import check
-from portus.media.lock import FileLocks
-from portus.media.pool import FileSystem
-from portus.spec import PAGE
+from portus.engine.spec import PAGE
+from portus.reach.format.layout import (
+    DATA_START,
+    SLOT,
+    SLOT_OFFSETS,
+    SUPERBLOCK,
+    SUPERBLOCK_OFFSETS,
+)
+from portus.reach.index import directory
+from portus.reach.index.check import check
+from portus.reach.media.lock import FileLocks
+from portus.reach.media.pool import FileSystem
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.view import PoolView
 from tests.unit.cli.scene import Run, portus_json, state
 from tests.unit.cli.scene import portus as command
 from tests.unit.client.same import assert_same

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import portus as library
-from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.errors import UsageError
-from portus.index.directory import Writers
-from portus.index.place import Place
+from portus.reach.index.directory import Writers
+from portus.reach.index.place import Place
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.moments import at
 from tests.unit.cli.scene import Run, pointing, portus, portus_json, state
 
@@ -241,11 +241,11 @@ def test_a_pointer_that_leads_elsewhere_meanwhile_is_left(run: Run) -> None:
 def test_a_pool_that_a_trainer_writes_keeps_its_versions_and_pointers(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.places.pool.WAIT_S", 0.0)
+    monkeypatch.setattr("portus.reach.places.pool.WAIT_S", 0.0)
     [path] = run.point(1)
     code = (
         "import sys\n"
-        "from portus.index.directory import WRITERS\n"
+        "from portus.reach.index.directory import WRITERS\n"
         "writer = WRITERS.open(sys.argv[1])\n"
         "print('ready', flush=True)\n"
         "sys.stdin.read()\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.training.safetensors import Safetensors
-from portus.shelf import Shelf
+from portus.companions.shelf import Shelf
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.training.safetensors import Safetensors
 from tests.unit.cli.scene import Run, pointing, portus, portus_json
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import portus as library
 from portus.cli.output import BUSY, USAGE
 from portus.embedding import protect
-from portus.spec import PAGE
+from portus.engine.spec import PAGE
 from tests.crash.embedded import same
 from tests.unit.cli.scene import portus, portus_json
 
@@ -137,7 +137,7 @@ def test_beside_a_training_tables_are_read_and_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tables.portus"
-    monkeypatch.setattr("portus.places.pool.WAIT_S", 0.0)
+    monkeypatch.setattr("portus.reach.places.pool.WAIT_S", 0.0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with protect(model, optimizer, pool=path, log_bytes=64 * PAGE) as tables:

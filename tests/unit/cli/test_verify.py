@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.reach.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
 from tests.unit.cli.scene import Run, portus, portus_json
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths import process
+from portus.engine.paths import process
 
 
 @pytest.fixture

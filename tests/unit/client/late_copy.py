@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from portus.client.fence.fence import Fence
-from portus.client.fence.writers import Stability, classify
-from portus.client.state.pickling import pickle_state
+from portus.engine.fence.fence import Fence
+from portus.engine.fence.writers import Stability, classify
+from portus.engine.state.pickling import pickle_state
 
 State = dict[str, object]
 Scenario = Callable[[], Iterator[State]]

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from portus.index.directory import WRITERS, _Shared, create_pool, make_directory, open_writer
-from portus.media.dax import DaxDevice
-from portus.media.file import PlainFile
-from portus.media.file_system import FileSystemTraits
-from portus.media.local import LocalFiles
-from portus.media.process import Descriptor
-from portus.spec import Extent
+from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.process import Descriptor
+from portus.engine.spec import Extent
+from portus.reach.index.directory import WRITERS, _Shared, create_pool, make_directory, open_writer
+from portus.reach.media.dax import DaxDevice
+from portus.reach.media.file import PlainFile
+from portus.reach.media.local import LocalFiles
 
 WAIT_S_MAX = 30.0
 MOMENT_S = 0.01

@@ -21,9 +21,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.paths import process
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.pools.view import PoolView
+from portus.engine.paths import process
+from portus.engine.pipeline.audit import Guard
 from portus.errors import (
     AbandonedError,
     CorruptionError,
@@ -33,10 +32,11 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.index.directory import WRITERS, open_reader
-from portus.pipeline.audit import Guard
-from portus.protocol.address import Address, Scheme
-from portus.versions.pool_draft import PoolDraft
+from portus.reach.index.directory import WRITERS, open_reader
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.view import PoolView
+from portus.reach.protocol.address import Address, Scheme
+from portus.reach.versions.pool_draft import PoolDraft
 from tests.adapters.torn import slow_down
 from tests.hosts import serving, url
 from tests.moments import at, elsewhere
@@ -506,7 +506,7 @@ def _refuse_others(checkpointer: PoolCheckpointer) -> None:
     checkpointer.save({"x": torch.ones(3)}, 1).wait()
     script = (
         "import sys, portus\n"
-        "from portus.index.directory import WRITERS\n"
+        "from portus.reach.index.directory import WRITERS\n"
         "try:\n"
         "    WRITERS.open(sys.argv[1], timeout_s=0.1)\n"
         "except portus.BusyError as error:\n"

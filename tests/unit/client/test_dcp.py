@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import portus
 import portus.dcp
-from portus.client.dcp import whole_calls
-from portus.client.dcp.directory_writer import DirectoryWriter
-from portus.client.loading.checkpoint_file import verify_file
-from portus.client.pools import resolve
-from portus.daemon.server import Server
 from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.engine.loading.checkpoint_file import verify_file
 from portus.errors import CorruptionError, UsageError
+from portus.reach.daemon.server import Server
+from portus.reach.dcp import whole_calls
+from portus.reach.dcp.directory_writer import DirectoryWriter
+from portus.reach.pools import resolve
 from tests.hosts import serving, url
 from tests.unit.client.dcp.running import run
 from tests.unit.client.pools.scene import stored

@@ -12,7 +12,7 @@ import pytest
 import portus
 import portus.dcp
 from portus.errors import UsageError
-from portus.index.place import Place, PlaceKind
+from portus.reach.index.place import Place, PlaceKind
 from tests.hosts import Host, serving, url
 from tests.unit.client.dcp.running import run
 

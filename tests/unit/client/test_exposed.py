@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import portus
-from portus.client.fence.snapshot import copy_order
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.index.check import check
-from portus.media import linux, written
-from portus.pipeline.run import Save
+from portus.engine.fence.snapshot import copy_order
+from portus.engine.media import linux, written
+from portus.engine.pipeline.run import Save
+from portus.reach.index.check import check
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.hosts import serving, url
 from tests.moments import at
 from tests.unit.cli.scene import portus as command

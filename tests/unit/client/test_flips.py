@@ -14,19 +14,19 @@ import pytest
 import torch
 
 import portus
-from portus.client.files.host import HostPool
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.daemon.house import ClientTimeouts
-from portus.daemon.server import Server
+from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, PortusError
-from portus.format.layout import RecordKind
-from portus.index.check import check
-from portus.index.pool import PoolWriter
-from portus.index.records import Pointer, VersionEntry, VersionRecord
-from portus.pipeline.draft import Labels
-from portus.protocol.messages import VERSION
-from portus.transport.stream import Link
-from portus.versions.pool_draft import PoolDraft
+from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.daemon.server import Server
+from portus.reach.files.host import HostPool
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.check import check
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import Pointer, VersionEntry, VersionRecord
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.protocol.messages import VERSION
+from portus.reach.transport.stream import Link
+from portus.reach.versions.pool_draft import PoolDraft
 from tests.depth import DEPTH
 from tests.golden import conversation
 from tests.hosts import connect_again_at_once, serving, url
@@ -46,8 +46,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The length of a greeting is guarded by nothing: then somebody waits for the rest of it."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.transport.dial.GREETING_S", 0.3)
-    monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.2)
+    monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", 0.3)
+    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 0.2)
 
 
 def meant(step: int) -> dict[str, Any]:

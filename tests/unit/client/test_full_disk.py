@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import portus
+from portus.engine.media.base import MappedMedium
+from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError
-from portus.index.directory import WRITERS, create_pool, on_disk
-from portus.index.pool import PoolWriter
-from portus.media.base import MappedMedium
-from portus.media.local import LocalFiles
-from portus.spec import PAGE
+from portus.reach.index.directory import WRITERS, create_pool, on_disk
+from portus.reach.index.pool import PoolWriter
+from portus.reach.media.local import LocalFiles
 from tests.moments import at
 from tests.unit.cli.scene import portus as command
 from tests.unit.cli.scene import portus_json
@@ -132,7 +132,7 @@ def test_free_space_in_small_pieces_becomes_room_for_records(small: Path) -> Non
         held = pool._space._held
         pieces = [held[index] for index in range(0, len(held), 2)]
         for first, after in (tuple(runs[0].tolist()) for runs in pieces):
-            pool.release([portus.spec.Extent(first * PAGE, (after - first) * PAGE)])
+            pool.release([Extent(first * PAGE, (after - first) * PAGE)])
         [room] = pool.reserve(3 * PAGE, contiguous=True)
         pool.medium.store(room.offset, bytes([7]) * room.length)
         assert room.length == 3 * PAGE

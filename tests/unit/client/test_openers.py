@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import portus
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.client.training.training_files import TrainingFiles
+from portus.engine.spec import PAGE
 from portus.errors import PortusError
-from portus.spec import PAGE
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.training.training_files import TrainingFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it counts in /proc")
 

@@ -15,10 +15,10 @@ import torch
 
 import portus
 from portus.errors import MediumError
-from portus.index.directory import WRITERS, create_pool, journal_directory, open_writer
-from portus.index.messages import read_failure
-from portus.index.pool import PoolWriter
-from portus.media.local import LocalFiles
+from portus.reach.index.directory import WRITERS, create_pool, journal_directory, open_writer
+from portus.reach.index.messages import read_failure
+from portus.reach.index.pool import PoolWriter
+from portus.reach.media.local import LocalFiles
 from tests.unit.client.stuck import WAIT_S_MAX, is_in, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

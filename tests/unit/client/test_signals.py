@@ -19,9 +19,9 @@ from types import FrameType
 import pytest
 import torch
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.copying import native
-from portus.spec import PAGE
+from portus.engine.copying import native
+from portus.engine.spec import PAGE
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.crash import saver
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import WAIT_S_MAX, Training, gated, is_in, until

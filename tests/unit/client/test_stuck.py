@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.pools.checkpointer import PoolCheckpointer
 from portus.errors import AbandonedError
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import WAIT_S_MAX, Gate, Training, gated, is_in, until
 

@@ -9,11 +9,11 @@ from types import ModuleType
 
 import pytest
 
-from portus.copying import native
-from portus.copying.local import Engine, PurePython
-from portus.media.base import Medium
-from portus.media.local import LocalFiles
-from portus.media.memory import Memory
+from portus.engine.copying import native
+from portus.engine.copying.local import Engine, PurePython
+from portus.engine.media.base import Medium
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.memory import Memory
 
 BUILD = Path(__file__).resolve().parents[3] / "core" / "build_native.py"
 SIZE = 10 << 20

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from portus.copying.local import Engine, copy, sum_sources
-from portus.copying.segments import Crcs, Source, Sources, Stop, cut
-from portus.format.checksum import UNIT
-from portus.media.base import Medium
-from portus.media.memory import Memory
-from portus.protocol.vocabulary import Phase
-from portus.spec import Extent
-from portus.transport.regions import Parts
-from portus.transport.stream import Link, give
+from portus.engine.copying.local import Engine, copy, sum_sources
+from portus.engine.copying.segments import Crcs, Source, Sources, Stop, cut
+from portus.engine.format.checksum import UNIT
+from portus.engine.media.base import Medium
+from portus.engine.spec import Extent
+from portus.reach.media.memory import Memory
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport.regions import Parts
+from portus.reach.transport.stream import Link, give
 from tests.unit.copying.test_local import Case, random_case, rows
 
 ROUNDS = 8
@@ -76,7 +76,7 @@ def test_each_unit_of_a_big_source_is_summed(engine: Engine, seed: int) -> None:
 
 
 def test_what_is_sent_is_summed(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portus.transport.stream.best_engine", lambda: engine)
+    monkeypatch.setattr("portus.reach.transport.stream.best_engine", lambda: engine)
     for case in (*cases(seed, 10 << 20), big_case(random.Random(seed))):
         here, there = socket.socketpair()
         drained = threading.Thread(target=_drain, args=(there,))
@@ -97,7 +97,7 @@ def test_what_is_sent_is_summed(engine: Engine, seed: int, monkeypatch: pytest.M
 def test_what_is_gathered_and_what_is_reached_is_summed(
     engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.transport.regions.best_engine", lambda: engine)
+    monkeypatch.setattr("portus.reach.transport.regions.best_engine", lambda: engine)
     for case in (*cases(seed, 10 << 20), big_case(random.Random(seed))):
         sources = Sources.of([Source(each.address, each.length) for each in case.sources])
         is_small = sources.length <= 4096

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from portus.copying import local, native
-from portus.copying.local import Engine, check, copy, fetch, hash_sources, same_bytes
-from portus.copying.segments import Segments, Source, Sources, Stop, StoppedError
-from portus.copying.segments import memory as _view
+from portus.engine.copying import local, native
+from portus.engine.copying.local import Engine, check, copy, fetch, hash_sources, same_bytes
+from portus.engine.copying.segments import Segments, Source, Sources, Stop, StoppedError
+from portus.engine.copying.segments import memory as _view
+from portus.engine.format.checksum import UNIT, digest
+from portus.engine.media.base import MappedMedium, Medium, MediumInfo
+from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
-from portus.format.checksum import UNIT, digest
-from portus.media.base import MappedMedium, Medium, MediumInfo
-from portus.media.memory import Memory
-from portus.spec import PAGE, Extent
+from portus.reach.media.memory import Memory
 
 Buffer = NDArray[np.uint8]
 
@@ -661,10 +661,10 @@ WHILE_THE_INTERPRETER_ENDS = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from portus.format.checksum import UNIT, digest
-from portus.media.memory import Memory
-from portus.spec import Extent
-from portus.copying.local import Source, Stop, copy, fetch
+from portus.engine.format.checksum import UNIT, digest
+from portus.reach.media.memory import Memory
+from portus.engine.spec import Extent
+from portus.engine.copying.local import Source, Stop, copy, fetch
 
 memory, medium = np.ones(8 * UNIT, np.uint8), Memory(8 * UNIT)
 source = Source(memory.ctypes.data, len(memory), (Extent(0, len(memory)),))

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from portus.copying import native
-from portus.copying.local import PurePython, best_engine
-from portus.copying.segments import Segments, Stop, StoppedError
-from portus.format.checksum import digest
+from portus.engine.copying import native
+from portus.engine.copying.local import PurePython, best_engine
+from portus.engine.copying.segments import Segments, Stop, StoppedError
+from portus.engine.format.checksum import digest
 
 Compile = Callable[[str], Path]
 
@@ -119,7 +119,7 @@ def test_a_wheel_holds_the_helper_and_says_for_which_platform(
     assert target.warnings == []
     assert target.data["pure_python"] is False
     assert target.data["tag"].startswith("py3-none-linux_")
-    assert target.data["force_include"] == {str(elsewhere): "portus/copying/_native.so"}
+    assert target.data["force_include"] == {str(elsewhere): "portus/engine/copying/_native.so"}
     assert native.load(str(elsewhere)) is not None
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portus.copying.segments import Segments, Source, Sources, Stop, StoppedError, cut
+from portus.engine.copying.segments import Segments, Source, Sources, Stop, StoppedError, cut
+from portus.engine.format.checksum import UNIT, digest, unit_count
+from portus.engine.spec import PAGE, Extent
 from portus.errors import AbandonedError, UsageError
-from portus.format.checksum import UNIT, digest, unit_count
-from portus.spec import PAGE, Extent
 
 LENGTHS = st.one_of(
     st.integers(0, 3),

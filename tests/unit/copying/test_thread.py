@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from portus.copying import local
-from portus.copying.segments import Segments
-from portus.copying.thread import Beside, finish
-from portus.versions.parallel import NAME, abreast, in_any_order
+from portus.engine.copying import local
+from portus.engine.copying.segments import Segments
+from portus.engine.copying.thread import Beside, finish
+from portus.reach.versions.parallel import NAME, abreast, in_any_order
 from tests.unit.client.stuck import is_in, until
 
 WAIT_S = 30.0

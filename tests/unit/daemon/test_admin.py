@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import portus
-from portus.daemon.admin import Desk, Kick, Look, ask
-from portus.daemon.main import ServeOptions, _desk, prepared, reload
-from portus.daemon.metrics import application
-from portus.daemon.server import Server
 from portus.errors import BusyError, MediumError, TransportError, UsageError
-from portus.protocol import messages as said
+from portus.reach.daemon.admin import Desk, Kick, Look, ask
+from portus.reach.daemon.main import ServeOptions, _desk, prepared, reload
+from portus.reach.daemon.metrics import application
+from portus.reach.daemon.server import Server
+from portus.reach.protocol import messages as said
 from tests.hosts import Host, connect_again_at_once, free_port, url
 from tests.unit.cli.scene import portus as command
 from tests.unit.cli.scene import portus_json
@@ -227,7 +227,9 @@ def test_a_pool_whose_first_pages_the_disk_has_not_is_not_opened_again(
     with client(server) as link:
         link.ask(said.Status())
         server.house.pools.of("default").writer.medium.poison("an error of the disk")
-        monkeypatch.setattr("portus.daemon.pools._same_fixed_pages", lambda path, files: False)
+        monkeypatch.setattr(
+            "portus.reach.daemon.pools._same_fixed_pages", lambda path, files: False
+        )
         refused = command("admin", "reopen", desk, "default")
         assert (refused.code, "first pages differs from the disk" in refused.err) == (74, True)
     with pytest.raises(MediumError, match="first pages differs"):

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.daemon.places import Places
 from portus.errors import TransportError
-from portus.protocol import messages as said
-from portus.protocol.address import parse
-from portus.protocol.messages import packed_column
-from portus.transport.dial import Credentials, _greet, dial
-from portus.transport.stream import Link
+from portus.reach.daemon.places import Places
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import parse
+from portus.reach.protocol.messages import packed_column
+from portus.reach.transport.dial import Credentials, _greet, dial
+from portus.reach.transport.stream import Link
 from tests.hosts import Host
 from tests.unit.client.stuck import until
 from tests.unit.daemon.test_memory import rss

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.daemon.server import Server
-from portus.index.check import check
-from portus.protocol import messages as said
-from portus.protocol.connection import HEADER
-from portus.protocol.messages import packed_column
-from portus.protocol.vocabulary import MessageKind
+from portus.reach.daemon.server import Server
+from portus.reach.index.check import check
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.connection import HEADER
+from portus.reach.protocol.messages import packed_column
+from portus.reach.protocol.vocabulary import MessageKind
 from tests.depth import deep
 from tests.golden.conversation import FIRST, GIVEN_UP, SECOND
 from tests.golden.test_protocol import turns

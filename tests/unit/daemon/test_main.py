@@ -21,15 +21,15 @@ import pytest
 import torch
 
 import portus
-from portus.daemon.counters import TIMED
-from portus.daemon.main import ServeOptions, heard, prepared
-from portus.daemon.pools import parse_size
-from portus.daemon.server import _answers, open_door
 from portus.errors import BusyError, MediumError, UsageError
-from portus.index.directory import open_reader
-from portus.protocol import messages as said
-from portus.protocol.address import Address, Scheme, parse
-from portus.transport.dial import Credentials, dial
+from portus.reach.daemon.counters import TIMED
+from portus.reach.daemon.main import ServeOptions, heard, prepared
+from portus.reach.daemon.pools import parse_size
+from portus.reach.daemon.server import _answers, open_door
+from portus.reach.index.directory import open_reader
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import Address, Scheme, parse
+from portus.reach.transport.dial import Credentials, dial
 from tests import certificates
 from tests.hosts import Host, connect_again_at_once, free_port, serving, url
 
@@ -133,7 +133,7 @@ def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:
 def test_a_host_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from portus.daemon.main import ServeOptions, prepared\n"
+        "from portus.reach.daemon.main import ServeOptions, prepared\n"
         "server = prepared(ServeOptions(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
         "server.start(); server._house.pools.of('default'); assert server.stop()\n"
         "import portus.cli.main, portus.cli.app\n"
@@ -144,7 +144,7 @@ def test_a_host_needs_no_torch(tmp_path: Path) -> None:
 def test_a_pool_that_somebody_writes_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 0.1)
+    monkeypatch.setattr("portus.reach.daemon.pools.BUSY_S", 0.1)
     with portus.PoolCheckpointer(tmp_path / "one.portus") as checkpointer:
         checkpointer.save(STATE, 1).wait()
         with pytest.raises(BusyError, match="another writer has held it"):
@@ -343,7 +343,7 @@ def test_who_hangs_up_on_the_metrics_is_no_news(tmp_path: Path) -> None:
 def test_what_ends_a_thread_of_the_host_is_a_line_too() -> None:
     program = (
         "import threading\n"
-        "from portus.daemon.events import log_to_stderr\n"
+        "from portus.reach.daemon.events import log_to_stderr\n"
         "log_to_stderr()\n"
         "thread = threading.Thread(target=[].pop, name='portus-session')\n"
         "thread.start(); thread.join()\n"
@@ -394,7 +394,7 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
 def test_who_begins_no_tls_is_ended_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.server.GREETING_S", 0.2)
+    monkeypatch.setattr("portus.reach.daemon.server.GREETING_S", 0.2)
     cert, key = certificate(tmp_path)
     options = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
     server = prepared(options)
@@ -517,7 +517,7 @@ def test_sizes_are_read() -> None:
 
 
 def test_the_unit_file_is_one(tmp_path: Path) -> None:
-    unit = Path(portus.__file__).parent / "daemon" / "portus.service"
+    unit = Path(portus.__file__).parent / "reach" / "daemon" / "portus.service"
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("systemd-analyze is not installed")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.files.host import HostPool
-from portus.format.checksum import digest
-from portus.index.records import decode_version
-from portus.protocol import messages as said
-from portus.protocol.messages import packed_column
+from portus.engine.format.checksum import digest
+from portus.reach.files.host import HostPool
+from portus.reach.index.records import decode_version
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.messages import packed_column
 from tests.hosts import Host
 
 SAVES = 10_000

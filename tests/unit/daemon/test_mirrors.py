@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import portus
-from portus.daemon import mirrors as mirrors_of_hosts
-from portus.daemon.main import ServeOptions, prepared
-from portus.daemon.mirrors import TenantMirrors
 from portus.errors import MediumError, TransportError, UsageError
-from portus.mirror.address import StoreAddress, parse
-from portus.mirror.mirror import Mirror
-from portus.mirror.opening import open_store
-from portus.mirror.store import ListedObject, Store, UnwritableError
+from portus.reach.daemon import mirrors as mirrors_of_hosts
+from portus.reach.daemon.main import ServeOptions, prepared
+from portus.reach.daemon.mirrors import TenantMirrors
+from portus.reach.mirror.address import StoreAddress, parse
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.opening import open_store
+from portus.reach.mirror.store import ListedObject, Store, UnwritableError
 from portus.testing.hosting import serving, url
 from tests.hosts import Host
 from tests.unit.cli.scene import pointing
@@ -148,7 +148,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Not empty: no store answers a host."""
     is_away.clear()
     monkeypatch.setattr(mirrors_of_hosts, "open_store", lambda address: Away(open_store(address)))
-    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.01)
     return is_away
 
 

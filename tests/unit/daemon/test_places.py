@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from portus.daemon import places as module
-from portus.daemon.places import ConnectionSlot, Places
 from portus.errors import TransportError
+from portus.reach.daemon import places as module
+from portus.reach.daemon.places import ConnectionSlot, Places
 
 
 class Coming:

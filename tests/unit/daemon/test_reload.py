@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import portus
-from portus.daemon.main import ServeOptions, prepared, reload
-from portus.daemon.pools import Pools, Quotas, read_quotas
-from portus.daemon.secrets import SECRETS_MAX, Secrets, read_secrets
-from portus.daemon.server import Server
 from portus.errors import MediumError, UsageError
-from portus.protocol.proof import proof_of_client
+from portus.reach.daemon.main import ServeOptions, prepared, reload
+from portus.reach.daemon.pools import Pools, Quotas, read_quotas
+from portus.reach.daemon.secrets import SECRETS_MAX, Secrets, read_secrets
+from portus.reach.daemon.server import Server
+from portus.reach.protocol.proof import proof_of_client
 from tests.hosts import Host, connect_again_at_once, url
 from tests.unit.daemon.test_main import certificate
 

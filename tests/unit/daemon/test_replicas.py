@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import portus
-from portus.daemon.main import ServeOptions, prepared
-from portus.daemon.server import Server
 from portus.errors import BusyError, PortusError, StaleError, TransportError, UsageError
-from portus.mirror.address import parse as parse_store
-from portus.mirror.leading import REPLICA
-from portus.mirror.mirror import Mirror
-from portus.mirror.objects import State
-from portus.protocol.address import Address, Scheme, parse
+from portus.reach.daemon.main import ServeOptions, prepared
+from portus.reach.daemon.server import Server
+from portus.reach.mirror.address import parse as parse_store
+from portus.reach.mirror.leading import REPLICA
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import State
+from portus.reach.protocol.address import Address, Scheme, parse
 from portus.testing.hosting import serving, url
 from tests.hosts import Host, connect_again_at_once, free_port
 from tests.simulation.lossy import LossyLink
@@ -40,9 +40,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of reference files are in a directory of the test, and nobody waits for long."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
-    monkeypatch.setattr("portus.mirror.leading.PAUSE_MAX_S", 0.05)
-    monkeypatch.setattr("portus.daemon.replicas._ANSWER_S", 0.5)
+    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.reach.mirror.leading.PAUSE_MAX_S", 0.05)
+    monkeypatch.setattr("portus.reach.daemon.replicas._ANSWER_S", 0.5)
 
 
 class Two:
@@ -375,7 +375,9 @@ def test_a_replica_that_is_too_old_is_named_and_nothing_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start, and where it did not answer then."""
-    monkeypatch.setattr("portus.daemon.session.VERSIONS", (5,))  # of both hosts: they are here
+    monkeypatch.setattr(
+        "portus.reach.daemon.session.VERSIONS", (5,)
+    )  # of both hosts: they are here
     address = Address(Scheme.TCP, host="127.0.0.1", port=free_port())
     named = "is older, and keeps no mirrors and no replicas; upgrade it"
     with serving(tmp_path / "first", replica=str(address)) as first:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from portus.daemon.counters import Counters
-from portus.daemon.pools import Pools
-from portus.daemon.scrubber import Scrubber
-from portus.format.layout import SUPERBLOCK_OFFSETS
+from portus.reach.daemon.counters import Counters
+from portus.reach.daemon.pools import Pools
+from portus.reach.daemon.scrubber import Scrubber
+from portus.reach.format.layout import SUPERBLOCK_OFFSETS
 from tests.hosts import Host, free_port
 from tests.unit.cli.scene import Run
 from tests.unit.daemon.test_main import scraped

@@ -14,12 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from portus.copying.segments import Digests, Sources, Stop
-from portus.daemon.fabric import Fabric
-from portus.daemon.house import ClientTimeouts
-from portus.daemon.pools import HASHERS
-from portus.daemon.secrets import read_secrets
-from portus.daemon.server import Server
+from portus.engine.copying.segments import Digests, Sources, Stop
+from portus.engine.format.checksum import UNIT, digest
+from portus.engine.spec import TensorSpec
 from portus.errors import (
     BusyError,
     CorruptionError,
@@ -28,22 +25,25 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.format.checksum import UNIT, digest
-from portus.index.check import check
-from portus.index.directory import create_pool, open_reader, open_writer
-from portus.index.pool import PoolWriter
-from portus.index.records import encode_layout
-from portus.media.local import LocalFiles
-from portus.protocol import messages as said
-from portus.protocol.address import Address, Scheme, Transport, parse
-from portus.protocol.connection import HEADER
-from portus.protocol.messages import Said, packed_column, packed_handles
-from portus.protocol.proof import proof_of_client, proof_of_host
-from portus.protocol.vocabulary import Phase
-from portus.spec import TensorSpec
-from portus.transport.budget import FREE
-from portus.transport.dial import Credentials, dial, raised, read_secret
-from portus.transport.stream import Link
+from portus.reach.daemon.fabric import Fabric
+from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.daemon.pools import HASHERS
+from portus.reach.daemon.secrets import read_secrets
+from portus.reach.daemon.server import Server
+from portus.reach.index.check import check
+from portus.reach.index.directory import create_pool, open_reader, open_writer
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import encode_layout
+from portus.reach.media.local import LocalFiles
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import Address, Scheme, Transport, parse
+from portus.reach.protocol.connection import HEADER
+from portus.reach.protocol.messages import Said, packed_column, packed_handles
+from portus.reach.protocol.proof import proof_of_client, proof_of_host
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport.budget import FREE
+from portus.reach.transport.dial import Credentials, dial, raised, read_secret
+from portus.reach.transport.stream import Link
 from tests.hosts import serving, url
 
 TOKEN = b"t" * 16
@@ -291,7 +291,7 @@ def test_a_tree_that_is_none_is_not_committed_and_the_pool_stays_whole(
 ) -> None:
     """Whoever could, would have `portus verify` call the pool damaged from then on."""
     if match.startswith("of more"):
-        monkeypatch.setattr("portus.daemon.requests.saves.VALUES_MAX", 20)
+        monkeypatch.setattr("portus.reach.daemon.requests.saves.VALUES_MAX", 20)
     layout = encode_layout([spec("a", 0, 1)])
     good = b'{"$tensor":0}'
     with client(server) as link:
@@ -444,7 +444,7 @@ def test_ten_terabytes_do_not_fit_without_a_quota_either(server: Server) -> None
 
 @pytest.mark.parametrize("size", ["0", "", "x", "-1", "1.5G", "G"])
 def test_a_size_that_is_none_is_refused(size: str) -> None:
-    from portus.daemon.pools import parse_size
+    from portus.reach.daemon.pools import parse_size
 
     with pytest.raises(UsageError, match="expected a size"):
         parse_size(size)
@@ -457,8 +457,8 @@ PAIR = said.Connect(1, 2, bytes(15) + b"1", 0, 3, 4)
 
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("portus.transport.verbs._SYS", str(tmp_path / "none"))
-    monkeypatch.setattr("portus.transport.verbs._FOUND", {})
+    monkeypatch.setattr("portus.reach.transport.verbs._SYS", str(tmp_path / "none"))
+    monkeypatch.setattr("portus.reach.transport.verbs._FOUND", {})
 
 
 @pytest.mark.usefixtures("no_devices")
@@ -676,7 +676,7 @@ def busy(guarded: Server, tmp_path: Path) -> Iterator[PoolWriter]:
 def test_a_tenant_whose_pool_cannot_be_opened_is_told(
     guarded: Server, busy: PoolWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 0.1)
+    monkeypatch.setattr("portus.reach.daemon.pools.BUSY_S", 0.1)
     with pytest.raises(BusyError, match="another writer"), client(guarded, secret=SECRET):
         pass
     busy.close()
@@ -687,7 +687,7 @@ def test_a_tenant_whose_pool_cannot_be_opened_is_told(
 def test_while_a_pool_is_waited_for_other_tenants_are_served(
     guarded: Server, busy: PoolWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 60.0)
+    monkeypatch.setattr("portus.reach.daemon.pools.BUSY_S", 60.0)
     served: list[said.Committed] = []
 
     def come() -> None:
@@ -718,7 +718,7 @@ def test_a_model_has_one_client_at_a_time(server: Server) -> None:
 
 
 def test_a_door_that_others_reach_needs_a_secret(tmp_path: Path) -> None:
-    from portus.protocol.address import Address, Scheme
+    from portus.reach.protocol.address import Address, Scheme
 
     address = Address(Scheme.TCP, host="0.0.0.0", port=0)
     with pytest.raises(UsageError, match="--secret-file"), serving(tmp_path, address=address):
@@ -776,7 +776,7 @@ def test_a_client_that_stops_reading_is_ended_and_holds_nobody_up(tmp_path: Path
 def test_a_stranger_that_says_nothing_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.3)
+    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 0.3)
     with (
         serving(tmp_path / "pools") as server,
         socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
@@ -788,7 +788,7 @@ def test_a_stranger_that_says_nothing_is_ended(
 def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.3)
+    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 0.3)
     with (
         serving(tmp_path / "pools") as server,
         socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
@@ -824,7 +824,7 @@ def test_no_more_are_let_in_than_the_most_and_they_are_told(tmp_path: Path) -> N
 def test_a_host_has_so_many_tenants_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.pools.TENANTS_MAX", 1)
+    monkeypatch.setattr("portus.reach.daemon.pools.TENANTS_MAX", 1)
     with serving(tmp_path / "pools") as server:
         with client(server, "one"), pytest.raises(BusyError, match="the limit is 1 tenants"):
             dial(parse(url(server, "other")), Credentials(), 10)
@@ -835,7 +835,7 @@ def test_a_host_has_so_many_tenants_at_most(
 def test_a_client_has_so_many_regions_at_most(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.requests.saves.REGIONS_MAX", 3)
+    monkeypatch.setattr("portus.reach.daemon.requests.saves.REGIONS_MAX", 3)
     with client(server) as link:
         registered(link)
         with pytest.raises(UsageError, match="more than 3 regions"):
@@ -845,8 +845,8 @@ def test_a_client_has_so_many_regions_at_most(
 def test_a_client_has_so_many_pins_and_claims_at_most(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.requests.reads.PINS_MAX", 2)
-    monkeypatch.setattr("portus.daemon.requests.saves.CLAIMS_MAX", 2)
+    monkeypatch.setattr("portus.reach.daemon.requests.reads.PINS_MAX", 2)
+    monkeypatch.setattr("portus.reach.daemon.requests.saves.CLAIMS_MAX", 2)
     with client(server) as link:
         for version in range(1, 6):  # those that were taken back do not count
             asked(link, said.Pin(version), said.Done)
@@ -983,7 +983,7 @@ def test_the_end_does_not_wait_for_what_is_hashed(
         ending = threading.Thread(target=lambda: ends.append(server.stop(20)))
         confirmed(link)
         for module in ("reads", "saves"):
-            monkeypatch.setattr(f"portus.daemon.requests.{module}.check", endless)
+            monkeypatch.setattr(f"portus.reach.daemon.requests.{module}.check", endless)
         if request_of == "check":
             link.send(said.Check(packed_column([0]), b""))
         else:
@@ -1009,7 +1009,7 @@ def test_a_client_that_hangs_up_is_hashed_for_no_more(
         finally:
             ended.set()
 
-    monkeypatch.setattr("portus.daemon.requests.reads.check", endless)
+    monkeypatch.setattr("portus.reach.daemon.requests.reads.check", endless)
     with client(server) as link:
         link.send(said.Check(packed_column([0]), b""))
         assert began.wait(20)
@@ -1028,7 +1028,7 @@ def test_so_many_are_hashed_for_at_once_and_other_tenants_too(
         assert go_on.wait(20)
         return np.zeros((1, 16), np.uint8)
 
-    monkeypatch.setattr("portus.daemon.requests.reads.check", hashed)
+    monkeypatch.setattr("portus.reach.daemon.requests.reads.check", hashed)
     with contextlib.ExitStack() as stack:
         tenants = ["one"] * (most + 1) + ["two"]
         links = [stack.enter_context(client(server, name, model=None)) for name in tenants]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from portus.directory.folder import FOLDER, HiddenFolder
-from portus.directory.system import Linux
-from portus.media.process import _open
+from portus.engine.directory.folder import FOLDER, HiddenFolder
+from portus.engine.directory.system import Linux
+from portus.engine.media.process import _open
 from tests.moments import at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from portus.directory import publisher
-from portus.directory.publisher import Publisher
-from portus.directory.system import Linux
-from portus.media import linux
-from portus.media.process import Descriptor
+from portus.engine.directory import publisher
+from portus.engine.directory.publisher import Publisher
+from portus.engine.directory.system import Linux
+from portus.engine.media import linux
+from portus.engine.media.process import Descriptor
 
 NFS = 0x6969
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from portus.directory.folder import HiddenFolder
-from portus.directory.system import Linux
-from portus.directory.waiting import wait_for_drafts
+from portus.engine.directory.folder import HiddenFolder
+from portus.engine.directory.system import Linux
+from portus.engine.directory.waiting import wait_for_drafts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
 SAVER = """
 import sys
-from portus.directory.publisher import Publisher
-from portus.directory.system import Linux
+from portus.engine.directory.publisher import Publisher
+from portus.engine.directory.system import Linux
 files = Publisher(Linux(), lambda system, file, name: True)
 draft = files.begin(sys.argv[1])
 Linux().write(draft.files[0].file, b"whole")

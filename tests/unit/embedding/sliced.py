@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from portus.embedding.slices import Slices
-from portus.spec import Extent
+from portus.companions.embedding.slices import Slices
+from portus.engine.spec import Extent
 
 Written = list[tuple[int, int]]
 """Of each slice: of which batch the dense part is, and the bytes that were stored."""

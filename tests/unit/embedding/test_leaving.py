@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import portus
-from portus.client.job.settings import Settings
-from portus.client.training.training_files import TrainingFiles
+from portus.companions.embedding.store import MARKS
 from portus.embedding import fill
-from portus.embedding.store import MARKS
+from portus.engine.job.settings import Settings
 from portus.errors import CorruptionError, PortusError, UsageError
-from portus.index.place import Place
+from portus.reach.index.place import Place
+from portus.reach.training.training_files import TrainingFiles
 from tests.crash.embedded import Training, same
 from tests.unit.cli.scene import portus as run
 

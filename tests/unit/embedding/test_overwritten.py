@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import portus
+from portus.companions.embedding.store import MODEL
 from portus.embedding import protect
-from portus.embedding.store import MODEL
+from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, MediumError
-from portus.index.check import check
-from portus.spec import PAGE
+from portus.reach.index.check import check
 from portus.testing.device import stand_in
 from tests.unit.embedding.test_protected import Small
 from tests.unit.shelf.test_overwritten import DEEDS, LOST, Deed, replaced, set_back

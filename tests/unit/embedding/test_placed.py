@@ -16,18 +16,18 @@ import pytest
 import torch
 
 import portus
-from portus.client.pools import restore
+from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.placed import PlacedStore
+from portus.companions.embedding.slices import Slices
+from portus.companions.embedding.store import MODEL
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
-from portus.embedding.moment import Moment
-from portus.embedding.placed import PlacedStore
-from portus.embedding.slices import Slices
-from portus.embedding.store import MODEL
+from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, CorruptionError, MediumError, UsageError
-from portus.index import in_place, log
-from portus.index.check import check
-from portus.index.findings import Severity
-from portus.index.pool import PoolWriter
-from portus.spec import PAGE, Extent
+from portus.reach.index import in_place, log
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
+from portus.reach.index.pool import PoolWriter
+from portus.reach.pools import restore
 from tests.crash.embedded import Training, same
 from tests.unit.embedding import sliced
 from tests.unit.embedding.test_protected import Small

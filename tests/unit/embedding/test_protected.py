@@ -20,27 +20,19 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
-from portus.client.pools.weights_only import pickle_for_pool
-from portus.client.state.pickling import PickledState
-from portus.copying.segments import Stop
-from portus.embedding import (
-    Elsewhere,
-    Protected,
-    RowwiseAdagrad,
-    capture,
-    early,
-    fill,
-    fold,
-    protect,
-)
-from portus.embedding.committer import Committer
-from portus.embedding.fold import Fold
-from portus.embedding.moment import Moment
-from portus.embedding.store import MARKS, MODEL, TableStore
+from portus.companions.embedding import capture, early, fold
+from portus.companions.embedding.committer import Committer
+from portus.companions.embedding.fold import Fold
+from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.store import MARKS, MODEL, TableStore
+from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
+from portus.engine.copying.segments import Stop
+from portus.engine.spec import PAGE
+from portus.engine.state.pickling import PickledState
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
-from portus.index.check import check
-from portus.index.log import LogWriter
-from portus.spec import PAGE
+from portus.reach.index.check import check
+from portus.reach.index.log import LogWriter
+from portus.reach.pools.weights_only import pickle_for_pool
 from tests.crash.embedded import Training, same
 from tests.unit.client.stuck import until
 from tests.unit.embedding import sliced

@@ -15,10 +15,10 @@ import torch
 from torch.optim import lr_scheduler
 
 import portus
+from portus.companions.embedding.schedulers import settings_of
 from portus.embedding import Protected, protect
-from portus.embedding.schedulers import settings_of
+from portus.engine.spec import PAGE
 from portus.errors import UsageError
-from portus.spec import PAGE
 
 CPU = torch.device("cpu")
 LOG = 60 * PAGE

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from portus.format import items, layout
-from portus.format.checksum import UNIT
-from portus.format.dtypes import ITEM_SIZES
-from portus.format.record import Record
-from portus.index.findings import RULES
-from portus.media.lock import PIN_BASE, WRITER_BYTE
-from portus.spec import PAGE
+from portus.engine.format.checksum import UNIT
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.format.record import Record
+from portus.engine.spec import PAGE
+from portus.reach.format import items, layout
+from portus.reach.index.findings import RULES
+from portus.reach.media.lock import PIN_BASE, WRITER_BYTE
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "format.md").read_text()
 
@@ -74,7 +74,7 @@ def test_the_document_holds_the_numbers() -> None:
 
 
 def test_the_layout_sizes_every_dtype_that_is_saved() -> None:
-    from portus.client.state.walk import DTYPES
+    from portus.engine.state.walk import DTYPES
 
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == {
         name: size for name, size in ITEM_SIZES.items() if name in DTYPES

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from portus.errors import CorruptionError, UsageError
-from portus.format.arrays import ArrayShape
-from portus.format.items import DEPTH_MAX, decode
+from portus.reach.format.arrays import ArrayShape
+from portus.reach.format.items import DEPTH_MAX, decode
 
 TREE = (
     b'{"a":{"$tensor":0},"b":{"$array":[{"$tensor":1},"<f8",[2,3],false]},"c":{"$dict":[[3,'

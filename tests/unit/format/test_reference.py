@@ -10,10 +10,10 @@ import zipfile
 
 import pytest
 
+from portus.engine.format import pointer_marks
+from portus.engine.format.checksum import digest
 from portus.errors import CorruptionError, UsageError
-from portus.format import pointer_marks
-from portus.format import reference as ref
-from portus.format.checksum import digest
+from portus.reach.format import reference as ref
 
 SAMPLE = ref.Reference(
     id="0" * 31 + "1",

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.state.pickling import pickle_state, torch_format
+from portus.engine.format.checksum import unit_counts
+from portus.engine.image.image import Image, Literal
+from portus.engine.image.torch_reader import read_torch
+from portus.engine.image.torch_zip import DESCRIPTOR64, archive_name, torch_image
+from portus.engine.state.pickling import pickle_state, torch_format
 from portus.errors import CorruptionError, UsageError
-from portus.format.checksum import unit_counts
-from portus.image.image import Image, Literal
-from portus.image.torch_reader import read_torch
-from portus.image.torch_zip import DESCRIPTOR64, archive_name, torch_image
 
 
 def large() -> Image:

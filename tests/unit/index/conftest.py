@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from portus.media import process
-from portus.media.addresses import AddressRange
+from portus.engine.media import process
+from portus.engine.media.addresses import AddressRange
 
 
 @pytest.fixture(autouse=True)

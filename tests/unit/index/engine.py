@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from portus.format.checksum import UNIT, digest, storage_digest
-from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
-from portus.index.commit_records import NewVersion
-from portus.index.pool import PoolWriter, format_pool
-from portus.index.reader import PoolReader
-from portus.index.records import VersionRecord
-from portus.media.lock import LockTable, ProcessLocks
-from portus.media.memory import Memory
-from portus.spec import Extent
+from portus.engine.format.checksum import UNIT, digest, storage_digest
+from portus.engine.spec import Extent
+from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionRecord
+from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.memory import Memory
 
 
 def writer(size: int = DATA_START, **options: int) -> PoolWriter:

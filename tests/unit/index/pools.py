@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from portus.format.checksum import UNIT, digest, storage_digest
-from portus.format.layout import (
+from portus.engine.format.checksum import UNIT, digest, storage_digest
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE, Extent, TensorSpec
+from portus.reach.format.layout import (
     DATA_START,
     EXTENT,
     HEADER,
@@ -21,10 +23,10 @@ from portus.format.layout import (
     UNIT_DIGEST,
     RecordKind,
 )
-from portus.index.commit_records import NewVersion
-from portus.index.pool import PoolWriter, format_pool
-from portus.index.reader import PoolReader
-from portus.index.records import (
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import (
     Pointer,
     VersionEntry,
     VersionRecord,
@@ -35,11 +37,9 @@ from portus.index.records import (
     point,
     read,
 )
-from portus.index.roots import Root, read_roots, read_superblock, store_root
-from portus.media.base import Medium
-from portus.media.lock import LockTable, ProcessLocks
-from portus.media.memory import Memory
-from portus.spec import PAGE, Extent, TensorSpec
+from portus.reach.index.roots import Root, read_roots, read_superblock, store_root
+from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.memory import Memory
 
 OPENED: list[Memory] = []
 

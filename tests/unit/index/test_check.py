@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from portus.companions.shelf import Shelf
+from portus.engine.format.checksum import UNIT, digest
+from portus.engine.format.record import Record
+from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
-from portus.format.checksum import UNIT, digest
-from portus.format.layout import (
+from portus.reach.format.layout import (
     COPY,
     DATA_START,
     EXTENT,
@@ -27,17 +30,14 @@ from portus.format.layout import (
     VERSION_HEAD,
     RecordKind,
 )
-from portus.format.record import Record
-from portus.index.check import RULES, Finding, Severity, check
-from portus.index.directory import create_pool, open_reader, open_writer
-from portus.index.log import LogWriter
-from portus.index.reader import PoolReader
-from portus.index.records import VersionRecord
-from portus.media.local import LocalFiles
-from portus.media.lock import ProcessLocks
-from portus.media.memory import Memory
-from portus.shelf import Shelf
-from portus.spec import PAGE, Extent
+from portus.reach.index.check import RULES, Finding, Severity, check
+from portus.reach.index.directory import create_pool, open_reader, open_writer
+from portus.reach.index.log import LogWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionRecord
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.media.memory import Memory
 from tests.unit.index.pools import OPENED, Edit, Forger, Pool, close_all, save
 
 

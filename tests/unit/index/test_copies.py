@@ -8,15 +8,15 @@ from typing import cast
 
 import pytest
 
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE
 from portus.errors import CorruptionError
-from portus.format.layout import COPIES, SUPERBLOCK_OFFSETS, RecordKind
-from portus.index.catalogue import newest_catalogue
-from portus.index.check import check
-from portus.index.pool import REFRESH_COMMITS
-from portus.index.records import NOWHERE, Pointer, read_whole
-from portus.index.roots import read_roots, store_root, whole_superblock
-from portus.media.base import Medium
-from portus.spec import PAGE
+from portus.reach.format.layout import COPIES, SUPERBLOCK_OFFSETS, RecordKind
+from portus.reach.index.catalogue import newest_catalogue
+from portus.reach.index.check import check
+from portus.reach.index.pool import REFRESH_COMMITS
+from portus.reach.index.records import NOWHERE, Pointer, read_whole
+from portus.reach.index.roots import read_roots, store_root, whole_superblock
 from tests.unit.index.pools import Pool, close_all
 
 

@@ -8,18 +8,18 @@ from typing import Final
 
 import pytest
 
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
-from portus.format.layout import DATA_START, SUPERBLOCK_OFFSETS
-from portus.index.check import check
-from portus.index.device import is_blank, make_durable, make_pool
-from portus.index.findings import Severity
-from portus.index.pool import PoolWriter
-from portus.index.reader import PoolReader
-from portus.index.roots import whole_superblock
-from portus.media.base import Medium
-from portus.media.lock import ProcessLocks
-from portus.media.memory import Memory
-from portus.spec import PAGE
+from portus.reach.format.layout import DATA_START, SUPERBLOCK_OFFSETS
+from portus.reach.index.check import check
+from portus.reach.index.device import is_blank, make_durable, make_pool
+from portus.reach.index.findings import Severity
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.roots import whole_superblock
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.media.memory import Memory
 from tests.simulation import lines
 from tests.simulation.crash import CrashFiles
 from tests.simulation.explore import Explorer

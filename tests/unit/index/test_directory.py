@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from portus.index.check import check
-from portus.index.directory import create_pool, open_writer
-from portus.index.pool import PoolWriter
-from portus.media.local import LocalFiles
-from portus.media.pool import SparseMedium
-from portus.spec import PAGE
+from portus.engine.spec import PAGE
+from portus.reach.index.check import check
+from portus.reach.index.directory import create_pool, open_writer
+from portus.reach.index.pool import PoolWriter
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.pool import SparseMedium
 from tests.unit.client.stuck import WAIT_S_MAX, is_in, until
 from tests.unit.index.pools import save
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from portus.engine.spec import Extent
 from portus.errors import AbandonedError, MediumError
-from portus.format.layout import DATA_START
-from portus.index.check import check
-from portus.index.line import Line, RoomError
-from portus.index.pool import PoolWriter, format_pool
-from portus.media.lock import LockTable, ProcessLocks
-from portus.media.memory import Memory
-from portus.spec import Extent
+from portus.reach.format.layout import DATA_START
+from portus.reach.index.check import check
+from portus.reach.index.line import Line, RoomError
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.memory import Memory
 from tests.unit.index.engine import save
 
 CLIENTS = 8

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from portus.engine.spec import PAGE, Extent, VersionInfo
 from portus.errors import CorruptionError
-from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST, WITH_NEXT
-from portus.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, logged
-from portus.index.records import NOWHERE, VersionLog, VersionRecord
-from portus.media.memory import Memory
-from portus.spec import PAGE, Extent, VersionInfo
+from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST, WITH_NEXT
+from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, logged
+from portus.reach.index.records import NOWHERE, VersionLog, VersionRecord
+from portus.reach.media.memory import Memory
 
 PAGES = 30
 

@@ -17,9 +17,9 @@ from portus.cli.export import ExportOptions
 from portus.cli.export import run as export
 from portus.cli.output import Output
 from portus.cli.pools import find_pool
-from portus.daemon.pools import Pools as HostPools
 from portus.errors import UsageError
-from portus.index.place import Place, PlaceKind, local_path
+from portus.reach.daemon.pools import Pools as HostPools
+from portus.reach.index.place import Place, PlaceKind, local_path
 from portus_accelerate.settings import VARIABLE, from_environment, to_text
 from portus_lightning import PortusIO
 

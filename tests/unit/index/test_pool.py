@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.media.base import MappedMedium
+from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
-from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
-from portus.index.directory import WRITERS, create_pool, open_reader
-from portus.index.messages import read_holder
-from portus.index.pool import PoolWriter, format_pool
-from portus.index.reader import PoolReader
-from portus.index.roots import read_roots
-from portus.media.base import MappedMedium
-from portus.media.local import LocalFiles
-from portus.media.lock import LockTable, ProcessLocks
-from portus.media.memory import Memory
-from portus.spec import PAGE, Extent
+from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.reach.index.directory import WRITERS, create_pool, open_reader
+from portus.reach.index.messages import read_holder
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.roots import read_roots
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.memory import Memory
 from tests.moments import at
 from tests.unit.index.engine import reader_of, save, stored, writer
 
@@ -375,7 +375,7 @@ def test_no_pool_at_all_is_said() -> None:
 
 
 def test_a_newer_format_is_refused_and_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
-    from portus.index import roots
+    from portus.reach.index import roots
 
     medium = Memory(DATA_START)
     monkeypatch.setattr(roots, "FORMAT_VERSION", 2)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from portus.errors import CorruptionError
-from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
-from portus.index.check import check
-from portus.index.findings import Severity
-from portus.index.reader import PoolReader
-from portus.index.records import VersionRecord
-from portus.index.rescue import RecoverableVersion, find_versions, is_whole
-from portus.media.lock import ProcessLocks
+from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.reach.index.check import check
+from portus.reach.index.findings import Severity
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionRecord
+from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
+from portus.reach.media.lock import ProcessLocks
 from tests.unit.index.pools import Pool, close_all
 
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.format.checksum import UNIT
-from portus.index.check import CheckOptions, Finding
-from portus.index.directory import open_reader
-from portus.index.place import Place
-from portus.index.pool import PoolWriter
-from portus.index.scrub import scrub
-from portus.media.file import UncachedFile
-from portus.media.local import LocalFiles
+from portus.engine.format.checksum import UNIT
+from portus.reach.index.check import CheckOptions, Finding
+from portus.reach.index.directory import open_reader
+from portus.reach.index.place import Place
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.scrub import scrub
+from portus.reach.media.file import UncachedFile
+from portus.reach.media.local import LocalFiles
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.page_cache import forget, in_memory
 
 SIZE = 3 * UNIT + 5000

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portus.index.space import EMPTY, Runs, alone, choose, gaps, merged, page_count, runs_of
-from portus.spec import PAGE
+from portus.engine.spec import PAGE
+from portus.reach.index.space import EMPTY, Runs, alone, choose, gaps, merged, page_count, runs_of
 
 _RANGES = st.lists(st.tuples(st.integers(0, 60 * PAGE), st.integers(0, 5 * PAGE)), max_size=12)
 

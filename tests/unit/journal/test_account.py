@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from portus.journal.account import Account, account
-from portus.journal.lines import Asked, Line, Saved, SessionBegun, SessionEnded
+from portus.companions.journal.account import Account, account
+from portus.companions.journal.lines import Asked, Line, Saved, SessionBegun, SessionEnded
 from tests.bench.cadence import HOUR, Job, Load, Outcome, drawn, replay, ways
 from tests.bench.journal import OFTEN, token, written
 

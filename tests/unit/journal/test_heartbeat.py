@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from portus.companions.journal import heartbeat
+from portus.companions.journal.heartbeat import ASKED, BEAT, HEAD
+from portus.companions.journal.lines import Asked, SessionBegun
+from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
-from portus.journal import heartbeat
-from portus.journal.heartbeat import ASKED, BEAT, HEAD
-from portus.journal.lines import Asked, SessionBegun
-from portus.spec import PAGE
 
 BEGUN = SessionBegun(session="5e", at_s=1.5, time_ns=1, boot="b", machine="m", process=3)
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "report.md"

@@ -7,9 +7,8 @@ import zlib
 
 import pytest
 
-from portus.errors import CorruptionError, UsageError
-from portus.journal.account import account, sessions
-from portus.journal.lines import (
+from portus.companions.journal.account import account, sessions
+from portus.companions.journal.lines import (
     Asked,
     Decided,
     Failed,
@@ -23,6 +22,7 @@ from portus.journal.lines import (
     encoded,
     shortened,
 )
+from portus.errors import CorruptionError, UsageError
 
 HEAD = Head(format=1, model="run")
 

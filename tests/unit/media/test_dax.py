@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.media.addresses import AddressRange
+from portus.engine.media.base import MediumKind
+from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.process import Descriptor
+from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
-from portus.media.addresses import AddressRange
-from portus.media.base import MediumKind
-from portus.media.dax import (
+from portus.reach.media.dax import (
     DaxDevice,
     DaxFile,
     DeviceFacts,
@@ -23,11 +26,8 @@ from portus.media.dax import (
     is_device,
     open_device,
 )
-from portus.media.file_system import FileSystemTraits
-from portus.media.local import LocalFiles
-from portus.media.pmem import processor
-from portus.media.process import Descriptor
-from portus.spec import PAGE, Extent
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.pmem import processor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="devices are Linux's")
 

@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from portus.engine.media.base import Medium, MediumKind
+from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.process import Descriptor
+from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
-from portus.media.base import Medium, MediumKind
-from portus.media.file import UNCACHED, WRITEBACK_MIN, MappedFile, PlainFile, UncachedFile
-from portus.media.file_system import FileSystemTraits
-from portus.media.local import LocalFiles
-from portus.media.memory import Memory
-from portus.media.process import Descriptor
-from portus.spec import PAGE, Extent
+from portus.reach.media.file import UNCACHED, WRITEBACK_MIN, MappedFile, PlainFile, UncachedFile
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.memory import Memory
 from portus.testing.contract import assert_raises, load
 from tests.page_cache import forget, in_memory
 from tests.unit.conftest import SMALL_BYTES, Mount
@@ -245,10 +245,10 @@ def test_an_allocation_ends_though_signals_keep_coming(directory: Path) -> None:
 IN_A_FORKED_CHILD = """
 import os, sys
 from portus.errors import UsageError
-from portus.media.local import LocalFiles
-from portus.media.memory import Memory
-from portus.media.process import Descriptor
-from portus.spec import Extent
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.memory import Memory
+from portus.engine.media.process import Descriptor
+from portus.engine.spec import Extent
 
 files, path = LocalFiles(mapped=sys.argv[2] == "True"), sys.argv[1]
 media = [files.create(path, 5000), files.open(path, writable=False), Memory(5000)]
@@ -298,7 +298,7 @@ def test_a_forked_child_has_neither_descriptor_nor_mapping(directory: Path, mapp
 
 FORKS_WHILE_THREADS_OPEN = """
 import os, sys, threading
-from portus.media.local import LocalFiles
+from portus.reach.media.local import LocalFiles
 
 files, path = LocalFiles(), sys.argv[1]
 files.create(path, 5000).close()
@@ -335,8 +335,8 @@ def test_no_fork_falls_between_open_and_registration(directory: Path) -> None:
 UNDER_A_LIMIT = """
 import logging, os, resource, sys
 from portus.errors import MediumError
-from portus.media.local import LocalFiles
-from portus.spec import Extent
+from portus.reach.media.local import LocalFiles
+from portus.engine.spec import Extent
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 used = lambda: int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -564,7 +564,7 @@ def test_what_is_no_file_is_refused_as_ever(tmp_path: Path) -> None:
 
 CLOSED_STREAMS = """
 import os, sys
-from portus.media.local import LocalFiles
+from portus.reach.media.local import LocalFiles
 
 medium = LocalFiles(mapped=sys.argv[2] == "mapped").create(sys.argv[1], 1 << 16)
 medium.store(0, b"kept")

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.media import linux
+from portus.engine.media.addresses import AddressRange
+from portus.engine.media.base import MappedMedium, MediumKind
+from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
-from portus.media import linux
-from portus.media.addresses import AddressRange
-from portus.media.base import MappedMedium, MediumKind
-from portus.media.local import LocalFiles
-from portus.spec import Extent
+from portus.reach.media.local import LocalFiles
 from portus.testing.contract import assert_errno, load
 from tests.unit.conftest import SMALL_BYTES, Mount
 
@@ -245,9 +245,9 @@ def refused(*arguments, **more):
 
 ctypes.CDLL = refused
 
-import portus.media.memory
-from portus.media.local import LocalFiles
-from portus.media.lock import FileLocks
+import portus.reach.media.memory
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.lock import FileLocks
 
 files = LocalFiles()
 medium = files.open(sys.argv[1], writable=False)
@@ -275,7 +275,7 @@ def test_a_reader_works_on_other_platforms(tmp_path: Path) -> None:
 
 
 A_LARGE_RANGE = """
-from portus.media.addresses import RANGE_MAX, AddressRange
+from portus.engine.media.addresses import RANGE_MAX, AddressRange
 
 found = AddressRange("test", 2 * RANGE_MAX)
 print(found._length >= 2 * RANGE_MAX)

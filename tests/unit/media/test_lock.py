@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from portus.copying import native
+from portus.engine.copying import native
 from portus.errors import BusyError, MediumError, UsageError
-from portus.media.lock import PIN_BASE, WRITER_BYTE, FileLocks
+from portus.reach.media.lock import PIN_BASE, WRITER_BYTE, FileLocks
 
 TIMEOUT_S = 60
 
@@ -59,7 +59,7 @@ def process(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 HOLDER = """
 import sys
-from portus.media.lock import FileLocks
+from portus.reach.media.lock import FileLocks
 
 locks = FileLocks(sys.argv[1], writable=sys.argv[2] == "writer")
 if sys.argv[2] == "writer":
@@ -104,7 +104,7 @@ def test_pins_of_another_process_are_seen_until_it_is_killed(pool: str, locks: F
 def test_another_process_sees_the_pins_of_this_one(pool: str, locks: FileLocks) -> None:
     script = """
 import sys
-from portus.media.lock import FileLocks
+from portus.reach.media.lock import FileLocks
 locks = FileLocks(sys.argv[1], writable=True)
 print([version for version in range(9) if locks.pinned(version)], flush=True)
 sys.stdin.read()
@@ -118,9 +118,9 @@ sys.stdin.read()
 FORKS_THEN_WAITS = """
 import ctypes, multiprocessing, os, sys
 from portus.errors import UsageError
-from portus.media.lock import FileLocks
-from portus.media.process import NUMBERS
-from portus.copying import native
+from portus.reach.media.lock import FileLocks
+from portus.engine.media.process import NUMBERS
+from portus.engine.copying import native
 
 def live_on():
     for call in (lambda: locks.acquire_writer(0), lambda: locks.pin(4), lambda: locks.pinned(4)):

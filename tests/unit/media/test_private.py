@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from portus.media import private
-from portus.media.private import Private, Tells
-from portus.spec import PAGE
+from portus.companions.media import private
+from portus.companions.media.private import Private, Tells
+from portus.engine.spec import PAGE
 
 
 def committed(size: int, rng: np.random.Generator) -> Private:

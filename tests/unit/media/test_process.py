@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.media import process
+from portus.engine.media.process import Descriptor
 from portus.errors import UsageError
-from portus.media import process
-from portus.media.process import Descriptor
 from tests.moments import at, elsewhere
 
 

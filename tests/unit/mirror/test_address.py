@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from portus.errors import UsageError
-from portus.mirror.address import StoreAddress, StoreKind, is_store, parse
+from portus.reach.mirror.address import StoreAddress, StoreKind, is_store, parse
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from pathlib import Path
 import pytest
 
 from portus.errors import MediumError, PortusError, TransportError, UsageError
-from portus.mirror.address import parse
-from portus.mirror.bucket import Bucket, BucketTimeouts
-from portus.mirror.causes import FailedCall, meant
-from portus.mirror.opening import open_store
-from portus.mirror.store import MissingError, Store
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.bucket import Bucket, BucketTimeouts
+from portus.reach.mirror.causes import FailedCall, meant
+from portus.reach.mirror.opening import open_store
+from portus.reach.mirror.store import MissingError, Store
 from tests.certificates import LEAF
 from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.unit.daemon.test_main import certificate
@@ -320,7 +320,7 @@ def test_without_obstore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_what_stores_need_is_imported_when_one_is_opened() -> None:
     program = (
         "import sys\n"
-        "import portus, portus.mirror.opening as opening\n"
+        "import portus, portus.reach.mirror.opening as opening\n"
         "assert not {'obstore', 'torch'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -331,8 +331,8 @@ def test_a_process_that_ends_in_the_middle_of_a_call_ends_at_once(proxy: Request
     proxy.fail(RequestFault(status=200, delay_s=60), times=100)
     program = (
         "import threading, time\n"
-        "from portus.mirror.address import parse\n"
-        "from portus.mirror.bucket import Bucket\n"
+        "from portus.reach.mirror.address import parse\n"
+        "from portus.reach.mirror.bucket import Bucket\n"
         "store = Bucket(parse('s3://bucket/runs/gpt'))\n"
         "memory = bytearray(8 << 20)\n"
         "threading.Thread(target=store.put, args=('a', [memory]), daemon=True).start()\n"

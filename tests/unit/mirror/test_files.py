@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from portus.copying.segments import Stop, StoppedError
+from portus.engine.copying.segments import Stop, StoppedError
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.mirror.address import parse
-from portus.mirror.files import PIECE, MirroredFiles, UploadedFile
-from portus.mirror.log import SupersededError
-from portus.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
-from portus.mirror.opening import open_file_store
-from portus.mirror.store import FileStore, MissingError
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.files import PIECE, MirroredFiles, UploadedFile
+from portus.reach.mirror.log import SupersededError
+from portus.reach.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
+from portus.reach.mirror.opening import open_file_store
+from portus.reach.mirror.store import FileStore, MissingError
 
 RUN = bytes(range(16))
 NUMBERS = itertools.count()
@@ -280,7 +280,7 @@ def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
     store.put("run/mine.txt", [b"not of Portus"])
     store.put("files/mine.txt", [b"not of Portus"])
     assert files.sweep() == 0
-    monkeypatch.setattr("portus.mirror.files.GRACE_S", -10.0)
+    monkeypatch.setattr("portus.reach.mirror.files.GRACE_S", -10.0)
     assert files.sweep() == 1
     left = [each.name for each in store.list("")]
     assert "run/files/a.ckpt" in left

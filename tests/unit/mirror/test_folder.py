@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from portus.errors import MediumError, TransportError, UsageError
-from portus.mirror.address import StoreAddress, StoreKind
-from portus.mirror.folder import PARTIAL, PARTIAL_S_MAX, Folder
-from portus.mirror.opening import check_writable
+from portus.reach.mirror.address import StoreAddress, StoreKind
+from portus.reach.mirror.folder import PARTIAL, PARTIAL_S_MAX, Folder
+from portus.reach.mirror.opening import check_writable
 
 
 @pytest.fixture

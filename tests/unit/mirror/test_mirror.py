@@ -15,28 +15,28 @@ import pytest
 import torch
 
 import portus
-from portus.client.pools import restore
-from portus.copying.local import fetch
-from portus.copying.segments import Digests, Sources, Stop, StoppedError
+from portus.engine.copying.local import fetch
+from portus.engine.copying.segments import Digests, Sources, Stop, StoppedError
+from portus.engine.format.checksum import UNIT
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError, UsageError
-from portus.format.checksum import UNIT
-from portus.format.layout import DATA_START
-from portus.index.directory import open_reader
-from portus.index.pool import PoolWriter, format_pool
-from portus.index.records import VersionEntry
-from portus.media.base import Medium
-from portus.media.lock import ProcessLocks
-from portus.media.memory import Memory
-from portus.mirror.folder import Folder
-from portus.mirror.hosted import HostStore
-from portus.mirror.log import SupersededError
-from portus.mirror.mirror import Mirror, models
-from portus.mirror.objects import GONE_MAX, STRIDE, Added, Removed
-from portus.mirror.pieces import ALONE
-from portus.mirror.store import Buffer, ListedObject
-from portus.spec import PAGE
+from portus.reach.format.layout import DATA_START
+from portus.reach.index.directory import open_reader
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.records import VersionEntry
+from portus.reach.media.lock import ProcessLocks
+from portus.reach.media.memory import Memory
+from portus.reach.mirror.folder import Folder
+from portus.reach.mirror.hosted import HostStore
+from portus.reach.mirror.log import SupersededError
+from portus.reach.mirror.mirror import Mirror, models
+from portus.reach.mirror.objects import GONE_MAX, STRIDE, Added, Removed
+from portus.reach.mirror.pieces import ALONE
+from portus.reach.mirror.store import Buffer, ListedObject
+from portus.reach.pools import restore
+from portus.reach.versions.transfer import transferred
 from portus.testing.hosting import serving, url
-from portus.versions.transfer import transferred
 from tests.simulation.model_store import ModelStore
 
 MODEL = "gpt/rank-0-of-4"
@@ -571,7 +571,7 @@ def test_small_storages_are_read_together(
         fetched.append(len(targets.length))
         return fetch(medium, targets, stop)
 
-    monkeypatch.setattr("portus.mirror.mirror.fetch", counted)
+    monkeypatch.setattr("portus.reach.mirror.mirror.fetch", counted)
     added = run.copy(0)
     assert sorted(fetched) == [1, 500], "those, and what is around them"
     with run.mirror.opened_as(added) as (reader, entry):

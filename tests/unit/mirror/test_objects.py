@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from portus.mirror import objects, pieces, writer
-from portus.mirror.names import is_name
-from portus.mirror.objects import (
+from portus.reach.mirror import objects, pieces, writer
+from portus.reach.mirror.names import is_name
+from portus.reach.mirror.objects import (
     NUMBER_MAX,
     entry_name,
     entry_number,

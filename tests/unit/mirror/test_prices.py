@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.format.checksum import UNIT
+from portus.engine.format.checksum import UNIT
 
 PAGE = (Path(__file__).parents[3] / "docs" / "mirrors.md").read_text()
 SMALL_ONES = 3

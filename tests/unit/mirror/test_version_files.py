@@ -15,19 +15,19 @@ import xxhash
 from safetensors.torch import load_file
 
 import portus
-from portus.client.loading.checkpoint_file import verify_file
-from portus.client.pools import restore
-from portus.client.training.safetensors import Safetensors
-from portus.client.training.training_files import TrainingFiles
-from portus.copying.segments import Stop
+from portus.engine.copying.segments import Stop
+from portus.engine.format.checksum import UNIT
+from portus.engine.loading.checkpoint_file import verify_file
 from portus.errors import CorruptionError, MediumError, TransportError
-from portus.format.checksum import UNIT
-from portus.index.directory import open_reader
-from portus.index.reader import PoolReader
-from portus.mirror.folder import Folder
-from portus.mirror.mirror import Mirror
-from portus.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
-from portus.versions.transfer import transferred
+from portus.reach.index.directory import open_reader
+from portus.reach.index.reader import PoolReader
+from portus.reach.mirror.folder import Folder
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
+from portus.reach.pools import restore
+from portus.reach.training.safetensors import Safetensors
+from portus.reach.training.training_files import TrainingFiles
+from portus.reach.versions.transfer import transferred
 from tests.simulation.model_store import ModelStore
 from tests.unit.client.pools.scene import stored
 from tests.unit.client.same import assert_same
@@ -212,7 +212,7 @@ def test_a_file_that_arrived_is_not_sent_again_after_a_failure(
 
     is_up = False
     monkeypatch.setattr(Folder, "put_stream", put_stream)
-    monkeypatch.setattr("portus.mirror.mirror.ABREAST", 1)
+    monkeypatch.setattr("portus.reach.mirror.mirror.ABREAST", 1)
     scene.mirror.claim("a test", scene.reader.superblock.uuid, 0)
     third = [*scene.reader.catalogue().entries()][2].info.id
     for _ in range(3):

@@ -10,18 +10,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from portus.copying.segments import Stop
-from portus.format.layout import DATA_START
-from portus.index.pool import PoolWriter, format_pool
-from portus.media import written
-from portus.media.lock import LockTable, ProcessLocks
-from portus.media.memory import Memory
-from portus.pipeline.audit import WATCHED_MIN, Audit, AuditMethod, Hashed, Late, Probed, Watched
-from portus.pipeline.draft import CommittedVersion
-from portus.pipeline.plan import Flags, Snapshot
-from portus.pipeline.run import Policy, Save
-from portus.versions.parts import Before
-from portus.versions.pool_draft import PoolDraft
+from portus.engine.copying.segments import Stop
+from portus.engine.media import written
+from portus.engine.pipeline.audit import (
+    WATCHED_MIN,
+    Audit,
+    AuditMethod,
+    Hashed,
+    Late,
+    Probed,
+    Watched,
+)
+from portus.engine.pipeline.draft import CommittedVersion
+from portus.engine.pipeline.plan import Flags, Snapshot
+from portus.engine.pipeline.run import Policy, Save
+from portus.reach.format.layout import DATA_START
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.memory import Memory
+from portus.reach.versions.parts import Before
+from portus.reach.versions.pool_draft import PoolDraft
 
 
 def places(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

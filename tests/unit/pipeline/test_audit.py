@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from portus.copying.segments import Stop
-from portus.media import linux, written
-from portus.pipeline.audit import AuditMethod, Auditor, Guard, Late, Probed
+from portus.engine.copying.segments import Stop
+from portus.engine.media import linux, written
+from portus.engine.pipeline.audit import AuditMethod, Auditor, Guard, Late, Probed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -112,8 +112,8 @@ class As:
 
 REFUSED = """
 import numpy as np
-from portus.pipeline.audit import Auditor, Late
-from portus.copying.segments import Stop
+from portus.engine.pipeline.audit import Auditor, Late
+from portus.engine.copying.segments import Stop
 from tests.refused import refuse_userfaultfd
 
 refuse_userfaultfd()

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
+from portus.engine.media import calls
+from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
+from portus.engine.spec import VersionInfo
 from portus.errors import MediumError, PortusError, UsageError
-from portus.media import calls
-from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
-from portus.spec import VersionInfo
 
 
 class Going:

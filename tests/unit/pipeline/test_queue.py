@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from portus.engine.pipeline.queue import SAVES_MAX, Queue, Turn
 from portus.errors import UsageError
-from portus.pipeline.queue import SAVES_MAX, Queue, Turn
 
 
 class _Work:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from portus.engine.format.checksum import UNIT
+from portus.engine.media import written
+from portus.engine.pipeline.audit import WATCHED_MIN, AuditMethod
+from portus.engine.pipeline.run import Save
+from portus.engine.spec import PAGE, Extent
 from portus.errors import AbandonedError, MediumError
-from portus.format.checksum import UNIT
-from portus.format.layout import DATA_START
-from portus.media import written
-from portus.media.memory import Memory
-from portus.pipeline.audit import WATCHED_MIN, AuditMethod
-from portus.pipeline.run import Save
-from portus.spec import PAGE, Extent
-from portus.versions.placement import packed, placed
+from portus.reach.format.layout import DATA_START
+from portus.reach.media.memory import Memory
+from portus.reach.versions.placement import packed, placed
 from tests.unit.pipeline.bench import WAYS, Bench, Gate, needs_kernel, places
 
 

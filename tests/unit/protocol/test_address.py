@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from portus.errors import UsageError
-from portus.protocol.address import PORT, Address, Scheme, parse
+from portus.reach.protocol.address import PORT, Address, Scheme, parse
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,17 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from portus.protocol import messages as said
-from portus.protocol.connection import HEADER, Connection, Event, Forgotten, Payload, _check
-from portus.protocol.messages import (
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.connection import HEADER, Connection, Event, Forgotten, Payload, _check
+from portus.reach.protocol.messages import (
     Fault,
     ProtocolError,
     Said,
     packed_column,
     packed_handles,
 )
-from portus.protocol.session import NEXT
-from portus.protocol.vocabulary import MessageKind, Phase
+from portus.reach.protocol.session import NEXT
+from portus.reach.protocol.vocabulary import MessageKind, Phase
 
 TOKEN = bytes(range(16))
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.format import checksum
 from portus.errors import UsageError
-from portus.format import checksum
-from portus.protocol import messages as said
-from portus.protocol.address import Address, Scheme, is_address, parse
-from portus.protocol.proof import equal, proof_of_client, proof_of_host
-from portus.protocol.session import NEXT, table
-from portus.protocol.vocabulary import Phase
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import Address, Scheme, is_address, parse
+from portus.reach.protocol.proof import equal, proof_of_client, proof_of_host
+from portus.reach.protocol.session import NEXT, table
+from portus.reach.protocol.vocabulary import Phase
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text()
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 
-from portus.daemon.requests.router import ANSWERS
-from portus.protocol import messages as said
-from portus.protocol.vocabulary import MessageKind, Phase, Vocabulary
+from portus.reach.daemon.requests.router import ANSWERS
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
 ASK = {Phase.READY: Phase.ASKED}
 
@@ -107,14 +107,14 @@ def test_every_request_of_the_protocol_has_its_answer() -> None:
 
 def test_a_host_does_not_start_with_a_message_that_nobody_answers() -> None:
     code = """
-        from portus.protocol import messages as said
-        from portus.protocol.vocabulary import Phase
+        from portus.reach.protocol import messages as said
+        from portus.reach.protocol.vocabulary import Phase
 
         @said.MESSAGES.client(63, "WONDER", {Phase.READY: Phase.ASKED}, handler="wonder")
         class Wonder(said.Message, frozen=True):
             pass
 
-        import portus.daemon.main
+        import portus.reach.daemon.main
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False

@@ -12,8 +12,8 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
+from portus.companions.samples.deal import Deal, DealtBy, Tail, batch_of_ranks
 from portus.errors import UsageError
-from portus.samples.deal import Deal, DealtBy, Tail, batch_of_ranks
 
 SIZES = [*range(1, 14), 24, 25]
 

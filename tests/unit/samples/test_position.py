@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from portus.companions.samples.position import FORMAT, Position
 from portus.errors import UsageError
-from portus.samples.position import FORMAT, Position
 
 HERE = Position(batches=3, delivered=24, ranks=2, batch=4, samples=50, data=50, fingerprint="a")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from portus.engine.settings.keep import METRICS_MAX, Keep, checked_metrics
+from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
-from portus.settings.keep import METRICS_MAX, Keep, checked_metrics
-from portus.spec import VersionInfo
 
 HOUR_NS = 3600 * 10**9
 

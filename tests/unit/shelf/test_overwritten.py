@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import portus
+from portus.companions.shelf import Shelf
+from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, MediumError
-from portus.index.check import check
-from portus.shelf import Shelf
-from portus.spec import PAGE
+from portus.reach.index.check import check
 
 LOST = (CorruptionError, MediumError)
 

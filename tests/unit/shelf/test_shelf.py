@@ -17,16 +17,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import portus
-from portus.client.leaving import torch_file
+from portus.companions.media import private
+from portus.companions.media.private import Private, Tells
+from portus.companions.shelf import Shelf, store
+from portus.engine.spec import PAGE
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError, UsageError
-from portus.format.layout import SLOT_OFFSETS
-from portus.index.check import check
-from portus.index.directory import open_reader
-from portus.index.log import LogWriter
-from portus.media import private
-from portus.media.private import Private, Tells
-from portus.shelf import Shelf, store
-from portus.spec import PAGE
+from portus.reach.format.layout import SLOT_OFFSETS
+from portus.reach.index.check import check
+from portus.reach.index.directory import open_reader
+from portus.reach.index.log import LogWriter
+from portus.reach.leaving import torch_file
 
 RANDOM = np.random.default_rng(7)
 

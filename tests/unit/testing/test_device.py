@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.index.directory import has_pool
-from portus.index.place import Place, PlaceKind
-from portus.media.dax import DaxDevice, device_facts
-from portus.media.local import LocalFiles
-from portus.spec import Extent
+from portus.engine.spec import Extent
+from portus.reach.index.directory import has_pool
+from portus.reach.index.place import Place, PlaceKind
+from portus.reach.media.dax import DaxDevice, device_facts
+from portus.reach.media.local import LocalFiles
 from portus.testing.device import stand_in
 
 SIZE = 32 << 20

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from portus.engine.spec import PAGE
 from portus.errors import TransportError
-from portus.spec import PAGE
-from portus.transport import cuda
-from portus.transport.cuda import Driver
-from portus.transport.regions import HERE, DeviceAccess, Regions, StagedError
-from portus.transport.verbs import Region
+from portus.reach.transport import cuda
+from portus.reach.transport.cuda import Driver
+from portus.reach.transport.regions import HERE, DeviceAccess, Regions, StagedError
+from portus.reach.transport.verbs import Region
 from tests.cuda import Library, memfd
 from tests.unit.transport.test_onesided import Registry
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from portus.errors import TransportError
-from portus.protocol.address import parse
-from portus.transport.dial import GREETING_S, Credentials, dial
-from portus.transport.host import Links
+from portus.reach.protocol.address import parse
+from portus.reach.transport.dial import GREETING_S, Credentials, dial
+from portus.reach.transport.host import Links
 from tests.hosts import serving, url
 from tests.simulation.lossy import LossyLink
 
@@ -35,7 +35,7 @@ def test_a_host_that_is_down_is_tried_now_and_then_and_more_rarely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("portus.transport.host.time", clock)
+    monkeypatch.setattr("portus.reach.transport.host.time", clock)
     with (
         serving(tmp_path / "pools") as server,
         LossyLink("127.0.0.1", server.doors[0].port) as link,

@@ -13,16 +13,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from portus.copying.local import hash_sources
-from portus.copying.segments import Sources, Stop
+from portus.engine.copying.local import hash_sources
+from portus.engine.copying.segments import Sources, Stop
+from portus.engine.format.checksum import UNIT
+from portus.engine.media.base import MappedMedium, Medium
+from portus.engine.spec import PAGE, Extent
 from portus.errors import TransportError
-from portus.format.checksum import UNIT
-from portus.media.base import MappedMedium, Medium
-from portus.media.local import LocalFiles
-from portus.media.memory import Memory
-from portus.spec import PAGE, Extent
-from portus.transport import onesided
-from portus.transport.onesided import (
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.memory import Memory
+from portus.reach.transport import onesided
+from portus.reach.transport.onesided import (
     Bounced,
     Landing,
     PoolRegions,
@@ -33,10 +33,10 @@ from portus.transport.onesided import (
     pull,
     push,
 )
-from portus.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gathered
-from portus.transport.verbs import Region, WorkError
-from portus.versions.parts import sources
-from portus.versions.placement import packed, placed
+from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gathered
+from portus.reach.transport.verbs import Region, WorkError
+from portus.reach.versions.parts import sources
+from portus.reach.versions.placement import packed, placed
 
 KEY = 7
 DEPTH = 6

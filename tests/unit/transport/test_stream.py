@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from portus.errors import PortusError, TransportError, UsageError
-from portus.protocol import messages as said
-from portus.protocol.connection import HEADER
-from portus.protocol.vocabulary import Phase
-from portus.transport.budget import FREE, Budget, ConnectionBudget
-from portus.transport.stream import EndedError, Link, SilentError, UnreadError
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.connection import HEADER
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport.budget import FREE, Budget, ConnectionBudget
+from portus.reach.transport.stream import EndedError, Link, SilentError, UnreadError
 
 SILENCE_S = 1000.0
 LONG_S = 0.9 * SILENCE_S
@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("portus.transport.stream.time", made)
+    monkeypatch.setattr("portus.reach.transport.stream.time", made)
     return made
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from portus.errors import TransportError
-from portus.transport import verbs
-from portus.transport.verbs import port_for
+from portus.reach.transport import verbs
+from portus.reach.transport.verbs import port_for
 
 HERE = "10.9.0.1"
 MAPPED = "0000:0000:0000:0000:0000:ffff:0a09:0001"

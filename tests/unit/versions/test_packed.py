@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from portus.engine.image.image import Column, Literal, bytes_image
 from portus.errors import CorruptionError
-from portus.image.image import Column, Literal, bytes_image
-from portus.versions.packed import FileTable, PackedFile, decode_table, encode_table
+from portus.reach.versions.packed import FileTable, PackedFile, decode_table, encode_table
 
 EDGES: list[tuple[int, list[int], list[int]]] = [
     (0, [], []),

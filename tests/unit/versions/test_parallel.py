@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from portus.versions.buffers import Rooms
-from portus.versions.parallel import NAME, in_any_order
+from portus.reach.versions.buffers import Rooms
+from portus.reach.versions.parallel import NAME, in_any_order
 
 WAIT_S = 30.0
 

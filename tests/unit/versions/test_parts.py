@@ -7,11 +7,11 @@ import os
 import numpy as np
 import pytest
 
-from portus.format.checksum import UNIT, storage_digest
-from portus.format.layout import EXTENT
-from portus.spec import PAGE, Extent
-from portus.versions.parts import StorageRows, rows_of
-from portus.versions.pool_draft import _split
+from portus.engine.format.checksum import UNIT, storage_digest
+from portus.engine.spec import PAGE, Extent
+from portus.reach.format.layout import EXTENT
+from portus.reach.versions.parts import StorageRows, rows_of
+from portus.reach.versions.pool_draft import _split
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])

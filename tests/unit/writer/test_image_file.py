@@ -19,21 +19,21 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from portus.client.state.pickling import PickledState, pickle_state
-from portus.copying import local
-from portus.copying.segments import Stop, StoppedError
+from portus.engine.copying import local
+from portus.engine.copying.segments import Stop, StoppedError
+from portus.engine.format.checksum import UNIT, digest
+from portus.engine.image.torch_reader import read_torch
+from portus.engine.media import linux
+from portus.engine.media.file_calls import write_all
+from portus.engine.media.file_system import file_system_of
+from portus.engine.state.pickling import PickledState, pickle_state
+from portus.engine.writer import crc, image_file, staged
+from portus.engine.writer.cached import CachedWay
+from portus.engine.writer.image_file import ImageFile
+from portus.engine.writer.ring import FEW, SLOT, StagingRing
+from portus.engine.writer.staged import StagedWay
+from portus.engine.writer.ways import Ways
 from portus.errors import MediumError
-from portus.format.checksum import UNIT, digest
-from portus.image.torch_reader import read_torch
-from portus.media import linux
-from portus.media.file_calls import write_all
-from portus.media.file_system import file_system_of
-from portus.writer import crc, image_file, staged
-from portus.writer.cached import CachedWay
-from portus.writer.image_file import ImageFile
-from portus.writer.ring import FEW, SLOT, StagingRing
-from portus.writer.staged import StagedWay
-from portus.writer.ways import Ways
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 

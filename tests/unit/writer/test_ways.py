@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from portus.writer.ways import AGAIN, MEASURED_MIN, Kind, Way, Ways
+from portus.engine.writer.ways import AGAIN, MEASURED_MIN, Kind, Way, Ways
 
 SIZE = MEASURED_MIN
 

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-import portus.client.shards.arrival
 import portus.dcp
-from portus.client.dcp.directory_writer import DirectoryWriter
-from portus.client.training.training_files import TrainingFiles
+import portus.reach.shards.arrival
 from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError, PortusError, UsageError
-from portus.writer.image_file import ImageFile
+from portus.reach.dcp.directory_writer import DirectoryWriter
+from portus.reach.training.training_files import TrainingFiles
 from tests.unit.client import sharded
 from tests.unit.client.sharded import Job, collectives, say
 
@@ -212,7 +212,7 @@ def dirs_apart(rank: int, count: int, root: Path) -> None:
         return real(self, *more)
 
     setattr(DirectoryWriter, "write_data", write_data)  # noqa: B010
-    setattr(portus.client.shards.arrival, "SEEN_S", 0.3)  # noqa: B010
+    setattr(portus.reach.shards.arrival, "SEEN_S", 0.3)  # noqa: B010
     job, writer = Job(1, count), PortusStorageWriter()
     (root / "elsewhere").mkdir(exist_ok=True)
     with pytest.raises(UsageError, match="expected a directory that all ranks see"):

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 import portus
 import portus.dcp
-from portus.client.dcp import whole_calls
-from portus.client.files.pending import PENDING
-from portus.client.loading.checkpoint_file import has_digests, verify_file
-from portus.client.loading.recognized import is_whole
 from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.engine.files.pending import PENDING
+from portus.engine.loading.checkpoint_file import has_digests, verify_file
+from portus.engine.loading.recognized import is_whole
+from portus.engine.writer.image_file import ImageFile
 from portus.errors import (
     BusyError,
     CorruptionError,
@@ -37,7 +37,7 @@ from portus.errors import (
     PortusError,
     UsageError,
 )
-from portus.writer.image_file import ImageFile
+from portus.reach.dcp import whole_calls
 from tests.unit.client.dcp.running import run
 from tests.warm import in_process
 

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 import portus.dcp
-from portus.client.loading.checkpoint_file import has_digests, verify_file
 from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.engine.loading.checkpoint_file import has_digests, verify_file
 from portus.errors import CorruptionError, NoCheckpointError, PortusError, UsageError
 
 pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="torch 2.9 has this layout")

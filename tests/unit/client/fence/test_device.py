@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.job.clock import Clock
+from portus.companions.job.clock import Clock
 from tests.unit.client.test_checkpointer import same
 
 pytestmark = pytest.mark.gpu

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from portus.client.fence import fence as fences
-from portus.client.fence import guards, writers
-from portus.client.fence.fence import Fence, before_write
+from portus.engine.fence import fence as fences
+from portus.engine.fence import guards, writers
+from portus.engine.fence.fence import Fence, before_write
 from tests.moments import Lines
 from tests.unit.client.late_copy import FENCE_S_MAX, LateCopy
 from tests.unit.client.scenarios import OnlySteps, loss_of, perceptron, step
@@ -535,7 +535,7 @@ def test_an_open_fence_does_not_import_the_compiler() -> None:
     code = "\n".join(
         [
             "import sys, torch",
-            "from portus.client.fence.fence import Fence",
+            "from portus.engine.fence.fence import Fence",
             "Fence(1.0)",
             "assert 'torch._dynamo' not in sys.modules",
         ]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from portus.client.fence import writers
-from portus.client.fence.fence import Fence
-from portus.client.fence.writers import Stability, classify, known_optimizers
+from portus.engine.fence import writers
+from portus.engine.fence.fence import Fence
+from portus.engine.fence.writers import Stability, classify, known_optimizers
 from tests.moments import Lines
 from tests.unit.client.late_copy import FENCE_S_MAX, played, torn_in
 from tests.unit.client.scenarios import (

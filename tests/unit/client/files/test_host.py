@@ -19,12 +19,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.files.host import HostPool, _Reached
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.copying.local import check as hashes
-from portus.copying.segments import Stop
-from portus.daemon.house import ClientTimeouts
-from portus.daemon.server import Server
+from portus.engine.copying.local import check as hashes
+from portus.engine.copying.segments import Stop
 from portus.errors import (
     AbandonedError,
     BusyError,
@@ -33,15 +29,19 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.index.check import check
-from portus.index.records import VersionRecord
-from portus.protocol import messages as said
-from portus.protocol.address import Address, Scheme
-from portus.protocol.vocabulary import Phase
-from portus.transport import stream
-from portus.transport.regions import ClientLane, Regions
-from portus.transport.stream import Link
-from portus.versions.parts import shared, sources
+from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.daemon.server import Server
+from portus.reach.files.host import HostPool, _Reached
+from portus.reach.index.check import check
+from portus.reach.index.records import VersionRecord
+from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import Address, Scheme
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport import stream
+from portus.reach.transport.regions import ClientLane, Regions
+from portus.reach.transport.stream import Link
+from portus.reach.versions.parts import shared, sources
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
 from tests.simulation.lossy import LossyLink
@@ -58,7 +58,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Between two tries to connect, and for a side that says nothing."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.transport.host.SILENCE_S", 3.0)
+    monkeypatch.setattr("portus.reach.transport.host.SILENCE_S", 3.0)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_save_ends_at_the_first_answer_that_is_not_what_was_sent(
 ) -> None:
     """Not at its commit, where the host would see it too: until then it would be moved in vain.
     The host itself sees it, from version 6 on."""
-    monkeypatch.setattr("portus.transport.dial.VERSION", version)
+    monkeypatch.setattr("portus.reach.transport.dial.VERSION", version)
     array = np.ones(200_000, np.uint8)
     snapshot = snapshot_of([array], 1)
     with contextlib.closing(HostPool(address(link), "run")) as pool:
@@ -399,7 +399,7 @@ def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
     server: Server, link: LossyLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_s, speakers = 0.3, set[str]()
-    monkeypatch.setattr("portus.transport.dial.GREETING_S", wait_s)
+    monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", wait_s)
     send = Link.send
 
     def noted(self: Link, message: said.Said) -> None:
@@ -439,7 +439,7 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
     """It accepts connections, and then says nothing. What waits for work would wait for ever."""
     for name in ("transport.host.SILENCE_S", "transport.host.WORK_S", "transport.host.ROOM_S"):
         monkeypatch.setattr(f"portus.{name}", 1e6)
-    monkeypatch.setattr("portus.client.files.host.ROOM_S", 1e6)
+    monkeypatch.setattr("portus.reach.files.host.ROOM_S", 1e6)
     training = Trained(1 << 10)
     keep = None if kind == "late" else 2
     saved = state(1) if kind == "volatile" else training.state()
@@ -449,7 +449,7 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
         pool = checkpointer._pool.open()
         assert isinstance(pool, HostPool)
         with monkeypatch.context() as hanging:
-            hanging.setattr("portus.transport.dial.GREETING_S", 0.3)
+            hanging.setattr("portus.reach.transport.dial.GREETING_S", 0.3)
             hanging.setattr(pool.links, "answer_s", 0.3)
             link.stalled = True
             first = checkpointer.save(saved, 1)
@@ -484,8 +484,8 @@ def test_a_host_is_waited_for_in_a_commit_as_long_as_it_answers_others(
             until(lambda: link.relayed > before + 60)  # it is asked
             assert not handle.done
             if hangs:
-                monkeypatch.setattr("portus.transport.dial.GREETING_S", 0.3)
-                monkeypatch.setattr("portus.client.files.host._OUTCOME_S", 0.1)
+                monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", 0.3)
+                monkeypatch.setattr("portus.reach.files.host._OUTCOME_S", 0.1)
                 monkeypatch.setattr(pool.links, "answer_s", 0.3)
                 link.stalled = True
                 with pytest.raises(TransportError, match="It may exist"):
@@ -756,8 +756,8 @@ def test_the_variable_may_name_the_host(
 
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("portus.transport.verbs._SYS", str(tmp_path / "none"))
-    monkeypatch.setattr("portus.transport.verbs._FOUND", {})
+    monkeypatch.setattr("portus.reach.transport.verbs._SYS", str(tmp_path / "none"))
+    monkeypatch.setattr("portus.reach.transport.verbs._FOUND", {})
 
 
 def test_a_save_looks_at_the_catalogue_of_its_host_once(

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from portus.client.files.pending import PENDING, PendingPaths
-from portus.media import process
-from portus.media.process import Descriptor
+from portus.engine.files.pending import PENDING, PendingPaths
+from portus.engine.media import process
+from portus.engine.media.process import Descriptor
 from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -244,7 +244,7 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
 def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
     program = (
         "import os, time\n"
-        "from portus.client.files.pending import PENDING\n"
+        "from portus.engine.files.pending import PENDING\n"
         f"PENDING.add({str(tmp_path / 'x')!r}, lambda: time.sleep(60))\n"
         "child = os.fork()\n"
         "if not child:\n"

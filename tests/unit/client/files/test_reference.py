@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.files.reference import read
+from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.errors import CorruptionError
-from portus.format.pointer_marks import POINTER_MAX
-from portus.format.reference import Reference, encode
+from portus.reach.files.reference import read
+from portus.reach.format.reference import Reference, encode
 
 
 def pointer(path: Path) -> Reference:

@@ -12,16 +12,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from portus.client.formats import safetensors as ours
-from portus.client.formats.named_tensors import named_tensors
-from portus.client.formats.safetensors_reader import (
+from portus.engine.image.digests import MAGIC
+from portus.engine.spec import PAGE
+from portus.errors import CorruptionError, UsageError
+from portus.reach.formats import safetensors as ours
+from portus.reach.formats.named_tensors import named_tensors
+from portus.reach.formats.safetensors_reader import (
     SafetensorsFile,
     is_safetensors,
     read_safetensors,
 )
-from portus.errors import CorruptionError, UsageError
-from portus.image.digests import MAGIC
-from portus.spec import PAGE
 from tests.unit.client.state.image_bytes import filled, stored
 
 
@@ -211,7 +211,7 @@ def test_a_digest_record_of_a_later_version_says_so() -> None:
     text = bytes(data[at : data.index(b'"', at)]).decode()
     record = bytearray(bytes.fromhex(text))
     assert record.startswith(MAGIC)
-    from portus.format.checksum import digest
+    from portus.engine.format.checksum import digest
 
     record[len(MAGIC)] += 1
     record[-16:] = digest(bytes(record[:-16]))

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import portus
-from portus.client.fence import fence
-from portus.client.job import clock
+from portus.companions.job import clock
+from portus.engine.fence import fence
+from portus.engine.pipeline import observers
+from portus.engine.pipeline.handle import SaveStats
 from portus.errors import UsageError
-from portus.pipeline import observers
-from portus.pipeline.handle import SaveStats
 from tests.warm import Warm
 
 

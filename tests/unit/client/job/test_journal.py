@@ -19,16 +19,16 @@ import pytest
 import torch
 
 import portus
-from portus.client.fence import fence
-from portus.client.job.file_journal import FileJournal
-from portus.client.job.journal import SIZE_MAX
-from portus.client.pools.checkpointer import PoolCheckpointer
-from portus.index.journals import journals_in, pages, read
-from portus.journal.account import Account, account
-from portus.journal.lines import Decided, Head, Saved, encoded
-from portus.media import local
-from portus.media.file_system import FileSystemTraits, file_system_of
-from portus.pipeline import observers
+from portus.companions.job.file_journal import FileJournal
+from portus.companions.job.journal import SIZE_MAX
+from portus.companions.journal.account import Account, account
+from portus.companions.journal.lines import Decided, Head, Saved, encoded
+from portus.engine.fence import fence
+from portus.engine.media.file_system import FileSystemTraits, file_system_of
+from portus.engine.pipeline import observers
+from portus.reach.index.journals import journals_in, pages, read
+from portus.reach.media import local
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.moments import at
 
 

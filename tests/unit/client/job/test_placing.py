@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.fence import fence
-from portus.client.fence.device import DeviceRoom
-from portus.client.job.clock import Clock, HostTimeline
-from portus.client.job.placing import Placing
-from portus.pipeline import observers
-from portus.pipeline.handle import SaveStats
+from portus.companions.job.clock import Clock, HostTimeline
+from portus.companions.job.placing import Placing
+from portus.engine.fence import fence
+from portus.engine.fence.device import DeviceRoom
+from portus.engine.pipeline import observers
+from portus.engine.pipeline.handle import SaveStats
 
 ROOM = DeviceRoom(size=10, free=11, total=40)
 

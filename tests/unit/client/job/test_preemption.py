@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import portus
-from portus.client.job import preemption as module
+from portus.companions.job import preemption as module
 from portus.errors import UsageError
 from tests.warm import Warm
 

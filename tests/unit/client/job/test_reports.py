@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from portus.client.job.reports import Reports
+from portus.engine.job.reports import Reports
+from portus.engine.pipeline.handle import RefusedSave, SaveStats
 from portus.errors import AbandonedError, MediumError, PortusError
-from portus.pipeline.handle import RefusedSave, SaveStats
 
 WARNED = "a save failed; training continues"
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import pytest
 
 import portus
-from portus.client.job import settings as module
-from portus.settings.fits import SomeBytes
+from portus.engine.job import settings as module
+from portus.engine.settings.fits import SomeBytes
 
 FIELDS = [field.name for field in dataclasses.fields(portus.Settings)]
 

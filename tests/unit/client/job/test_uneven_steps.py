@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import portus
-from portus.pipeline import observers
-from portus.pipeline.handle import SaveStats
+from portus.engine.pipeline import observers
+from portus.engine.pipeline.handle import SaveStats
 
 COST_S = 0.02
 BOUND = 0.035

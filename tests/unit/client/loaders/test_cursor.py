@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 import portus
-from portus.samples.position import FORMAT
+from portus.companions.samples.position import FORMAT
 
 N = 22
 

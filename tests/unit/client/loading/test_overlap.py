@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading import overlap
+from portus.engine.loading import overlap
+from portus.engine.spec import TensorSpec
 from portus.errors import UsageError
-from portus.spec import TensorSpec
 
 ONE, OTHER = torch.arange(12.0).view(4, 3), torch.arange(12.0).view(4, 3) + 100
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading.patterns import part_of
+from portus.engine.loading.patterns import part_of
 from portus.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_saver")

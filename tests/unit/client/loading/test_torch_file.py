@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.loading import open_file, torch_file
-from portus.client.loading.checkpoint_file import load_file, verify_file
-from portus.client.loading.recognized import is_whole
+from portus.engine.image.torch_reader import read_torch
+from portus.engine.loading import open_file, torch_file
+from portus.engine.loading.checkpoint_file import load_file, verify_file
+from portus.engine.loading.recognized import is_whole
+from portus.engine.media.read_file import ReadFile
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
-from portus.image.torch_reader import read_torch
-from portus.media.read_file import ReadFile
 from tests.unit.client.same import assert_same
 from tests.unit.client.state.image_bytes import saved
 

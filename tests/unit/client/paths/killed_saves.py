@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from portus.client.paths.process import saver
-from portus.client.paths.saver import ToSave
-from portus.client.state.pickling import pickle_state
+from portus.engine.paths.process import saver
+from portus.engine.paths.saver import ToSave
+from portus.engine.state.pickling import pickle_state
 from portus.testing.nursery import Say
 from tests.adapters.kills import Kills
 

@@ -6,7 +6,7 @@ from typing import Final
 
 SLOW: Final = (
     "import threading, time\n"
-    "from portus.writer.image_file import ImageFile\n"
+    "from portus.engine.writer.image_file import ImageFile\n"
     "real = ImageFile.finish\n"
     "def finish(file):\n"
     "    if threading.current_thread() is not threading.main_thread():\n"

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 import portus
-from portus.client.loading import stored_bytes
-from portus.client.loading.checkpoint_file import load_file
-from portus.client.paths import numbered, process
-from portus.client.paths.saver import FileSaver
-from portus.copying.local import fetch
-from portus.media.file import PlainFile
-from portus.writer.image_file import ImageFile
+from portus.engine.copying.local import fetch
+from portus.engine.loading import stored_bytes
+from portus.engine.loading.checkpoint_file import load_file
+from portus.engine.paths import numbered, process
+from portus.engine.paths.saver import FileSaver
+from portus.engine.writer.image_file import ImageFile
+from portus.reach.media.file import PlainFile
 from tests.unit.client.paths.programs import SLOW
 from tests.unit.client.same import assert_same
 from tests.warm import in_process

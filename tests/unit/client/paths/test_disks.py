@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.paths import process
-from portus.client.paths.face import load, save
+from portus.engine.paths import process
+from portus.engine.paths.face import load, save
 from portus.errors import MediumError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.files.pending import PENDING
-from portus.client.paths import process
-from portus.client.paths.face import load, save
-from portus.client.paths.saver import Extra
+from portus.engine.files.pending import PENDING
+from portus.engine.paths import process
+from portus.engine.paths.face import load, save
+from portus.engine.paths.saver import Extra
+from portus.engine.writer.image_file import ImageFile
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError
-from portus.writer.image_file import ImageFile
 from tests.crash.saver import Training
 from tests.unit.client.paths.programs import SLOW
 from tests.unit.client.same import assert_same
@@ -294,9 +294,9 @@ def saving(program: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a program that saves."""
     begin = (
         "import os, signal, sys, threading, torch\n"
-        "from portus.client.paths import process\n"
-        "from portus.client.paths.face import load, save\n"
-        "from portus.writer.image_file import ImageFile\n"
+        "from portus.engine.paths import process\n"
+        "from portus.engine.paths.face import load, save\n"
+        "from portus.engine.writer.image_file import ImageFile\n"
         "import time\n"
     )
     return in_process(begin + program)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from portus.mirror.address import parse
-from portus.mirror.files import MirroredFiles
-from portus.mirror.opening import open_file_store
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.files import MirroredFiles
+from portus.reach.mirror.opening import open_file_store
 from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")

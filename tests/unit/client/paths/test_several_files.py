@@ -15,18 +15,18 @@ import pytest
 import safetensors.torch
 import torch
 
-from portus.client.formats.named_tensors import named_tensors
-from portus.client.job.settings import Settings
-from portus.client.loading.checkpoint_file import verify_file
-from portus.client.paths import process
-from portus.client.paths.face import load
-from portus.client.paths.process import saver
-from portus.client.paths.saver import Extra, ToSave, recover
-from portus.client.state.pickling import pickle_state
-from portus.client.training.training_files import TrainingFiles
+from portus.engine.job.settings import Settings
+from portus.engine.loading.checkpoint_file import verify_file
+from portus.engine.paths import process
+from portus.engine.paths.face import load
+from portus.engine.paths.process import saver
+from portus.engine.paths.saver import Extra, ToSave, recover
+from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.state.pickling import pickle_state
+from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError, UsageError
-from portus.pipeline.handle import SaveHandle
-from portus.writer.image_file import ImageFile
+from portus.reach.formats.named_tensors import named_tensors
+from portus.reach.training.training_files import TrainingFiles
 from tests.crash.saver import Training
 from tests.unit.client.paths import killed_saves
 from tests.unit.client.same import assert_same
@@ -188,9 +188,9 @@ def test_a_signal_handler_writes_them_at_once() -> None:
     done = in_process(
         "import os, signal, torch\n"
         "from functools import partial\n"
-        "from portus.client.paths.process import saver\n"
-        "from portus.client.paths.saver import ToSave\n"
-        "from portus.client.state import pickling\n"
+        "from portus.engine.paths.process import saver\n"
+        "from portus.engine.paths.saver import ToSave\n"
+        "from portus.engine.state import pickling\n"
         "real = pickling.pickle_state\n"
         "def files(value, made=real):\n"
         "    return [ToSave(f'{n}.pt', partial(made, value)) for n in 'abc']\n"

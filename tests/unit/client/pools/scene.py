@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from portus.client.files.home import open_place
-from portus.client.loading.checkpoint_file import use_file
-from portus.client.loading.open_file import reads
-from portus.client.paths.face import save
-from portus.client.training.safetensors import Safetensors, save_safetensors
-from portus.client.training.training_files import TrainingFiles
-from portus.index.check import check
+from portus.engine.loading.checkpoint_file import use_file
+from portus.engine.loading.open_file import reads
+from portus.engine.paths.face import save
+from portus.reach.files.home import open_place
+from portus.reach.index.check import check
+from portus.reach.training.safetensors import Safetensors, save_safetensors
+from portus.reach.training.training_files import TrainingFiles
 
 
 class Scene:

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from portus.client.pools.contents import _blocks, _is_contiguous, _part
-from portus.spec import Extent, TensorSpec
+from portus.engine.spec import Extent, TensorSpec
+from portus.reach.pools.contents import _blocks, _is_contiguous, _part
 
 
 def test_a_part_of_extents_holds_the_same_bytes(seed: int) -> None:

@@ -18,12 +18,12 @@ import safetensors.torch
 import torch
 
 import portus
-from portus.client.loading.checkpoint_file import verify_file
-from portus.client.training.safetensors import Safetensors
-from portus.client.training.training_files import TrainingFiles
+from portus.engine.format.checksum import UNIT
+from portus.engine.loading.checkpoint_file import verify_file
 from portus.errors import CorruptionError, MediumError
-from portus.format.checksum import UNIT
-from portus.index.directory import open_reader
+from portus.reach.index.directory import open_reader
+from portus.reach.training.safetensors import Safetensors
+from portus.reach.training.training_files import TrainingFiles
 from tests.hosts import serving, url
 from tests.unit.client.pools.scene import Scene, allocated, stored, written
 from tests.unit.client.same import assert_same

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.training.training_files import TrainingFiles
+from portus.reach.training.training_files import TrainingFiles
 from tests.unit.client.pools.scene import Scene, stored
 
 

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.files.reference import read
-from portus.client.loading.checkpoint_file import (
+from portus.engine.loading.checkpoint_file import (
     has_digests,
     load_file,
     outlined,
@@ -27,15 +26,16 @@ from portus.client.loading.checkpoint_file import (
     restore_file,
     verify_file,
 )
-from portus.client.pools import resolve
-from portus.client.pools.resolve import KnownPools, load_text, use_reference
-from portus.client.training.safetensors import Safetensors
-from portus.client.training.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
-from portus.format.reference import Reference, encode
-from portus.index import roots
-from portus.index.directory import create_pool
-from portus.media.local import LocalFiles
+from portus.reach.files.reference import read
+from portus.reach.format.reference import Reference, encode
+from portus.reach.index import roots
+from portus.reach.index.directory import create_pool
+from portus.reach.media.local import LocalFiles
+from portus.reach.pools import resolve
+from portus.reach.pools.resolve import KnownPools, load_text, use_reference
+from portus.reach.training.safetensors import Safetensors
+from portus.reach.training.training_files import TrainingFiles
 from tests.hosts import free_port, serving, url
 from tests.unit.client.same import assert_same
 
@@ -661,7 +661,7 @@ def test_torch_loads_a_pointer_where_only_the_entry_point_ran(run: Run, site: st
     path = run.save("1.ckpt", 1)
     told = fresh(
         "import sys, torch\n"
-        "assert 'portus.client' not in sys.modules, 'too much was imported'\n"
+        "assert 'portus.engine' not in sys.modules, 'too much was imported'\n"
         "print('step', torch.load(sys.argv[1])['step'])\n",
         path,
         PYTHONPATH=site,

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading import over
-from portus.client.loading.over import Rename
-from portus.client.loading.overlap import overlapping
-from portus.client.loading.patterns import Patterns
-from portus.client.loading.restored import Restored
-from portus.client.pools import restore
+from portus.engine.loading import over
+from portus.engine.loading.over import Rename
+from portus.engine.loading.overlap import overlapping
+from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restored import Restored
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.index.directory import open_reader
-from portus.index.reader import PoolReader
-from portus.index.records import VersionEntry
+from portus.reach.index.directory import open_reader
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.pools import restore
 
 
 def state(step: int) -> dict[str, Any]:

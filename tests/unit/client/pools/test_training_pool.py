@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import portus
-from portus.client.paths.draft import FileDraft, is_worth_restoring
-from portus.client.training.training_files import TrainingFiles
-from portus.daemon.house import ClientTimeouts
-from portus.directory.system import Linux
+from portus.engine.directory.system import Linux
+from portus.engine.media.process import Descriptor
+from portus.engine.paths.draft import FileDraft, is_worth_restoring
 from portus.errors import BusyError, MediumError, UsageError
-from portus.media.process import Descriptor
+from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.training.training_files import TrainingFiles
 from tests.hosts import serving, url
 from tests.unit.client.pools.scene import Scene, stored
 from tests.unit.client.stuck import WAIT_S_MAX, gated

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.pools.weights_only import Loadable, pickle_for_pool, unpickled
-from portus.client.state.pickling import pickle_state
+from portus.engine.state.pickling import pickle_state
 from portus.errors import CorruptionError, UsageError
+from portus.reach.pools.weights_only import Loadable, pickle_for_pool, unpickled
 from tests.unit.client.same import assert_same
 
 

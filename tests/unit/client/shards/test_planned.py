@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import portus
 import portus.dcp
-from portus.client.shards.planned import look
 from portus.dcp import PortusStorageWriter
+from portus.reach.shards.planned import look
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

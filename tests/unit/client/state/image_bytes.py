@@ -7,9 +7,9 @@ import zlib
 import numpy as np
 import torch
 
-from portus.client.state.pickling import pickle_state
-from portus.format.checksum import UNIT, digest
-from portus.image.image import Image
+from portus.engine.format.checksum import UNIT, digest
+from portus.engine.image.image import Image
+from portus.engine.state.pickling import pickle_state
 
 
 def filled(image: Image, storages: list[bytes]) -> bytearray:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from portus.client.state import pickling
-from portus.client.state.pickling import pickle_state
+from portus.engine.image.torch_reader import read_torch
+from portus.engine.state import pickling
+from portus.engine.state.pickling import pickle_state
 from portus.errors import CorruptionError, UsageError
-from portus.image.torch_reader import read_torch
 from tests.unit.client.state.image_bytes import saved
 
 # torch warns about quantized, nested and sparse tensors.

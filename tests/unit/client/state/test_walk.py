@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.state.elsewhere import Elsewhere
-from portus.client.state.walk import DTYPES, leaves, walked
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.spec import TensorKind
+from portus.engine.state.elsewhere import Elsewhere
+from portus.engine.state.walk import DTYPES, leaves, walked
 from portus.errors import UsageError
-from portus.format.dtypes import ITEM_SIZES
-from portus.spec import TensorKind
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from portus.client.training.after_commit import AfterCommit
 from portus.errors import MediumError
+from portus.reach.training.after_commit import AfterCommit
 
 
 class Scene:

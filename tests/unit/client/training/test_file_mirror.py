@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import portus
-from portus.client.fence import fence
-from portus.client.job.settings import Settings
-from portus.client.paths import process
-from portus.client.training import file_mirror
-from portus.client.training.training_files import TrainingFiles
-from portus.directory.publisher import Publisher
+from portus.engine.directory.publisher import Publisher
+from portus.engine.fence import fence
+from portus.engine.job.settings import Settings
+from portus.engine.paths import process
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
-from portus.mirror.address import parse
-from portus.mirror.files import MirroredFiles
-from portus.mirror.opening import open_file_store
-from portus.mirror.store import FileStore, UnwritableError
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.files import MirroredFiles
+from portus.reach.mirror.opening import open_file_store
+from portus.reach.mirror.store import FileStore, UnwritableError
+from portus.reach.training import file_mirror
+from portus.reach.training.training_files import TrainingFiles
 from tests.unit.client.stuck import until
 
 NUMBERS = itertools.count()
@@ -83,7 +83,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
     monkeypatch.setattr(process, "_savers", [])
     monkeypatch.setattr(process, "_writers", [])
     monkeypatch.setattr(file_mirror, "open_file_store", lambda _: made)
-    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.01)
     yield made
     process._finish()
     made.store.close()
@@ -700,7 +700,7 @@ def test_a_run_without_the_right_to_delete_starts_and_mirrors(
     def delete(names: list[str]) -> None:
         raise UsageError("permission is denied: s3:DeleteObject")
 
-    monkeypatch.setattr("portus.mirror.files.GRACE_S", -10.0)
+    monkeypatch.setattr("portus.reach.mirror.files.GRACE_S", -10.0)
     monkeypatch.setattr(bucket.store, "delete", delete)
     bucket.store.put("run/files/stray.ckpt", [b"x"])
     run = Run(bucket, tmp_path / "run").begin()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths.saver import recover
-from portus.client.training.links import replace_link
+from portus.engine.paths.saver import recover
 from portus.errors import MediumError
+from portus.reach.training.links import replace_link
 from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -31,7 +31,7 @@ def test_a_process_that_is_killed_leaves_the_one_or_the_other(tmp_path: Path, th
             (where / "last").write_text("old")
         done = in_process(
             "import os\n"
-            "from portus.client.training.links import replace_link\n"
+            "from portus.reach.training.links import replace_link\n"
             "from tests.adapters.kills import Kills\n"
             f"os.chdir({str(where)!r})\n"
             f"Kills({number})\n"

@@ -13,13 +13,13 @@ import safetensors
 import safetensors.torch
 import torch
 
-from portus.client.loading.checkpoint_file import has_digests, verify_file
-from portus.client.loading.recognized import is_whole
-from portus.client.paths import process
-from portus.client.paths.face import load, save
-from portus.client.training.safetensors import save_safetensors
+from portus.engine.loading.checkpoint_file import has_digests, verify_file
+from portus.engine.loading.recognized import is_whole
+from portus.engine.paths import process
+from portus.engine.paths.face import load, save
+from portus.engine.writer.image_file import ImageFile
 from portus.errors import CorruptionError, UsageError
-from portus.writer.image_file import ImageFile
+from portus.reach.training.safetensors import save_safetensors
 from tests.warm import in_process
 
 pytestmark = [
@@ -203,16 +203,16 @@ def test_a_load_waits_for_a_save_in_flight_and_commits_are_in_order() -> None:
 def test_a_save_in_a_signal_handler_is_written_at_once() -> None:
     done = in_process(
         "import os, signal, torch, safetensors.torch\n"
-        "from portus.client.training.safetensors import save_safetensors\n"
-        "from portus.media import calls\n"
+        "from portus.reach.training.safetensors import save_safetensors\n"
+        "from portus.engine.media import calls\n"
         "flat = torch.arange(100.0)\n"
         "def handle(*_):\n"
         "    handle = save_safetensors({'a': flat, 'b': torch.ones(9)[2:4]}, 'x.safetensors')\n"
         "    assert handle.committed and os.path.exists('x.safetensors')\n"
         "signal.signal(signal.SIGUSR1, handle)\n"
-        "from portus.client.formats import named_tensors\n"
+        "from portus.reach.formats import named_tensors\n"
         "real = named_tensors.named_tensors\n"
-        "import portus.client.training.safetensors as made\n"
+        "import portus.reach.training.safetensors as made\n"
         "def interrupted(*a, **k):\n"
         "    made.named_tensors = real\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n"
@@ -228,8 +228,8 @@ def test_a_save_in_a_signal_handler_is_written_at_once() -> None:
 def test_a_file_removed_too_early_by_a_killed_program_is_put_back_if_it_is_whole() -> None:
     program = (
         "import os, signal, torch\n"
-        "from portus.client.training.safetensors import save_safetensors\n"
-        "from portus.writer.image_file import ImageFile\n"
+        "from portus.reach.training.safetensors import save_safetensors\n"
+        "from portus.engine.writer.image_file import ImageFile\n"
         "save_safetensors({'n': torch.ones(9)}, '1.safetensors').wait()\n"
         "ImageFile.finish = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"
         "save_safetensors({'n': torch.ones(9)}, '2.safetensors')\n"

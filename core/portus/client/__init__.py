@@ -1,1 +1,0 @@
-"""The trainer's side: state, snapshot, fence, checkpointer. The only floor that knows torch."""

@@ -1,0 +1,266 @@
+"""Portus's own rule: the bound on overhead first, then the least expected loss within it.
+
+Theory. A save costs training C seconds of wall time: all that its steps took longer than they do
+without one, blocked or merely slowed. Of every interval of k steps that share is C / (k * Ti), and
+stays within the bound p from k = C / (p * Ti) on. One save must have ended before the next begins,
+so k * Ti is at least what of a save (Tc + Ts) goes on while training does, that is, without what it
+stalls (To). Any k from there on is allowed. Of those, a job whose failures are as rare as its mtbf
+says loses the least where C / (k * Ti) + k * Ti / (2 * mtbf) is least; a job of which nothing is
+known saves as often as it may, since whatever its mtbf is, no allowed k loses less work.
+
+So k = ceil(max((Tc + Ts - To) / Ti, C / (p * Ti))), and more if the mtbf asks for more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Final, Literal
+
+from portus.companions.cadence.steps import rounded_up, share
+from portus.engine.settings.numbers import is_number, not_negative, over_zero
+from portus.errors import UsageError
+
+FORMAT: Final = 1
+"""Of the state of a ``Tuner``."""
+
+MAX_OVERHEAD: Final = 0.035
+"""The bound where nobody sets one: 3.5 %, as in CheckFreq (FAST 2021)."""
+
+Reason = Literal["bound", "turn", "failures", "first", "steps"]
+
+_WHY: Final[dict[Reason, str]] = {
+    "bound": "the bound on overhead",
+    "turn": "a save takes so long",
+    "failures": "the least loss at this mtbf",
+    "steps": "some steps without a save are needed to know what one takes",
+    "first": "nothing is measured yet",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What saves cost a training, in seconds.
+
+    ``step_s``: a step that no save touched (Ti). ``cost_s``: all that one save adds to the time of
+    training (C); may be under 0 where it was measured. ``save_s``: from the call of save until it
+    is committed (Tc + Ts). ``stall_s``: of it, what training stood still for (To).
+
+    Raises ``UsageError`` for what is not finite, under 0 (but for ``cost_s``), and a step of 0 s.
+    """
+
+    step_s: float
+    cost_s: float
+    save_s: float = 0.0
+    stall_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        over_zero("step_s", self.step_s, "seconds")
+        if not is_number(self.cost_s):
+            raise UsageError(f"cost_s: expected seconds, found {self.cost_s!r}")
+        not_negative("save_s", self.save_s, "seconds")
+        not_negative("stall_s", self.stall_s, "seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What a user asks for.
+
+    ``max_overhead``: the share of the time without saves that saves may add (p). ``mtbf_s``: mean
+    time between failures of the whole job, in seconds; None: nobody knows. ``steps_max``: the
+    longest interval that makes sense, such as the steps of the whole training; None: any.
+
+    Raises ``UsageError`` for what makes no sense.
+    """
+
+    max_overhead: float = MAX_OVERHEAD
+    mtbf_s: float | None = None
+    steps_max: int | None = None
+
+    def __post_init__(self) -> None:
+        share("max_overhead", self.max_overhead)
+        if self.mtbf_s is not None:
+            over_zero("mtbf_s", self.mtbf_s, "seconds")
+        if self.steps_max is not None:
+            over_zero("steps_max", self.steps_max, "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """An interval in steps, why it is that long, and the numbers behind; the first one has no
+    ``costs`` yet."""
+
+    steps: int
+    reason: Reason
+    rule: Rule
+    costs: Costs | None = None
+
+    @property
+    def overhead(self) -> float:
+        """The share of the time without saves that saves are expected to add; 0 if unknown."""
+        return 0.0 if self.costs is None else overhead(self.costs, self.steps)
+
+    def __str__(self) -> str:
+        text = f"a save every {self.steps} steps ({_WHY[self.reason]}): "
+        if self.costs is None:
+            return f"{text}at most {self.rule.max_overhead:.2%} asked for"
+        costs = self.costs
+        text += (
+            f"a step takes {costs.step_s:.3g} s, a save costs {costs.cost_s:.3g} s, is committed "
+            f"after {costs.save_s:.3g} s and stalls {costs.stall_s:.3g} s; expected overhead "
+            f"{self.overhead:.2%} of at most {self.rule.max_overhead:.2%}"
+        )
+        return text if self.rule.mtbf_s is None else f"{text}, mtbf {self.rule.mtbf_s:.6g} s"
+
+
+def overhead(costs: Costs, steps: int) -> float:
+    """The share of the time without saves that one save every ``steps`` steps adds."""
+    return max(0.0, costs.cost_s) / (steps * costs.step_s)
+
+
+def shortest(costs: Costs, max_overhead: float) -> tuple[int, Reason]:
+    """The shortest interval in which saves end in turn and within the bound, and which of the two
+    makes it that long."""
+    in_turn = rounded_up((costs.save_s - costs.stall_s) / costs.step_s)
+    in_bound = rounded_up(costs.cost_s / (max_overhead * costs.step_s))
+    return (in_bound, "bound") if in_bound >= in_turn else (in_turn, "turn")
+
+
+def least_lost(costs: Costs, mtbf_s: float) -> int:
+    """The interval that loses the least to saves and failures together, to first order; of two
+    that lose the same, the shorter one.
+
+    Source: Young (1974), in whole steps: k + 1 loses no less than k from the first k on for which
+    k * (k + 1) >= 2 * C * mtbf / Ti**2.
+    """
+    product = 2 * max(0.0, costs.cost_s) * mtbf_s / costs.step_s**2
+    steps = max(1, math.floor((math.sqrt(1 + 4 * product) - 1) / 2) - 1)
+    while steps * (steps + 1) < product * (1 - 1e-12):
+        steps += 1
+    return steps
+
+
+def decide(costs: Costs, rule: Rule) -> Decision:
+    """The interval for these costs under this rule.
+
+    Raises ``UsageError`` if no interval of at most ``rule.steps_max`` steps keeps the bound; the
+    message says which bound one would keep.
+    """
+    steps, reason = shortest(costs, rule.max_overhead)
+    most = rule.steps_max
+    if most is not None and steps > most:
+        raise UsageError(_none_holds(costs, rule, steps, most, reason))
+    if rule.mtbf_s is not None:
+        better = least_lost(costs, rule.mtbf_s)
+        better = better if most is None else min(better, most)
+        if better > steps:
+            steps, reason = better, "failures"
+    return Decision(steps=steps, reason=reason, rule=rule, costs=costs)
+
+
+def _none_holds(costs: Costs, rule: Rule, steps: int, most: int, reason: Reason) -> str:
+    if reason == "turn":
+        return (
+            f"a save takes {costs.save_s:.3g} s until it is committed, that is {steps} steps of "
+            f"{costs.step_s:.3g} s, and an interval has {most} at most: with one save at a time no "
+            f"interval holds. One of {steps} steps would, or faster storage"
+        )
+    return (
+        f"max_overhead={rule.max_overhead:g}: a save costs {costs.cost_s:.3g} s, so it takes an "
+        f"interval of {steps} steps of {costs.step_s:.3g} s, and {most} is the most: no interval "
+        f"holds. max_overhead={_upwards(overhead(costs, most)):g} would"
+    )
+
+
+def _upwards(value: float) -> float:
+    """``value`` with two digits, rounded up."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(value / unit * (1 - 1e-12)) * unit
+
+
+class Tuner:
+    """Costs as they are lately, and the interval for them: longer when saves get dearer, shorter
+    when they get cheaper.
+
+    Costs of saves are noisy: each new one counts as much as all before it together, so one that
+    was out of line is forgotten after a few saves, and a change is followed in as many.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule: Final = rule
+        self._costs: Costs | None = None
+
+    @property
+    def costs(self) -> Costs | None:
+        """The costs that it goes by; None before the first save was measured."""
+        return self._costs
+
+    def forget(self) -> None:
+        """What was measured counts no more."""
+        self._costs = None
+
+    def note(self, measured: Costs) -> None:
+        """One more save was measured."""
+        before = self._costs
+        if before is None:
+            self._costs = measured
+            return
+        self._costs = Costs(
+            step_s=measured.step_s,  # a median of many steps as it is
+            cost_s=(before.cost_s + measured.cost_s) / 2,
+            save_s=(before.save_s + measured.save_s) / 2,
+            stall_s=(before.stall_s + measured.stall_s) / 2,
+        )
+
+    def decide(self) -> Decision:
+        """The interval from here on. While nothing is measured, as if a save cost one step. Raises
+        as ``decide`` does."""
+        if self._costs is None:
+            steps = rounded_up(1 / self.rule.max_overhead)
+            if self.rule.steps_max is not None:
+                steps = min(steps, self.rule.steps_max)
+            return Decision(steps=steps, reason="first", rule=self.rule)
+        return decide(self._costs, self.rule)
+
+    def state_dict(self, measured_on: Mapping[str, str | int]) -> dict[str, object]:
+        """What was measured, as plain values, and on what."""
+        costs = None if self._costs is None else asdict(self._costs)
+        return {"format": FORMAT, "measured_on": dict(measured_on), "costs": costs}
+
+    def load_state_dict(
+        self, state: Mapping[str, object], measured_on: Mapping[str, str | int]
+    ) -> bool:
+        """Go on with what was measured before; True if it counts here. What was measured on
+        something else (hardware, number of ranks, medium) does not, and everything is measured
+        anew.
+
+        Raises ``UsageError`` for a state of a newer Portus, or that is none. Then nothing changed.
+        """
+        number = state.get("format")
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UsageError(
+                f"the state of a cadence: expected a format of 1 to {FORMAT}, found {number!r}"
+            )
+        if number > FORMAT:
+            raise UsageError(
+                f"the state of a cadence has format {number}, and this Portus knows up to "
+                f"{FORMAT}: it was made by a newer one. Upgrade Portus here, or leave this state "
+                "out; then costs are measured anew"
+            )
+        if state.get("measured_on") != dict(measured_on):
+            self._costs = None
+            return False
+        self._costs = _costs_of(state.get("costs"))
+        return self._costs is not None
+
+
+def _costs_of(saved: object) -> Costs | None:
+    if saved is None:
+        return None
+    names = {field.name for field in fields(Costs)}
+    if not isinstance(saved, Mapping) or set(saved) != names:
+        raise UsageError(
+            f"the state of a cadence: expected costs of {sorted(names)}, found {saved!r}"
+        )
+    return Costs(**saved)

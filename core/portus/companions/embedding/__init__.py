@@ -1,0 +1,1 @@
+"""Embedding tables that are their own checkpoint: what ``portus.embedding`` offers."""

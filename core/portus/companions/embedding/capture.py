@@ -1,0 +1,245 @@
+"""A batch is over: its moment is taken, so that training goes on and changes nothing of it.
+
+The rows that changed, and the dense part, are copied; a table that is taken whole is not, and stays
+as it is until the moment is durable. If the dense part is written in slices, the moments of some
+batches have the copy of an earlier one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from portus.companions.embedding.mapped import Mapped
+from portus.companions.embedding.moment import Moment, Rows
+from portus.companions.embedding.placed import NO_ROWS, PlacedMoment, RowsThere
+from portus.companions.embedding.schedulers import settings_of
+from portus.companions.embedding.tables import Table, changed_rows
+from portus.companions.embedding.training import ProtectedTraining
+from portus.engine.state.pickling import PickledState
+from portus.engine.state.walk import walked
+from portus.reach.index.records import encode_layout
+from portus.reach.pools.weights_only import Loadable, pickle_for_pool
+
+_SLICES_SHARE: Final = 4
+"""Of the batches of a gap, one of so many has a slice of the dense part."""
+
+
+class Moments:
+    """The moments of one training. For the training thread alone."""
+
+    def __init__(
+        self,
+        training: ProtectedTraining,
+        mapped: Mapped | None,
+        *,
+        extra: Callable[[], object] | None,
+        every: int,
+    ) -> None:
+        """every: the dense part is less than so many batches older than the tables."""
+        self._training: Final = training
+        self._mapped: Final = mapped
+        self._extra: Final = extra
+        self._every: Final = every
+        self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
+        """In how many the dense part is written; 0: in one piece, by the entry of its batch."""
+        self._dense: _Dense | None = None
+        """As it was taken last, if it is written in slices."""
+        self._loadable: Final = Loadable()
+        self._pickle = self._layout = b""
+        """Of the state that was taken last."""
+        self._counter: Final = torch.tensor(0, device="cpu")
+        self.is_whole = True
+        """The next moment is taken whole."""
+        self.is_collecting = False
+        """The states that are asked for are for a moment, tables and all."""
+        self.announced: Mapping[int, torch.Tensor] = {}
+        """Rows that the next batch will update, as far as it is known."""
+        self._before: tuple[_Dense | None, bool, Mapping[int, torch.Tensor]] = None, True, {}
+        """From what the last moment was taken, until it goes somewhere."""
+        self._said: object = None
+        """What ``extra`` said for it."""
+        self._settings = ""
+        """Of the optimizers, as it has them."""
+
+    def has_other_settings(self) -> bool:
+        """True if somebody changed settings of an optimizer since the last moment was taken."""
+        return self._settings != settings_of(self._training.optimizers)
+
+    def let_go(self) -> None:
+        """The last moment is not taken again."""
+        self._before, self._said = (None, True, {}), None
+
+    def take_again(self, batch: int, *, afresh: bool) -> Moment:
+        """The moment of a batch once more, in place of the one that was taken of it just now and
+        goes nowhere. afresh: ``extra`` is asked again."""
+        self._dense, was_whole, self.announced = self._before
+        self.is_whole = self.is_whole or was_whole
+        return self._take(batch, asks=afresh)
+
+    def take(self, batch: int) -> Moment:
+        """The moment of a batch. Rows that changed, and the dense part, are copied."""
+        return self._take(batch, asks=True)
+
+    def _take(self, batch: int, *, asks: bool) -> Moment:
+        mapped, dense = self._mapped, self._dense
+        self._settings = settings_of(self._training.optimizers)
+        self._before = dense, self.is_whole, self.announced
+        if dense is not None and self._leaves(dense, batch):
+            return dense.with_rows(batch, self._training.tables, self._rows_ahead())
+        if mapped is not None:
+            self.is_whole = mapped.adopt() or self.is_whole
+            self._before = dense, self.is_whole, self.announced
+            mapped.measure()
+        state = self._state(batch, asks=asks)
+        flat = pickle_for_pool(state)
+        self._describe(state, flat)
+        starts = [each.data_ptr() for each in flat.storages]
+        address, length = np.array(starts, np.int64), flat.lengths
+        index = {start: place for place, start in enumerate(starts)}
+        places, digests = ({}, {}) if mapped is None else mapped.placed(index)
+        rows = _changed(self._training.tables, index, places)
+        copied = _copied(flat, address, length, rows)
+        counter = index[self._counter.data_ptr()]
+        others = {*range(len(length))} - rows.keys() - {counter} - {*digests.values()}
+        left: set[int] = set()
+        if self._slices and not self.is_whole and dense is not None:
+            # After a load the durable one may be as old as it may be: this one is not sliced.
+            left = others
+        moment = Moment(
+            batch=batch,
+            layout=self._layout,
+            tree=flat.pickle,
+            address=address,
+            length=length,
+            rows=None if self.is_whole else rows,
+            left=left,
+            dense_batch=batch,
+            sliced=self._slices if left else 0,
+            alive=(flat, copied) if mapped is None else copied,  # else tables are the pool's own
+        )
+        self.is_whole = False
+        if mapped is not None:
+            moment = PlacedMoment.of(moment, places, digests, self._rows_ahead())
+        if self._slices:
+            self._dense = _Dense(moment, index, counter, others)
+        return moment
+
+    def forget_dense(self) -> None:
+        """Another dense part was loaded than the one that was taken last."""
+        self._dense = None
+
+    def _rows_ahead(self) -> list[RowsThere]:
+        """Rows in the pool that the next batch was announced to update; said once."""
+        if self._mapped is None:
+            return []
+        announced, self.announced = self.announced, {}
+        return [
+            each
+            for place, number in announced.items()
+            for each in self._mapped.rows(self._training.tables[place], number)
+        ]
+
+    def _leaves(self, dense: _Dense, batch: int) -> bool:
+        """True if a batch needs no other dense part than that one."""
+        if self.is_whole or batch - dense.moment.batch >= self._every - self._slices:
+            return False
+        tensors = (tensor for table in self._training.tables for tensor in table.tensors())
+        return all(tensor.data_ptr() in dense.index for tensor in tensors)
+
+    def _state(self, batch: int, *, asks: bool) -> dict[str, object]:
+        self.is_collecting = True
+        self._counter.fill_(batch)
+        try:
+            if asks:
+                self._said = None if self._extra is None else self._extra()
+            return {
+                "batch": self._counter,
+                "dense_batch": torch.tensor(batch, device="cpu"),
+                "model": self._training.model.state_dict(),
+                "optimizers": [each.state_dict() for each in self._training.optimizers],
+                "optimizer_kinds": self._training.optimizer_kinds,
+                "extra": self._said,
+                **({} if self._mapped is None else {"digests": self._mapped.digests}),
+            }
+        finally:
+            self.is_collecting = False
+
+    def _describe(self, state: object, flat: PickledState) -> None:
+        """Make the layout of a state, and see that it can be loaded again; both follow from its
+        pickle. Raises ``UsageError``."""
+        if flat.pickle != self._pickle:
+            found = walked(state, flat.storages)
+            found.refuse_freed()
+            self._loadable.check(state, flat)
+            self._layout = encode_layout(found.tensors)
+            self._pickle = flat.pickle
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """A dense part that was copied: it stays as it was at its moment. ``index``: the place of each
+    storage then, by its address; ``counter``: that of the number of the batch; ``others``: those
+    of the dense part."""
+
+    moment: Moment
+    index: Mapping[int, int]
+    counter: int
+    others: Collection[int]
+
+    def with_rows(self, batch: int, tables: Sequence[Table], ahead: Sequence[RowsThere]) -> Moment:
+        """The moment of a later batch, with the rows that changed in it, and this dense part."""
+        moment = self.moment
+        if isinstance(moment, PlacedMoment):
+            moment = replace(moment, ahead=ahead)
+            rows = _changed(tables, self.index, moment.placed)
+        else:
+            rows = _changed(tables, self.index, ())
+        counted, address = np.array([batch], np.int64), self.moment.address.copy()
+        address[self.counter] = counted.ctypes.data
+        return replace(
+            moment,
+            batch=batch,
+            address=address,
+            rows=rows,
+            left=self.others,
+            sliced=0,
+            alive=(self.moment.alive, counted),
+        )
+
+
+def _changed(
+    tables: Sequence[Table], index: Mapping[int, int], places: Collection[int]
+) -> dict[int, Rows]:
+    """The rows that changed since the last moment, copied, by the places of their storages; none of
+    what is in the pool already, ``places``."""
+    found: dict[int, Rows] = {}
+    for table in tables:
+        number = table.rows()
+        for tensor in table.tensors():
+            place = index[tensor.data_ptr()]
+            found[place] = NO_ROWS if place in places else changed_rows(tensor, number)
+    return found
+
+
+def _copied(
+    flat: PickledState, address: Any, length: Any, tables: Mapping[int, Rows]
+) -> list[torch.Tensor]:
+    """Copies of the storages that are no tables, whose addresses take the place of theirs."""
+    copies = []
+    for index, storage in enumerate(flat.storages):
+        if index in tables or not length[index]:
+            continue
+        if storage.device.type == "cpu":
+            copy = torch.empty(int(length[index]), dtype=torch.uint8, device="cpu")
+            ctypes.memmove(copy.data_ptr(), int(address[index]), int(length[index]))
+        else:
+            copy = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
+        address[index] = copy.data_ptr()
+        copies.append(copy)
+    return copies

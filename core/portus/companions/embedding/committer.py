@@ -1,0 +1,130 @@
+"""The thread that makes batches durable while the next one is computed.
+
+It commits one moment at a time, in order. What else the store has to do, it does beside them: it
+folds the log in, and writes slices of the dense part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.store import TableStore
+from portus.engine.copying.segments import Stop
+from portus.engine.copying.thread import Beside
+from portus.engine.pipeline.waiting import Changed
+from portus.errors import PortusError, UsageError
+
+_log: Final = logging.getLogger("portus")
+
+
+class Committer:
+    """A thread that commits moments, one at a time, in order, and meanwhile folds the log in, and
+    writes slices."""
+
+    def __init__(self, store: TableStore) -> None:
+        self._store: Final = store
+        self._changed: Final = Changed()
+        self._moment: Moment | None = None
+        self._error: PortusError | None = None
+        self._ended = False
+        self._is_beside = False
+        """The thread does something beside the batches: it folds in, or writes a slice."""
+        self._is_held = False
+        """It is to do none."""
+        self._stop: Final = Stop(awaited=False)
+        self._thread: Final = Beside(self._run, "portus-embedding")
+        self._thread.start()
+
+    def put(self, moment: Moment) -> None:
+        """Start committing it. No other commit may be in flight."""
+        with self._changed:
+            assert self._moment is None
+            self._moment = moment
+            self._stop.awaited = True
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Block until no commit is in flight. What it raised, the next ``wait`` raises."""
+        with self._changed:
+            self._changed.notify_all()  # Ctrl-C may have cut a ``put`` short
+            self._changed.wait_for(lambda: self._moment is None)
+
+    def wait(self) -> None:
+        """Block until no commit is in flight. Raises what a commit raised, every time."""
+        with self._changed:
+            self.settle()
+            if self._error is not None:
+                raise self._error
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait, and have the store for this thread. Raises as ``wait``."""
+        self.wait()
+        with self._changed:
+            self._is_held = self._stop.awaited = True
+            try:
+                self._changed.wait_for(lambda: not self._is_beside)
+                if self._error is not None:
+                    raise self._error
+            except BaseException:
+                self._is_held = self._stop.awaited = False
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_held = self._stop.awaited = False
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Wait, and end the thread. Raises as ``wait``."""
+        try:
+            self.wait()
+        finally:
+            with self._changed:
+                self._ended = self._stop.awaited = True
+                self._changed.notify_all()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._error is None:
+            with self._changed:
+                self._changed.wait_for(self._is_due)
+                moment = self._moment
+                if moment is None and self._ended:
+                    return
+                self._is_beside = moment is None or self._store.is_behind
+            error = self._raised(self._go_on if self._is_beside else self._commit)
+            with self._changed:
+                if not self._is_beside or error is not None:
+                    self._moment = None
+                    self._stop.awaited = False
+                self._is_beside = False
+                self._error = error
+                self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        if self._moment is not None or self._ended:
+            return True
+        return self._store.has_more and not self._is_held
+
+    def _commit(self) -> None:
+        assert self._moment is not None
+        self._store.commit(self._moment)
+
+    def _go_on(self) -> None:
+        self._store.go_on(self._stop)
+
+    def _raised(self, work: Callable[[], None]) -> PortusError | None:
+        try:
+            work()
+        except PortusError as error:
+            return error
+        except BaseException as raised:  # a fault of ours: whoever waits must not wait for ever
+            _log.exception("portus: a batch was not made durable; this is a bug in portus")
+            return UsageError(f"a batch was not made durable: {raised!r}")
+        return None

@@ -1,0 +1,183 @@
+"""Lookups that are made a batch ahead, and made good by what the update in between changed.
+
+Of a bag that sums, the lookup in a table W + dW is bag(W) + bag(dW). So a batch is looked up while
+the one before it is computed, and after the update only the rows that both have are looked up, in
+dW. TrainingCXL overlaps two devices that way ("relaxed embedding lookup"). These are the same sums
+in another order, so not the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from portus.companions.embedding.tables import Known, Table, known_as
+from portus.errors import UsageError
+
+_KEPT: Final = 2
+"""Lookups of a table: that of the batch which comes, and that of the one behind it."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """``ids``: a row for each bag. ``found``: its sums, in the table as it was then. ``known``: how
+    it is now. ``changes``: rows that updates changed since, each once and in order, and by how
+    much."""
+
+    ids: torch.Tensor
+    found: Future[torch.Tensor]
+    known: Known
+    changes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def sums(self) -> torch.Tensor:
+        sums = self.found.result().clone()
+        for rows, change in self.changes:
+            if len(rows):
+                place = torch.searchsorted(rows, self.ids).clamp(max=len(rows) - 1)
+                bag, position = (rows[place] == self.ids).nonzero(as_tuple=True)
+                sums.index_add_(0, bag, change[place[bag, position]])
+        return sums
+
+
+class EarlyLookups:
+    """The lookups of the tables of one model, until ``close``. For the training thread alone."""
+
+    def __init__(self, model: torch.nn.Module, tables: Sequence[Table]) -> None:
+        """Raises ``UsageError`` as ``check_early``."""
+        modules = check_early(model, tables)
+        self._bags: Final = [_Bag(*each) for each in zip(tables, modules, strict=True)]
+        self._pool: Final = ThreadPoolExecutor(1, "portus-early")
+        for bag in self._bags:
+            bag.module.forward = bag.forward  # type: ignore[method-assign]
+
+    def look_up(self, ids: Mapping[int, torch.Tensor]) -> None:
+        """Begin to look up the batch behind the one that comes, by the places of the tables."""
+        for place, bag in enumerate(self._bags):
+            bag.look_up(ids.get(place), self._pool)
+
+    def before_update(self, place: int, rows: torch.Tensor) -> None:
+        """An update is about to change these rows of a table."""
+        self._bags[place].before_update(rows)
+
+    def after_update(self) -> None:
+        """All updates that were begun are over."""
+        for bag in self._bags:
+            bag.after_update()
+
+    def close(self) -> None:
+        """Modules look up as ever."""
+        self._pool.shutdown()
+        for bag in self._bags:
+            del bag.module.forward
+            bag.lookups.clear()
+
+
+class _Bag:
+    def __init__(self, table: Table, module: torch.nn.EmbeddingBag) -> None:
+        self.table: Final = table
+        self.module: Final = module
+        self.lookups: Final[list[_Lookup]] = []
+        self._before: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Rows that an update is changing, and what they had."""
+
+    def look_up(self, ids: torch.Tensor | None, pool: ThreadPoolExecutor) -> None:
+        if ids is not None and ids.dim() == 2 and not self.table.weight.is_meta:
+            ids, weight = ids.clone(), self.table.weight.detach()
+            known = known_as(self.table.weight)
+            self.lookups.append(_Lookup(ids, pool.submit(_sums, ids, weight), known))
+        del self.lookups[:-_KEPT]
+
+    def before_update(self, rows: torch.Tensor) -> None:
+        weight = self.table.weight
+        for each in self.lookups:
+            each.found.result()  # it reads what the update changes
+        self.lookups[:] = [each for each in self.lookups if each.known == known_as(weight)]
+        if self.lookups:
+            self._before = rows, weight.detach().index_select(0, rows)
+
+    def after_update(self) -> None:
+        if self._before is None:
+            return
+        (rows, old), weight = self._before, self.table.weight
+        self._before = None
+        change = weight.detach().index_select(0, rows) - old
+        for each in self.lookups:
+            each.changes.append((rows, change))
+            each.known = known_as(weight)
+
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002, as torch calls it
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Look up as the module's own ``forward``, which this replaces. Use a lookup that was made
+        early for these ids, if there is one."""
+        if offsets is None and per_sample_weights is None:
+            known = known_as(self.table.weight)
+            for each in self.lookups:
+                if each.known == known and torch.equal(each.ids, input):
+                    given: Any = _Given.apply
+                    found: torch.Tensor = given(self.table.weight, input, each.sums())
+                    return found
+        kind = type(self.module)
+        return kind.forward(self.module, input, offsets, per_sample_weights)
+
+
+class _Given(torch.autograd.Function):
+    """Sums that are known, with the gradient of a lookup."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, ids: torch.Tensor, sums: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = weight.shape
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        [ids] = ctx.saved_tensors
+        rows = gradient.repeat_interleave(ids.shape[1], 0)
+        return torch.sparse_coo_tensor(ids.reshape(1, -1), rows, ctx.shape), None, None
+
+
+def _sums(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.nn.functional.embedding_bag(ids, weight, mode="sum")
+
+
+def check_early(model: torch.nn.Module, tables: Sequence[Table]) -> list[torch.nn.EmbeddingBag]:
+    """The module of each table. Raises ``UsageError``, with the reason, for one of which no lookup
+    can be made early."""
+    found = []
+    for table in tables:
+        modules = [each for each in model.modules() if _weight(each) is table.weight]
+        if len(modules) != 1:
+            raise UsageError(
+                f"{table.name}: early_lookup takes a table that one module looks up, found "
+                f"{len(modules)} modules"
+            )
+        found.append(_checked(table, modules[0]))
+    return found
+
+
+def _weight(module: torch.nn.Module) -> object:
+    return getattr(module, "weight", None)
+
+
+def _checked(table: Table, module: torch.nn.Module) -> torch.nn.EmbeddingBag:
+    if not isinstance(module, torch.nn.EmbeddingBag) or module.mode != "sum":
+        found = getattr(module, "mode", None)
+        raise UsageError(
+            f"{table.name}: early_lookup adds what an update changed to a sum that was made before "
+            f"it, so it takes an EmbeddingBag with mode='sum', found {type(module).__name__}"
+            f"{'' if found is None else f' with mode={found!r}'}"
+        )
+    if module.padding_idx is not None:
+        raise UsageError(f"{table.name}: early_lookup takes no padding_idx; leave it away")
+    return module

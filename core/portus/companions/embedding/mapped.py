@@ -1,0 +1,218 @@
+"""Tables of a model, and what optimizers keep of their rows, as tensors over the pool itself.
+
+The tensors are the memory of the device: an update writes there, and a table needs no more memory
+than that. They last as long as the pool is open; then the model has tables without rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from portus.companions.embedding.placed import PlacedStore, RowsThere, TensorLocation
+from portus.companions.embedding.tables import Table
+from portus.engine.copying.segments import memory
+from portus.engine.format.checksum import DIGEST_SIZE
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.media.base import Medium
+from portus.engine.spec import Extent
+from portus.errors import UsageError
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.records import decode_layout
+from portus.reach.media.dax import DaxDevice, DaxFile
+from portus.reach.pools.restore import load_over
+
+_log: Final = logging.getLogger("portus")
+
+
+class Mapped:
+    """The tables of one model in one pool. One thread at a time."""
+
+    def __init__(self, store: PlacedStore, tables: Sequence[Table]) -> None:
+        """Raises ``UsageError`` if the pool is on something else than persistent memory."""
+        self._medium: Final = persistent(store.pool.medium)
+        self._store: Final = store
+        self._tables: Final = tables
+        self._places: dict[int, TensorLocation] = {}
+        """By the address."""
+        self._views: list[tuple[weakref.ref[memoryview], Extent]] = []
+        """Of each tensor that was made, its memory, which it keeps alive."""
+        self.digests: list[torch.Tensor] = []
+        """What the state has in addition: the digests of the units of each of these tensors."""
+
+    def adopt(self) -> bool:
+        """Have each tensor of a table in the pool; True if one was not there. It is copied, or, if
+        it has no bytes yet ("meta"), as its optimizer begins it, or zero.
+
+        Raises ``MediumError``.
+        """
+        missing = [
+            (table, key, self._copied(table, key, tensor))
+            for table in self._tables
+            for key, tensor in _tensors(table)
+            if tensor.data_ptr() not in self._places or tensor.is_meta
+        ]
+        for each in missing:  # only now that there was room for all of them
+            self._put(*each)
+        return bool(missing)
+
+    def exchange(self, table: Table) -> None:
+        """Have a table somewhere else in the pool, as something is about to write all of it, and
+        what is committed stays where it is. Raises ``MediumError``."""
+        self._put(table, None, self._copied(table, None, table.weight.detach()))
+
+    def load(self) -> Any:
+        """The state that is committed, whose tables are where they are, and verified; and the
+        tables and optimizers have them. Raises as ``TableStore.newest`` is loaded."""
+        newest = self._store.newest
+        assert newest is not None
+        self._places.clear()
+        record = self._store.pool.record(newest)
+        layout = decode_layout(self._store.pool.payload(record.layout, RecordKind.LAYOUT))
+        dtypes = {each.storage: each.dtype for each in layout}
+        there: dict[int, torch.UntypedStorage] = {}
+        for index, place in self._store.places.items():
+            tensor = self._tensor(
+                place,
+                (place.extent.length // ITEM_SIZES[dtypes[index]],),
+                getattr(torch, dtypes[index]),
+            )
+            there[index] = tensor.untyped_storage()
+        return load_over(self._store.pool, newest, there)
+
+    def take(self, model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Have the tables of ``model`` where a state that was loaded has them, of the same shape
+        and dtype; the rest of it."""
+        weights = {id(table.weight): table for table in self._tables}
+        rest = dict(saved)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            table = weights.get(id(parameter))
+            if table is None or name not in rest:
+                continue
+            self._put(table, None, rest.pop(name))
+        return rest
+
+    def placed(self, index: Mapping[int, int]) -> tuple[dict[int, TensorLocation], dict[int, int]]:
+        """Return the places of the storages that are in the pool, and the storages of their
+        digests. Both are keyed by storage; ``index`` gives the storage at each address."""
+        places: dict[int, TensorLocation] = {}
+        digests: dict[int, int] = {}
+        tensors = [tensor for table in self._tables for _, tensor in _tensors(table)]
+        for tensor, digest in zip(tensors, self.digests, strict=True):
+            storage = index[tensor.data_ptr()]
+            places[storage] = self._places[tensor.data_ptr()]
+            digests[storage] = index[digest.data_ptr()]
+        return places, digests
+
+    def measure(self) -> None:
+        """Make the tensors for digests of what is placed now."""
+        sizes = [
+            self._places[tensor.data_ptr()].units * DIGEST_SIZE
+            for table in self._tables
+            for _, tensor in _tensors(table)
+        ]
+        if [len(each) for each in self.digests] != sizes:
+            self.digests = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
+
+    def rows(self, table: Table, number: torch.Tensor) -> list[RowsThere]:
+        """Rows of a table, and of what is kept of them, as far as they are placed."""
+        numbers = np.unique(number.numpy())
+        return [
+            (self._places[tensor.data_ptr()], numbers)
+            for _, tensor in _tensors(table)
+            if tensor.data_ptr() in self._places
+        ]
+
+    def log(self, rows: Sequence[RowsThere]) -> None:
+        """Have rows durable before an update changes them. Raises as ``PlacedStore.log``."""
+        self._store.log(rows)
+
+    def goes_on_from(self, batch: int) -> None:
+        """Say which batch was loaded."""
+        self._store.batch = batch
+
+    def let_go(self) -> None:
+        """The model and its optimizers have no rows any more: the pool is about to be closed, and
+        its medium is. Whoever has another view of a table has a copy of it from now on.
+
+        Raises ``MediumError`` if there is no memory for that.
+        """
+        for table in self._tables:
+            for key, shape, dtype in [
+                (key, each.shape, each.dtype)
+                for key, each in _tensors(table)
+                if each.data_ptr() in self._places
+            ]:  # names of tensors would be views
+                self._put(table, key, torch.empty((0, *shape[1:]), dtype=dtype, device="cpu"))
+        self._places.clear()
+        kept = {extent.offset: extent for view, extent in self._views if view() is not None}
+        self._views.clear()
+        if kept:
+            _log.warning(
+                "portus: %s: closed while there were views of tables in it: what they show is a "
+                "copy in memory from now on, of %d bytes, that is not protected",
+                self._medium.info.name,
+                sum(each.length for each in kept.values()),
+            )
+            self._medium.close_but(list(kept.values()))
+
+    def _copied(self, table: Table, key: str | None, tensor: torch.Tensor) -> torch.Tensor:
+        place = self._store.place(tensor.nbytes, tensor.nbytes // tensor.shape[0])
+        made = self._tensor(place, tensor.shape, tensor.dtype)
+        if tensor.is_meta:
+            made.fill_(_first(table) if key is not None else 0)
+        else:
+            made.copy_(tensor)
+        return made
+
+    def _tensor(
+        self, place: TensorLocation, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        address = self._medium.address(place.extent)
+        self._places[address] = place
+        view = memory(address, place.extent.length)
+        self._views.append((weakref.ref(view), place.extent))
+        return torch.frombuffer(view, dtype=dtype).reshape(shape)
+
+    def _put(self, table: Table, key: str | None, tensor: torch.Tensor) -> None:
+        if key is not None:
+            assert table.optimizer is not None
+            table.optimizer.state[table.weight][key] = tensor
+        elif table.weight.is_meta:
+            fresh = torch.nn.Parameter(tensor, requires_grad=table.weight.requires_grad)
+            torch.utils.swap_tensors(table.weight, fresh)
+        else:
+            table.weight.data = tensor
+
+
+def persistent(medium: Medium) -> DaxDevice | DaxFile:
+    """The same medium. Raises ``UsageError`` if it is something else than persistent memory."""
+    if isinstance(medium, DaxDevice | DaxFile):
+        return medium
+    raise UsageError(
+        f"{medium.info.name}: expected a DAX device, or a file on a file system with DAX, for "
+        f"tables that are changed in place, found {medium.info.kind.value}; leave in_place away, "
+        "or take another pool"
+    )
+
+
+def _tensors(table: Table) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """The table, and what the optimizer keeps of each row, by its key; None is for the table."""
+    yield None, table.weight.detach()
+    if table.optimizer is not None:
+        for key, each in table.optimizer.state[table.weight].items():
+            if isinstance(each, torch.Tensor) and each.ndim and each.shape[0] == table.shape[0]:
+                yield key, each
+
+
+def _first(table: Table) -> float:
+    """What an optimizer keeps of a row at first."""
+    assert table.optimizer is not None
+    groups = table.optimizer.param_groups
+    [group] = [g for g in groups if any(each is table.weight for each in g["params"])]
+    return float(group.get("initial_accumulator_value", 0))

@@ -1,0 +1,103 @@
+"""What is to be committed of one batch: where it is in memory, and where it goes in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from portus.engine.copying.segments import memory
+from portus.engine.spec import Extent
+from portus.reach.index.log import Bunch
+
+Column = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a table that changed: their numbers, and their bytes, of shape (rows, bytes of
+    each)."""
+
+    number: Column
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is to be committed of one batch.
+
+    ``address``, ``length``: of the storages of the state, in this process. They stay as they are
+    until the commit is over; tables do only if ``rows`` is None. ``rows``: of those that are
+    tables, what changed since the moment before, copied; the others are taken whole. None: all of
+    each is taken. ``left``: storages that an entry leaves as they were, and the tree with them, if
+    there are any; a version takes them all. ``alive``: what has the memory.
+    """
+
+    batch: int
+    layout: bytes
+    tree: bytes
+    address: Column
+    length: Column
+    rows: Mapping[int, Rows] | None
+    left: Collection[int] = ()
+    dense_batch: int = 0
+    sliced: int = 0
+    alive: object = field(default=None, compare=False)
+
+    def bunches(self, extents_of: Callable[[int], Sequence[Extent]]) -> list[Bunch]:
+        """What an entry of it has: new rows, and the rest whole. ``extents_of``: a storage, by its
+        place, in the pool. ``rows`` is not None."""
+        assert self.rows is not None
+        found: list[Bunch] = []
+        for index in range(len(self.length)):
+            if index in self.rows:
+                found += _bunches_of(self.rows[index], extents_of(index))
+            elif index not in self.left:
+                found += self.whole(index, extents_of(index))
+        return found
+
+    def dense_bunches(self, extents_of: Callable[[int], Sequence[Extent]]) -> list[Bunch]:
+        """What it leaves, whole."""
+        return [
+            bunch for index in sorted(self.left) for bunch in self.whole(index, extents_of(index))
+        ]
+
+    def whole(self, index: int, extents: Sequence[Extent]) -> list[Bunch]:
+        """A storage, all of it, as patches of the pool; ``extents``: its place there."""
+        address, length = int(self.address[index]), int(self.length[index])
+        if not length:
+            return []
+        data = np.frombuffer(memory(address, length), np.uint8).reshape(1, -1)
+        return _bunches_of(Rows(np.zeros(1, np.int64), data), extents)
+
+
+def _bunches_of(rows: Rows, extents: Sequence[Extent]) -> list[Bunch]:
+    """Rows of a storage as patches of the pool; one that goes over the end of an extent is cut."""
+    size = rows.data.shape[1]
+    if not len(rows.number) or not size:
+        return []
+    offset = np.array([each.offset for each in extents], np.int64)
+    ends = np.cumsum([each.length for each in extents])
+    begins = np.append(0, ends[:-1])
+    start = rows.number * size
+    first = np.searchsorted(ends, start, "right")
+    whole = start + size <= ends[first]
+    found = []
+    place = offset[first] + start - begins[first]
+    if whole.all():
+        return [Bunch(place, rows.data)]
+    if whole.any():
+        found.append(Bunch(place[whole], rows.data[whole]))
+    for row in np.flatnonzero(~whole).tolist():
+        at, done = int(start[row]), 0
+        for extent, begin, end in zip(extents, begins.tolist(), ends.tolist(), strict=True):
+            low, high = max(at, begin), min(at + size, end)
+            if low < high:
+                piece = rows.data[row : row + 1, done : done + high - low]
+                place = np.array([extent.offset + low - begin], np.int64)
+                found.append(Bunch(place, np.ascontiguousarray(piece)))
+                done += high - low
+    return found

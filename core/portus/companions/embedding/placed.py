@@ -1,0 +1,509 @@
+"""Tables that are trained in the pool itself, on memory that persists: undo in place.
+
+Theory. A batch is committed at the price of what it changed, without a copy of any table: its rows
+are where they stay. So what an update is about to change is first copied to the log of the version,
+as undo, and is durable there; ``log`` returns before the update writes. When the batch is over its
+cells are made durable where they are; then one entry with the dense part, and the digests that the
+tables have now, commits it. Until that entry is there, whoever opens the pool puts back what the
+undo entries have: see ``reach.index.in_place``, which has the rules.
+
+What a cell had must be from before the first update of its batch, and from after the last one of
+the batch before. So a cell is logged once in each batch, and not before the batch before is
+committed; whatever is found to be changed in addition is logged when that is found, before the
+update.
+
+A log that is full is folded in: a new version has the tables where they are, the dense part anew,
+and a new log. So is it when a dense part is all there that came in slices beside batches: that one
+then has it. A mark, which stays, is a copy of everything: nothing that another version or a
+reader is promised to have is changed in place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.companions.embedding.moment import Bytes, Column, Moment, Rows
+from portus.companions.embedding.slices import Slices
+from portus.companions.embedding.store import MARKS, MODEL, TableStore
+from portus.engine.copying.local import copy
+from portus.engine.copying.segments import Source, Stop, memory
+from portus.engine.format.checksum import DIGEST_SIZE, UNIT, unit_count
+from portus.engine.media.base import MappedMedium
+from portus.engine.spec import PAGE, Extent
+from portus.errors import UsageError
+from portus.reach.format.layout import EXTENT, UNDO
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.in_place import (
+    InPlace,
+    cell_digests,
+    cell_size,
+    cells_of,
+    changed_sum,
+    encode_sums,
+    unit_sum,
+)
+from portus.reach.index.log import Bunch, LogWriter, entry_size, logged, pending
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
+from portus.reach.media.pool import Extents
+from portus.reach.versions.parts import StorageRows, exact, rows_of
+
+_FREE_SHARE: Final = 2
+"""A batch begins with this part of its log free."""
+
+
+@dataclass(slots=True, eq=False)
+class TensorLocation:
+    """Where a tensor with rows is in the pool. ``row``, ``cell``: bytes of each. ``sums``: digests
+    of its units, as they were committed last; empty before the first commit. ``logged``: cells
+    whose bytes are in undo entries of this batch, in order; ``old``: the digests that these had.
+    """
+
+    extent: Extent
+    row: int
+    cell: int
+    sums: list[int] = field(default_factory=list)
+    logged: Column = field(default_factory=lambda: np.empty(0, np.int64))
+    old: list[int] = field(default_factory=list)
+
+    @property
+    def units(self) -> int:
+        """How many there are."""
+        return unit_count(self.extent.length)
+
+
+RowsThere = tuple[TensorLocation, Column]
+"""Rows by their numbers, each once, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedMoment(Moment):
+    """``placed``: of the storages that are in the pool already, the place. ``digests``: of each of
+    these, the storage that is to have the digests of its units, and whose memory the store fills.
+    ``rows``, if it is not None, says no more than which are placed. ``ahead``: what the next batch
+    was announced to change."""
+
+    placed: Mapping[int, TensorLocation]
+    digests: Mapping[int, int]
+    ahead: Sequence[RowsThere] = ()
+
+    @classmethod
+    def of(
+        cls,
+        moment: Moment,
+        placed: Mapping[int, TensorLocation],
+        digests: Mapping[int, int],
+        ahead: Sequence[RowsThere],
+    ) -> PlacedMoment:
+        """A moment with its places."""
+        own = {each.name: getattr(moment, each.name) for each in fields(moment)}
+        return cls(**own, placed=placed, digests=digests, ahead=ahead)
+
+
+NO_ROWS: Final = Rows(np.empty(0, np.int64), np.empty((0, 0), np.uint8))
+"""Of a table that is placed: nothing of it is copied."""
+
+
+class PlacedStore(TableStore):
+    """What a pool has of one training whose tables are changed in place. One thread at a time."""
+
+    in_place = True
+
+    def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
+        """Open the pool as ``TableStore`` does, and put back what an uncommitted batch changed."""
+        self._places: dict[int, TensorLocation] = {}
+        """Of the newest version, by the index of the storage."""
+        self._reserved: list[tuple[TensorLocation, Extent]] = []
+        self.batch = 0
+        """Of what was committed last; whoever loads it says."""
+        super().__init__(pool, log_bytes)
+
+    @property
+    def places(self) -> Mapping[int, TensorLocation]:
+        """Where the tables of the newest version are, by the indices of their storages."""
+        return self._places
+
+    def place(self, length: int, row: int) -> TensorLocation:
+        """Room for a tensor of ``length`` bytes, over 0, with rows of ``row``. It is the caller's
+        to fill, and is the tensor's from the next commit with it on.
+
+        Raises ``MediumError`` (ENOSPC) if there is none in one piece.
+        """
+        [area] = self.pool.reserve(length, contiguous=True)
+        made = TensorLocation(Extent(area.offset, length), row, cell_size(length, row))
+        self._reserved.append((made, area))
+        return made
+
+    def log(self, rows: Sequence[RowsThere]) -> None:
+        """Have the bytes of rows durable as undo, those that are not in this batch already, before
+        they are changed. Returns when they are.
+
+        Raises ``MediumError``; ``UsageError`` if a batch needs more room than a log has.
+        """
+        found: list[tuple[TensorLocation, Column, Bytes]] = []
+        for place, numbers in rows:
+            if place.sums:  # else nothing was committed of it
+                cells = np.setdiff1d(
+                    cells_of(numbers, place.row, place.cell), place.logged, assume_unique=True
+                )
+                if len(cells):
+                    found.append((place, cells, self._read(place, cells)))
+        if not found:
+            return
+        bunches = [Bunch(_offsets(place, cells), data) for place, cells, data in found]
+        self._make_room(entry_size([], 0, [each.data.shape for each in bunches]) + 2 * PAGE)
+        assert self._log is not None
+        assert self._record is not None
+        self._log.append_undo(self._record.info.commit, bunches)
+        for place, cells, data in found:
+            old, place.logged = place.logged, np.concatenate([place.logged, cells])
+            place.old = place.old + cell_digests(cells, data)
+            if len(old) and cells[0] < old[-1]:
+                order = np.argsort(place.logged, kind="stable")
+                place.logged = place.logged[order]
+                place.old = [place.old[each] for each in order.tolist()]
+
+    def commit(self, moment: Moment) -> None:
+        """Commit as ``TableStore`` does: what the places of the moment have now, and the rest of
+        it. Then write the slice that is due, and log what comes next, as far as it is known."""
+        assert isinstance(moment, PlacedMoment)
+        sums: dict[int, list[int]] = {}
+        changed: list[NDArray[np.int64]] = []
+        for index, place in moment.placed.items():
+            if moment.rows is None or not place.sums:
+                sums[index] = self._all_sums(place)
+                changed.append(np.array([[place.extent.offset, place.extent.length]]))
+            else:
+                sums[index] = self._new_sums(place)
+                changed.append(_runs(place))
+        if changed:
+            self.pool.medium.persist(Extents(*np.concatenate(changed).T))
+        _say(moment, sums)
+        if not self._append(moment):
+            self._fold_in(moment)
+        self.batch = moment.batch
+        for index, place in moment.placed.items():
+            place.sums = sums[index]
+        for place in self._places.values():
+            place.logged, place.old = np.empty(0, np.int64), []
+        self._slice_on(moment)
+        if self._slices is not None:
+            self._write_slice(moment, self._slices)
+        self.log(moment.ahead)  # in the log that there is by now
+
+    def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
+        """Keep a mark as ``TableStore`` does, but by a copy of everything."""
+        if self._log is not None:
+            self._log.look()
+        held: list[list[Extent]] = []
+        try:
+            moment = self._standing(whole=True)
+            group, stored = self._afresh(moment, np.arange(len(moment.length)), held)
+            storages, extents, units = rows_of([group], moment.length)
+            self.pool.commit(
+                NewVersion(
+                    model=MARKS,
+                    step=batch,
+                    token=token,
+                    layout=self._layout_of(moment),
+                    tree=moment.tree,
+                    storages=storages,
+                    extents=extents,
+                    units=units,
+                ),
+                stored,
+                retire,
+            )
+        finally:
+            for each in held:
+                self.pool.release(each)
+
+    def seal(self) -> None:
+        """Seal the log as ``TableStore`` does. If an uncommitted batch has begun, leave the log as
+        it is: whoever opens the pool next puts back what its undo entries hold."""
+        begun = any(len(place.logged) for place in self._places.values())
+        if not begun and self._log is not None and self._log.room > PAGE:
+            super().seal()
+
+    # --- a batch in the log ---------------------------------------------------------------------
+
+    def _append(self, moment: Moment) -> bool:
+        """Commit by an entry of the log, with all that is not placed. False if it is not made for
+        that."""
+        assert isinstance(moment, PlacedMoment)
+        log, record = self._log, self._record
+        if log is None or record is None or moment.rows is None or moment.layout != self._layout:
+            return False
+        same = np.array_equal(moment.length, record.storages["length"].astype(np.int64))
+        if not same or dict(moment.placed) != self._places:
+            return False
+        left = {*moment.left, *self._places}
+        bunches = [
+            bunch
+            for index in range(len(moment.length))
+            if index not in left
+            for bunch in moment.whole(index, record.storage_extents(index))
+        ]
+        said = b"" if moment.left or moment.tree == self._tree else moment.tree
+        if entry_size([], len(said), [each.data.shape for each in bunches]) > log.room - 2 * PAGE:
+            return False
+        log.append([], said, record.info.commit, bunches)
+        self._open_end = True
+        self._tree = said or self._tree
+        if not moment.left:
+            self._dense_batch = moment.dense_batch
+        return True
+
+    def _new_sums(self, place: TensorLocation) -> list[int]:
+        """The digests of units after a batch, of which the cells that were logged have changed."""
+        new = cell_digests(place.logged, self._read(place, place.logged))
+        sums, unit = list(place.sums), place.logged // (UNIT // place.cell)
+        first, ends = np.unique(unit, return_index=True)
+        bounds = [*ends.tolist(), len(unit)]
+        for rank, low, high in zip(first.tolist(), bounds, bounds[1:], strict=False):
+            sums[rank] = changed_sum(sums[rank], place.old[low:high], new[low:high])
+        return sums
+
+    def _all_sums(self, place: TensorLocation) -> list[int]:
+        return [unit_sum(data, place.cell, rank) for rank, data in enumerate(self._units(place))]
+
+    def _make_room(self, size: int) -> None:
+        """Have that much left in the log, for an entry and two more behind it: one that says that
+        it was put back, or that it is the last, and one that says that the version was left."""
+        log = self._log
+        assert log is not None
+        begins = not any(len(place.logged) for place in self._places.values())
+        if begins and log.room < max(size, log.log.extent.length // _FREE_SHARE):
+            self._fold_in(self._standing())
+            assert self._log is not None
+            log = self._log
+        if log.room < size:
+            raise UsageError(
+                f"{self.pool.medium.info.name}: expected a batch whose changed rows fit into a log "
+                f"of {log.log.extent.length} bytes, found another {size} bytes of them; nothing "
+                "was updated: give more log_bytes"
+            )
+
+    # --- all but the tables anew ----------------------------------------------------------------
+
+    def _write_slice(self, moment: PlacedMoment, slices: Slices) -> None:
+        """The slice that is due once a moment is committed. After the last one a version is
+        committed, of this moment, that has the dense part of the slices."""
+        if slices.is_behind:
+            slices.go_on()
+        if slices.is_whole:
+            try:
+                self._fold_in(moment, slices)
+            finally:
+                self._give_up_slices()
+
+    def _fold_in(self, moment: Moment, slices: Slices | None = None) -> None:
+        """Commit by a new version, with a new log, and the tables where they are. ``slices``: that
+        are all there, for the dense part that it has."""
+        assert isinstance(moment, PlacedMoment)
+        before, held = self._log, list[list[Extent]]()
+        dense = moment if slices is None else slices.moment
+        if before is not None:
+            before.look()
+        try:
+            groups, stored = self._grouped(moment, held, slices)
+            [area] = self.pool.reserve(self._log_length(moment), contiguous=True)
+            held.append([area])
+            storages, extents, units = rows_of(groups, moment.length)
+            in_place = tuple(
+                InPlaceStorage(index, place.cell, moment.digests[index])
+                for index, place in sorted(moment.placed.items())
+            )
+            record = self.pool.commit(
+                NewVersion(
+                    model=MODEL,
+                    step=moment.batch,
+                    token=os.urandom(16),
+                    layout=self._layout_of(moment),
+                    tree=dense.tree,
+                    storages=storages,
+                    extents=extents,
+                    units=units,
+                    log=VersionLog(area, os.urandom(16), 0, 0, in_place),
+                    has_bunches=True,
+                ),
+                stored,
+                self._superseded(),
+            )
+        finally:
+            for each in held:
+                self.pool.release(each)
+        assert record is not None
+        assert record.log is not None
+        if before is not None and before.room >= PAGE:
+            # Whoever reads the old version learns that its tables are not its own any more.
+            assert self._record is not None
+            before.store([], b"", self._record.info.commit, flags=UNDO)
+        self._record = record
+        self._log = LogWriter(self.pool.medium, record.log, look=self.pool.glance)
+        self._layout, self._tree, self._open_end = moment.layout, dense.tree, False
+        self._dense_batch = dense.dense_batch
+        self._places = dict(moment.placed)
+        for _, area in self._reserved:
+            self.pool.release([area])
+        self._reserved.clear()
+
+    def _grouped(
+        self, moment: PlacedMoment, held: list[list[Extent]], slices: Slices | None
+    ) -> tuple[list[StorageRows], list[Extent]]:
+        """Where the storages are: those that are not placed, nor in ``slices``, in new extents,
+        which are ``held``; and what was stored to these. What is placed is durable already."""
+        there = {*moment.placed, *(() if slices is None else slices.indices.tolist())}
+        rest = np.array([i for i in range(len(moment.length)) if i not in there], np.int64)
+        group, stored = self._afresh(moment, rest, held)
+        groups = [group] if slices is None else [group, slices.rows()]
+        before = self._record
+        for index, place in moment.placed.items():
+            data = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * place.units)
+            known = [i for i, each in self._places.items() if each is place]
+            born = int(before.storages["born"][known[0]]) if known and before is not None else 0
+            groups.append(
+                StorageRows(
+                    np.array([index]),
+                    np.array([(place.extent.offset, place.extent.length)], EXTENT.dtype),
+                    np.ones(1, np.int64),
+                    np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE).copy(),
+                    np.array([born]),
+                )
+            )
+        return groups, stored
+
+    def _afresh(
+        self, moment: Moment, indices: Column, held: list[list[Extent]]
+    ) -> tuple[StorageRows, list[Extent]]:
+        """Storages of a moment in new extents, which are ``held``; and what was stored to."""
+        sources: list[Source] = []
+        for index in indices.tolist():
+            length = int(moment.length[index])
+            extents = self.pool.reserve(length) if length else []
+            held.append(extents)
+            address = int(moment.address[index]) if length else 0
+            sources.append(Source(address, length, tuple(exact(extents, length))))
+        digests = copy(self.pool.medium, sources, Stop())
+        group = StorageRows.over(indices, [each.extents for each in sources], digests)
+        return group, [extent for source in sources for extent in source.extents]
+
+    def _standing(self, *, whole: bool = False) -> PlacedMoment:
+        """What is committed, as a moment; ``whole``: with the bytes of the tables. No update has
+        begun since."""
+        record = self._record
+        assert record is not None, "a moment of nothing"
+        assert record.log is not None
+        there = InPlace(self.pool.medium, record, logged(self.pool.medium, record))
+        length = record.storages["length"].astype(np.int64)
+        address, alive = np.zeros(len(length), np.int64), list[Bytes]()
+        for index in range(len(length)):
+            place = self._places.get(index)
+            if place is not None and isinstance(self.pool.medium, MappedMedium):
+                address[index] = self.pool.medium.address(place.extent)
+            elif place is None or whole:
+                data = there.content(index) if place is None else self._content(place)
+                alive.append(np.frombuffer(data, np.uint8))
+                address[index] = alive[-1].ctypes.data
+        digests = {each.storage: each.digests for each in record.log.in_place}
+        return PlacedMoment(
+            batch=self.batch,
+            layout=self._layout,
+            tree=self._tree,
+            address=address,
+            length=length,
+            rows=None,
+            alive=alive,
+            dense_batch=self._dense_batch,
+            placed=self._places,
+            digests=digests,
+        )
+
+    # --- bytes of places ------------------------------------------------------------------------
+
+    def _read(self, place: TensorLocation, cells: Column) -> Bytes:
+        """Cells of a place, as they are now, copied."""
+        medium, start = self.pool.medium, place.extent.offset
+        if isinstance(medium, MappedMedium):
+            data = memory(medium.address(place.extent), place.extent.length)
+            found: Bytes = np.frombuffer(data, np.uint8).reshape(-1, place.cell)[cells]
+            return found
+        found = np.empty((len(cells), place.cell), np.uint8)
+        for row, number in enumerate(cells.tolist()):
+            medium.load(start + number * place.cell, found[row].data)
+        return found
+
+    def _units(self, place: TensorLocation) -> Iterator[memoryview]:
+        """All of a place, by the unit; each is valid until the next."""
+        held = memoryview(bytearray(min(UNIT, place.extent.length)))
+        for at in range(0, place.extent.length, UNIT):
+            target = held[: min(UNIT, place.extent.length - at)]
+            self.pool.medium.load(place.extent.offset + at, target)
+            yield target
+
+    def _content(self, place: TensorLocation) -> bytes:
+        return b"".join(map(bytes, self._units(place)))
+
+    # --- opening --------------------------------------------------------------------------------
+
+    def _row_bytes(self, record: VersionRecord) -> dict[int, int]:
+        """Return the bytes of one row, for each storage that begins with a tensor with rows."""
+        lengths = record.storages["length"].tolist()
+        specs = decode_layout(memoryview(self._layout))
+        found = [(each.storage, each.shape[0]) for each in specs if each.shape and each.shape[0]]
+        return {index: lengths[index] // rows for index, rows in found if index >= 0}
+
+    def _open(self) -> None:
+        super()._open()
+        record, log = self._record, self._log
+        if record is None or log is None or record.log is None:
+            return
+        medium = self.pool.medium
+        self.batch = record.info.step
+        undo = pending(medium, record)
+        for entry in undo:
+            for bunch in entry.bunches:
+                for offset, cell in zip(bunch.offset.tolist(), bunch.data, strict=True):
+                    medium.store(offset, cell.data)
+        if undo:
+            bunches = [bunch for entry in undo for bunch in entry.bunches]
+            medium.persist(
+                Extents(
+                    np.concatenate([bunch.offset for bunch in bunches]),
+                    np.concatenate([np.full_like(b.offset, b.data.shape[1]) for b in bunches]),
+                )
+            )
+            log.append([], b"", record.info.commit)  # only now: they are put back
+        there = InPlace(medium, record, logged(medium, record))
+        rows = self._row_bytes(record)
+        for each in record.log.in_place:
+            [extent] = record.storage_extents(each.storage)
+            place = TensorLocation(extent, rows[each.storage], each.cell, there.sums(each.storage))
+            self._places[each.storage] = place
+
+
+def _offsets(place: TensorLocation, cells: Column) -> Column:
+    found: Column = place.extent.offset + cells * place.cell
+    return found
+
+
+def _runs(place: TensorLocation) -> NDArray[np.int64]:
+    """Where the cells that were logged are in the pool, neighbours joined: offset and length of
+    each, of shape (runs, 2)."""
+    cells = place.logged
+    first = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
+    count = np.diff(first, append=len(cells))
+    return np.stack([place.extent.offset + cells[first] * place.cell, count * place.cell], 1)
+
+
+def _say(moment: PlacedMoment, sums: Mapping[int, list[int]]) -> None:
+    """Fill the storages of a moment that have the digests of its tables."""
+    for index, each in sums.items():
+        target = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * len(each))
+        target[:] = encode_sums(each)

@@ -1,0 +1,345 @@
+"""``protect``: tables that are their own checkpoint. What a training loop holds.
+
+``Protected`` has the calls that a training makes, and opens and closes what does the work. Torch
+calls the ``Hooks``, which tell the ``Batches`` of each update. When one is over, ``Moments`` takes
+its moment, which the ``Committer`` makes durable. ``batches`` has the theory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from portus.companions.embedding.ahead import Batch, IdsOf, look_ahead
+from portus.companions.embedding.batches import Batches
+from portus.companions.embedding.capture import Moments
+from portus.companions.embedding.committer import Committer
+from portus.companions.embedding.early import EarlyLookups, check_early
+from portus.companions.embedding.hooks import Hooks
+from portus.companions.embedding.mapped import Mapped, persistent
+from portus.companions.embedding.marks import Marks
+from portus.companions.embedding.others import OtherStates
+from portus.companions.embedding.placed import PlacedStore
+from portus.companions.embedding.resume import Resumed, forget_locals, resume
+from portus.companions.embedding.store import TableStore
+from portus.companions.embedding.tables import Table, tables_of
+from portus.companions.embedding.training import ProtectedTraining
+from portus.engine.settings.fits import Seconds, SomeBytes, refuse_misfits
+from portus.errors import PortusError, UsageError
+from portus.reach.index.directory import create_pool, has_pool, open_writer
+from portus.reach.index.place import Place
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import VersionEntry
+from portus.reach.media.local import LocalFiles
+
+_log: Final = logging.getLogger("portus")
+
+Mode = Literal["strict", "relaxed"]
+
+
+def protect(
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    pool: str | os.PathLike[str],
+    mode: Mode = "strict",
+    extra: Callable[[], object] | None = None,
+    gap: int = 100,
+    keep: int | None = None,
+    max_bytes: SomeBytes | None = None,
+    log_bytes: SomeBytes | None = None,
+    ids_of: IdsOf | None = None,
+    early_lookup: bool = False,
+    in_place: bool = False,
+    timeout_s: Seconds = 10.0,
+) -> Protected:
+    """Make each batch of a training durable: the table rows that it changed, and the dense part.
+
+    The tables are the ``Embedding`` and ``EmbeddingBag`` modules of ``model`` with ``sparse=True``,
+    on the CPU, under SGD without momentum, Adagrad, SparseAdam or ``RowwiseAdagrad``, without
+    weight decay. The rest of the model and its optimizers, of any kind, are the dense part, all of
+    which is written with each batch. Tensors stay the model's and the optimizers' own.
+
+    optimizer: every optimizer that steps in a batch, each once, in the same order in each run.
+    pool: a pool file for this training alone, or a DAX device; ``Protected.load`` resumes from it.
+    mode: "strict": an update begins only when the whole batch before it is durable. "relaxed": it
+    begins when the tables of that batch are durable; the dense part is written in slices, as in
+    TrainingCXL, and a resumed run is no longer bit-identical.
+    gap: in relaxed mode, the dense part is always less than so many batches older than the tables.
+    extra: returns more state for the dense part: dicts, lists, tensors, plain values, all else that
+    ``torch.load(weights_only=True)`` accepts, and arrays of numpy.
+    keep: how many of the newest marks to keep; None keeps all. Each batch at which a ``state_dict``
+    is requested has a mark, which the saved state needs, see ``Elsewhere``. The marks between two
+    foldings of the log keep one image of the tables, and its log; so with None the pool grows as
+    long as states are requested. For a run that keeps N checkpoints: N + 2, and more if states are
+    also requested for something else, or saves may fail several times in a row.
+    max_bytes: the largest size of the pool, in bytes.
+    log_bytes: the log that receives the batches; default: half of all bytes, at least 64 MiB.
+    ids_of: returns the ids that a batch of the loader will look up, see ``Protected.ahead``.
+    early_lookup: look a batch up while the one before it is computed, and add what that changed.
+    Not bit-exact, and no resumed run is bit-identical with it. Takes ``ids_of``, whose ids must be
+    those of the lookup, with a row for each bag, and tables that are an ``EmbeddingBag`` with
+    ``mode="sum"``.
+    in_place: keep the tables on persistent memory, in the pool itself, and nowhere else: ``model``
+    may have them on "meta", and initialize them before the first batch. After ``close`` they have
+    no rows; another view of one is a copy from then on.
+    timeout_s: how long to wait for another writer of the pool, in seconds.
+
+    Raises ``UsageError`` for a table that cannot be protected, with the reason, or that already is;
+    ``BusyError``, which names the process that has the pool open; ``CorruptionError``,
+    ``MediumError``.
+    """
+    place = Place.named(pool)
+    if place.local_pool is None:
+        raise UsageError(f"{place}: expected a pool file or a DAX device for tables")
+    sizes = {"max_bytes": max_bytes, "log_bytes": log_bytes, "timeout_s": timeout_s}
+    refuse_misfits(protect, {"mode": mode, "in_place": in_place, **sizes})
+    for name, number in (("gap", gap), ("keep", keep)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise UsageError(f"{name}: expected an integer of at least 1, found {number!r}")
+    for name, function in (("extra", extra), ("ids_of", ids_of)):
+        if function is not None and not callable(function):
+            raise UsageError(f"{name}: expected a function, or None, found {function!r}")
+    every = gap if mode == "relaxed" else 1
+    optimizers = _of_torch(model, optimizer)
+    tables = tables_of(model, optimizers, in_place=in_place)  # before a pool is made
+    _refuse_protected(tables)
+    if early_lookup:
+        check_early(model, tables)
+        if ids_of is None:
+            raise UsageError("early_lookup: expected a function ids_of, found none")
+    files = LocalFiles()
+    is_new = not has_pool(place.path, files)
+    if is_new:
+        create_pool(place.path, files)
+    opened = open_writer(place.path, files, timeout_s=timeout_s, max_bytes=max_bytes)
+    if in_place:
+        _require_persistent(opened, files if is_new else None)
+    return Protected(
+        model,
+        optimizers,
+        opened,
+        extra=extra,
+        every=every,
+        keep=keep,
+        log_bytes=log_bytes,
+        ids_of=ids_of,
+        early_lookup=early_lookup,
+        in_place=in_place,
+    )
+
+
+class Protected:
+    """Protected tables, until ``close``. ``protect`` returns it. Only the training thread may use
+    it, and no forked child."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        pool: PoolWriter,
+        *,
+        extra: Callable[[], object] | None,
+        every: int,
+        keep: int | None,
+        log_bytes: int | None,
+        ids_of: IdsOf | None = None,
+        early_lookup: bool = False,
+        in_place: bool = False,
+    ) -> None:
+        """pool: is closed by it, also if this raises. every: the dense part is less than so many
+        batches older than the tables."""
+        self._pool: Final = pool
+        self._every: Final = every
+        self._ids_of: Final = ids_of
+        try:
+            tables = tables_of(model, optimizers, in_place=in_place)
+            self._training: Final = ProtectedTraining(model, optimizers, tables, pool)
+            self._store: Final = (PlacedStore if in_place else TableStore)(pool, log_bytes)
+            self._mapped: Final = _mapped(self._store, tables)
+            if self._mapped is not None and self._store.newest is None:
+                self._mapped.adopt()
+            moments = Moments(self._training, self._mapped, extra=extra, every=every)
+            self._early: Final = EarlyLookups(model, tables) if early_lookup else None
+        except BaseException:
+            pool.close()
+            raise
+        self._committer: Final = Committer(self._store)
+        marks = Marks(self._store, self._committer, keep)
+        self._batches: Final = Batches(
+            self._training,
+            self._store,
+            self._committer,
+            moments,
+            marks,
+            mapped=self._mapped,
+            early=self._early,
+        )
+        states = OtherStates(self._training, self._batches, marks)
+        self._hooks: Final = Hooks(self._training, self._batches, states)
+        _OPEN.add(self)
+
+    @property
+    def batches(self) -> int:
+        """How many batches were captured, from the start of the training; the newest may not be
+        durable yet."""
+        return self._batches.count
+
+    def load(self, gap_max: int | None = None) -> Resumed | None:
+        """Load the newest durable batch into the model and the optimizers, verified. Returns None
+        if the pool is new. Blocks while it reads.
+
+        gap_max: the most batches by which the dense part may be older than the tables; None: fewer
+        than ``gap`` in relaxed mode, 0 in strict mode. If it is older, this raises ``UsageError``
+        and loads nothing.
+
+        Raises ``CorruptionError``, ``MediumError``; ``UsageError`` if the saved state does not fit
+        the model or an optimizer.
+        """
+        self._training.check_usable()
+        if gap_max is not None and (type(gap_max) is not int or gap_max < 0):
+            raise UsageError(f"gap_max: expected an integer of at least 0, found {gap_max!r}")
+        self._batches.commit()
+        with self._committer.alone():
+            self._store.give_up()  # it may have what is not gone on with
+        newest = self._store.newest
+        if newest is None:
+            return None
+        try:
+            return self._load(newest, self._every - 1 if gap_max is None else gap_max)
+        except BaseException as error:
+            forget_locals(error)
+            raise
+
+    def _load(self, newest: VersionEntry, gap_max: int) -> Resumed:
+        resumed = resume(self._pool, newest, self._training, self._mapped, gap_max)
+        self._batches.go_on_from_newest(resumed.batch)
+        return resumed
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """A context manager for one batch. The batch ends with the block, and contains everything
+        that the block did, wherever a scheduler steps in it. Without it, a batch ends when every
+        optimizer has stepped, and schedulers step between that and the next forward pass.
+
+        If the block raises, its updates become part of the next batch. May block until the batch
+        before it is durable; raises what an update raises.
+        """
+        with self._batches.block():
+            yield
+
+    def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the same batches. Before each one, ``ids_of`` is called for the batch that follows
+        it, so the loader is one batch ahead of the training; a saved position of the loader is too.
+
+        Raises ``UsageError`` for ids that a table does not have, when that batch is due and before
+        any lookup.
+        """
+        self._training.check_usable()
+        ids_of = self._ids_of
+        if ids_of is None:
+            raise UsageError("ahead: expected a function ids_of, found none; pass it to `protect`")
+        return look_ahead(batches, lambda batch: self._batches.announce(ids_of(batch)))
+
+    def wait(self) -> None:
+        """Block until all batches so far are durable. Raises what the pool raised, such as
+        ``MediumError``: then only the batches before that are durable, and every later update
+        raises the same. ``UsageError`` in a forked child.
+        """
+        self._training.check_process()
+        self._batches.commit()
+        self._committer.wait()
+
+    def close(self) -> None:
+        """Wait, then stop protecting the tables: they train on as ordinary ones. A second call does
+        nothing. Raises as ``wait``."""
+        if self._training.is_closed or not self._training.is_ours:
+            return
+        self._training.is_closed = True
+        self._hooks.remove()
+        if self._early is not None:
+            self._early.close()
+        try:
+            try:
+                self._batches.keep_written()
+            finally:
+                self._committer.end()
+            self._store.seal()
+        finally:
+            try:
+                if self._mapped is not None:
+                    self._mapped.let_go()
+            finally:
+                self._pool.close()
+
+    def __enter__(self) -> Protected:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
+    """Raise ``UsageError``, and close the pool, if it is not on persistent memory. made: with what
+    the pool was made; it is removed then."""
+    try:
+        persistent(pool.medium)
+    except UsageError:
+        if made is not None and not pool.catalogue().ids():
+            made.remove(pool.medium.info.name)
+        pool.close()
+        raise
+
+
+def _mapped(store: TableStore, tables: Sequence[Table]) -> Mapped | None:
+    return Mapped(store, tables) if isinstance(store, PlacedStore) else None
+
+
+def _of_torch(model: object, optimizer: object) -> list[Optimizer]:
+    """The optimizers. Raises ``UsageError`` for what is none, and for what is no model."""
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"model: expected a torch.nn.Module, found a {type(model).__name__}")
+    found: list[Optimizer] = []
+    for each in optimizer if isinstance(optimizer, list | tuple) else (optimizer,):
+        if not isinstance(each, Optimizer):
+            raise UsageError(
+                "optimizer: expected an optimizer of torch, or a list of them, found a "
+                f"{type(each).__name__}"
+            )
+        found.append(each)
+    return found
+
+
+def _refuse_protected(tables: Sequence[Table]) -> None:
+    """Raise ``UsageError`` for a table that somebody protects already: one of the two would not
+    know what the other does."""
+    for other in list(_OPEN):
+        training = other._training
+        held = {id(each.weight) for each in training.tables}
+        for table in tables:
+            if id(table.weight) in held and not training.is_closed and training.is_ours:
+                raise UsageError(
+                    f"{table.name}: it is protected already, in {training.name}; call `close` on "
+                    "what `protect` returned for that"
+                )
+
+
+_OPEN: Final[weakref.WeakSet[Protected]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without closing still has its last batch durable."""
+    for protected in list(_OPEN):
+        try:
+            protected.close()
+        except PortusError as error:  # nobody is left to catch it
+            _log.error("portus: tables: the last batch is not durable: %s", error)

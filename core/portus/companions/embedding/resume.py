@@ -1,0 +1,149 @@
+"""A training goes on where the pool has it: the state is loaded into the model and its optimizers.
+
+What does not fit is refused, where that can be told before anything of the model is changed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from portus.companions.embedding.mapped import Mapped
+from portus.companions.embedding.tables import Table
+from portus.companions.embedding.training import ProtectedTraining
+from portus.errors import UsageError
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.pools.restore import load
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where training resumes.
+
+    batch: how many batches the tables contain. dense_batch: how many the dense part contains; equal
+    to ``batch`` in strict mode. extra: what the function ``extra`` returned with the dense part.
+    """
+
+    batch: int
+    dense_batch: int
+    extra: object
+
+
+def resume(
+    pool: PoolReader,
+    newest: VersionEntry,
+    training: ProtectedTraining,
+    mapped: Mapped | None,
+    gap_max: int,
+) -> Resumed:
+    """Load a version of the tables into a training. gap_max: the most batches by which its dense
+    part may be older than they are. Raises as ``Protected.load``."""
+    model, optimizers = training.model, training.optimizers
+    state: Any = load(pool, newest) if mapped is None else mapped.load()
+    batch, dense_batch = int(state["batch"]), int(state["dense_batch"])
+    if batch - dense_batch > gap_max:
+        raise UsageError(
+            f"{training.name}: expected a dense part that is at most {gap_max} batches older than "
+            f"the tables, found {batch - dense_batch} (batch {dense_batch}, tables at batch "
+            f"{batch}); pass a larger gap_max to load it anyway"
+        )
+    saved = state["optimizers"]
+    if len(saved) != len(optimizers):
+        raise UsageError(
+            f"{training.name}: expected {len(saved)} optimizers, as saved, found "
+            f"{len(optimizers)}; nothing was loaded"
+        )
+    _require_kinds(training, state.get("optimizer_kinds"))
+    _require_same(training.tables, model, state["model"])
+    for table in training.tables:
+        numbers = [i for i, each in enumerate(optimizers) if each is table.optimizer]
+        if numbers:
+            table.require_saved(saved[numbers[0]])
+    try:
+        if mapped is None:
+            model.load_state_dict(state["model"])
+        else:
+            _load_rest(model, mapped.take(model, state["model"]), state["model"])
+        for optimizer, each in zip(optimizers, saved, strict=True):
+            _load_optimizer(optimizer, each)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{training.name}: the saved state does not fit this model and its optimizers; load "
+            f"it with those that saved it, or use another pool: {error}"
+        ) from error
+    return Resumed(batch, dense_batch, state["extra"])
+
+
+def forget_locals(error: BaseException | None) -> None:
+    """Clear the local variables in the tracebacks of ``error`` and its causes. They would hold
+    tables of a pool as long as somebody has the error, and closing the pool would copy these to
+    memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+def _require_kinds(training: ProtectedTraining, saved: Any) -> None:
+    """Raise ``UsageError`` unless the optimizers are of the saved classes, in the saved order.
+    saved: None in a pool that does not say."""
+    found = training.optimizer_kinds
+    if saved is None or saved == found:
+        return
+    advice = "take those, or a new pool"
+    if sorted(saved) == sorted(found):
+        advice = "pass them in that order"
+    raise UsageError(
+        f"{training.name}: expected the optimizers {', '.join(saved)}, as in the pool, found "
+        f"{', '.join(found)}; nothing was loaded: {advice}"
+    )
+
+
+def _require_same(
+    tables: Sequence[Table], model: torch.nn.Module, saved: Mapping[str, Any]
+) -> None:
+    """Raise ``UsageError`` for a table of another shape or dtype than the saved one."""
+    weights = {id(table.weight): table for table in tables}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        table, found = weights.get(id(parameter)), saved.get(name)
+        if table is None or not isinstance(found, torch.Tensor):
+            continue
+        if found.shape != table.shape or found.dtype != table.dtype:
+            raise UsageError(
+                f"{table.name}: expected a table of {table.dtype} {tuple(table.shape)}, found "
+                f"one of {found.dtype} {tuple(found.shape)} in the pool; nothing was loaded: make "
+                "the table as it was, or protect this one with a new pool, and copy the rows from "
+                "`portus.open`"
+            )
+
+
+def _load_optimizer(optimizer: Optimizer, saved: Any) -> None:
+    """Raises ``ValueError`` if what was saved is of another kind of optimizer, also where torch
+    does not say so."""
+    name = type(optimizer).__name__
+    settings = {
+        key for group in optimizer.param_groups for key in group
+    } & optimizer.defaults.keys()
+    try:
+        optimizer.load_state_dict(saved)
+    except KeyError as error:
+        raise ValueError(f"the pool has none of {name}'s {error}") from error
+    for group in optimizer.param_groups:
+        missing = sorted(settings - group.keys())
+        if missing:
+            raise ValueError(f"the pool has none of {name}'s {missing}")
+
+
+def _load_rest(model: torch.nn.Module, rest: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Load a state that has no tables any more. Raises ``RuntimeError``, as torch does."""
+    found = model.load_state_dict(rest, strict=False)
+    missing = set(found.missing_keys) - (saved.keys() - rest.keys())
+    if missing or found.unexpected_keys:
+        raise RuntimeError(
+            f"missing: {', '.join(sorted(missing))}; unexpected: {', '.join(found.unexpected_keys)}"
+        )

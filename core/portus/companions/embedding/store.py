@@ -1,0 +1,375 @@
+"""The state of a training in a pool, committed batch by batch at the price of what changed.
+
+Theory. It is one version with a log, as a shelf is: the tables and all the rest, as they were when
+it was committed, and over them an entry for each batch since. An entry has the new rows of the
+tables, and all of the dense part; or none of it, where it may be older than the tables. So tables
+and dense part are one commit, with one persist, and there is no second thing that could be newer.
+
+A dense part that may be older than the tables is in no entry, but comes in slices beside batches
+(``slices``): when all are there, a version is committed that has them, and otherwise the storages
+and the log of the newest one, whose entries so far it counts by their number.
+
+A log that fills is folded in, beside the batches that go on (``fold``): then a batch is a new
+version, with new extents and a new log, in which the entries are that came meanwhile.
+
+A mark is another version, of a model of its own, that stands for one batch for as long as it is
+kept: it has the storages of the newest version, its log, and the number of entries that it had. The
+entries that come later stand on the commit of the newest version, not on that of the mark, so they
+are none of its. What a mark reaches stays, whatever is folded in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from portus.companions.embedding.fold import Fold
+from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.slices import Slices
+from portus.engine.copying.segments import Stop
+from portus.engine.media.file_calls import OUT_OF_SPACE
+from portus.engine.spec import PAGE
+from portus.errors import MediumError, UsageError
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.log import Entry, LogWriter, entries, entry_size
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import Pointer, VersionEntry, VersionRecord
+from portus.reach.index.tables import MARKS as MARKS
+from portus.reach.index.tables import MODEL as MODEL
+from portus.reach.versions.parts import rows_of, shared
+
+_LOG_MIN: Final = 64 << 20
+_LOG_SHARE: Final = 2
+"""A log has half the bytes of all storages, and this much at least."""
+
+
+class TableStore:
+    """What a pool has of one training. One thread at a time."""
+
+    in_place = False
+    """Tables are changed in the pool itself: see ``placed``."""
+
+    def __init__(
+        self, pool: PoolWriter, log_bytes: int | None = None, *, fold_from: float = 0.75
+    ) -> None:
+        """log_bytes: of its log; None: as many as make sense. fold_from: the part of it from which
+        on it is folded in. Reads the log, and makes sure that what counts of it is durable.
+
+        Raises ``CorruptionError``, ``MediumError``; ``UsageError`` if the pool holds something
+        else.
+        """
+        self.pool: Final = pool
+        self._log_bytes: Final = log_bytes
+        self._fold_from: Final = fold_from
+        self._record: VersionRecord | None = None
+        self._log: LogWriter | None = None
+        self._layout = b""
+        self._tree = b""
+        self._open_end = False
+        """Nothing is behind the last entry of the log."""
+        self._entry_bytes = 0
+        """Of the last batch."""
+        self._fold: Fold | None = None
+        """What the log is being folded into."""
+        self._has_no_room = False
+        """There was none to begin a fold; the log is used up first."""
+        self._slices: Slices | None = None
+        """A dense part that is being written."""
+        self._batch = 0
+        """Of what was committed last."""
+        self._dense_batch = 0
+        """Of its dense part, as far as it is known."""
+        self._open()
+
+    @property
+    def newest(self) -> VersionEntry | None:
+        """The version that has what was committed last, with its log; None in a new pool."""
+        model = self.pool.catalogue().models.get(MODEL)
+        return None if model is None else model.versions[-1]
+
+    def marks(self) -> Sequence[VersionEntry]:
+        """All marks, oldest first."""
+        model = self.pool.catalogue().models.get(MARKS)
+        return () if model is None else model.versions
+
+    def image_of(self, mark: VersionEntry) -> int:
+        """Where what a mark holds begins in the pool: equal for marks that share an image and a
+        log, and for the newest version, as long as it has not been folded in since."""
+        record = self.pool.record(mark)
+        if record.log is not None:
+            return record.log.extent.offset
+        extents = (record.storage_extents(index) for index in range(len(record.storages)))
+        return min((each.offset for found in extents for each in found), default=0)
+
+    def commit(self, moment: Moment) -> None:
+        """Commit a moment; durable on return. Raises ``MediumError``; then what was committed
+        before stays, and rows of the next moment must be None. ``CorruptionError`` if somebody else
+        changed the pool."""
+        fold = self._fold
+        if fold is not None and not (self._is_next(moment) and fold.add(moment)):
+            self._give_up_fold()
+            fold = None
+        if fold is not None and fold.is_whole:
+            self._replace(fold, moment)
+        elif self._append(moment):
+            if fold is None and self._log_is_filling():
+                self._begin_fold(moment)
+        elif fold is not None:
+            self._replace(fold, moment)
+        else:
+            self._fold = Fold(self.pool, moment, self._log_length(moment))
+            self._replace(self._fold, moment)
+        self._batch = moment.batch
+        self._slice_on(moment)
+
+    @property
+    def has_more(self) -> bool:
+        """True while ``go_on`` has something to do."""
+        if self._slices is not None and self._slices.is_behind:
+            return True
+        return self._fold is not None and not self._fold.is_whole
+
+    @property
+    def is_behind(self) -> bool:
+        """True if ``go_on`` is due before the next batch: it has a slice to write, or the log fills
+        faster than it is folded in, and a batch would have to wait for all that is missing."""
+        if self._slices is not None and self._slices.is_behind:
+            return True
+        fold, log = self._fold, self._log
+        if fold is None or log is None or fold.is_whole:
+            return False
+        begin = log.log.extent.length * self._fold_from
+        filled = log.used.length + self._entry_bytes - begin  # when the next one is there too
+        return fold.done * (log.log.extent.length - begin) < fold.size * filled
+
+    def go_on(self, stop: Stop) -> None:
+        """Write the slice that is due, or do the next piece of folding the log in; ``stop``: says
+        whether somebody waits. The next batch may change its tables meanwhile. Raises as
+        ``commit``."""
+        if self._log is not None:
+            self._log.look()
+        slices = self._slices
+        if slices is not None and slices.is_behind:
+            slices.go_on()
+            if slices.is_whole:
+                self._commit_slices(slices)
+        elif self._fold is not None:
+            self._fold.go_on(stop)
+
+    def give_up(self) -> None:
+        """Forget what was written so far of what is not committed: training goes on from something
+        else than what it was copied from."""
+        self._give_up_fold()
+        self._give_up_slices()
+
+    def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
+        """Keep what is committed now as the version of that token, and let go of other marks, by
+        their ids; durable on return. Raises as ``commit``."""
+        record, log = self._record, self._log
+        assert record is not None, "a mark of nothing"
+        assert log is not None
+        log.look()
+        self.pool.commit(
+            NewVersion(
+                model=MARKS,
+                step=batch,
+                token=token,
+                layout=self._known(record.layout, self._layout, RecordKind.LAYOUT),
+                tree=self._tree,
+                storages=record.storages,
+                extents=record.extents,
+                units=record.units,
+                log=replace(log.log, entries=log.count),
+                has_bunches=True,
+            ),
+            (),
+            retire,
+        )
+
+    def seal(self) -> None:
+        """Say that the last entry of the log was not torn, by one more behind it: from now on
+        damage to it is found. Raises ``MediumError``."""
+        log, record = self._log, self._record
+        if log is not None and record is not None and self._open_end and log.room >= PAGE:
+            log.append([], b"", record.info.commit)
+            self._open_end = False
+
+    # --- a batch in the log ---------------------------------------------------------------------
+
+    def _is_next(self, moment: Moment) -> bool:
+        """True if it is a change of what was committed, and not all of it anew."""
+        record = self._record
+        if record is None or moment.rows is None or moment.layout != self._layout:
+            return False
+        return np.array_equal(moment.length, record.storages["length"].astype(np.int64))
+
+    def _append(self, moment: Moment) -> bool:
+        """Commit by an entry of the log. False if it is not made for that."""
+        log, record = self._log, self._record
+        if log is None or record is None or not self._is_next(moment):
+            return False
+        bunches = moment.bunches(record.storage_extents)
+        said = b"" if moment.left or moment.tree == self._tree else moment.tree
+        if entry_size([], len(said), [each.data.shape for each in bunches]) > log.room:
+            return False
+        before = log.room
+        log.append([], said, record.info.commit, bunches)
+        self._entry_bytes = before - log.room
+        self._open_end = True
+        self._tree = said or self._tree
+        if not moment.left:
+            self._dense_batch = moment.dense_batch
+        return True
+
+    # --- a dense part in slices -----------------------------------------------------------------
+
+    def _slice_on(self, moment: Moment) -> None:
+        """A batch was committed: the next slice is due, of the dense part that it begins, or of
+        the one before."""
+        slices = self._slices
+        if slices is not None and slices.batch <= self._dense_batch:  # it was folded in
+            self._give_up_slices()
+            slices = None
+        if slices is not None:
+            slices.due += 1
+        elif moment.sliced and self._dense_batch < moment.dense_batch:
+            self._slices = Slices(self.pool, moment)
+
+    def _commit_slices(self, slices: Slices) -> None:
+        """Commit by a version with a dense part that is all there."""
+        record, log = self._record, self._log
+        assert record is not None
+        assert log is not None
+        others = np.setdiff1d(np.arange(len(record.storages)), slices.indices)
+        lengths = record.storages["length"].astype(np.int64)
+        rows = slices.rows()
+        storages, extents, units = rows_of([rows, shared(record, others)], lengths)
+        try:
+            made = self.pool.commit(
+                NewVersion(
+                    model=MODEL,
+                    step=self._batch,
+                    token=os.urandom(16),
+                    layout=self._known(record.layout, self._layout, RecordKind.LAYOUT),
+                    tree=slices.moment.tree,
+                    storages=storages,
+                    extents=extents,
+                    units=units,
+                    log=replace(log.log, entries=log.count),
+                    has_bunches=True,
+                ),
+                (),
+                self._superseded(),
+            )
+        finally:
+            self._give_up_slices()
+        assert made is not None
+        assert made.log is not None
+        self._record, log.log = made, made.log
+        self._tree, self._dense_batch = slices.moment.tree, slices.batch
+        if self._fold is not None and not self._fold.add_dense(slices.moment):
+            self._give_up_fold()
+
+    def _give_up_slices(self) -> None:
+        if self._slices is not None:
+            self._slices.release()
+            self._slices = None
+
+    # --- all of it anew -------------------------------------------------------------------------
+
+    def _log_is_filling(self) -> bool:
+        log = self._log
+        if log is None or self._has_no_room:
+            return False
+        return log.used.length > log.log.extent.length * self._fold_from
+
+    def _begin_fold(self, moment: Moment) -> None:
+        """Fold in what is committed, ``moment`` included, beside what follows; not if there is no
+        room now: readers may hold some."""
+        try:
+            self._fold = Fold(self.pool, moment, self._log_length(moment))
+        except MediumError as error:
+            if error.errno not in OUT_OF_SPACE:
+                raise
+            self._has_no_room = True
+
+    def _replace(self, fold: Fold, moment: Moment) -> None:
+        """Commit by the version of a fold to which the moment was added, or that began with it."""
+        if self._log is not None:
+            self._log.look()
+        try:
+            new, stored = fold.version(MODEL, self._layout_of(moment), Stop())
+            record = self.pool.commit(new, stored, self._superseded())
+        finally:
+            self._give_up_fold()
+        assert record is not None
+        assert record.log is not None
+        self._dense_batch = fold.dense_batch
+        self._record, self._log = record, fold.log(record.log)
+        self._layout, self._tree, self._open_end = moment.layout, fold.tree, False
+        self._has_no_room = False
+
+    def _give_up_fold(self) -> None:
+        if self._fold is not None:
+            self._fold.release()
+            self._fold = None
+
+    def _layout_of(self, moment: Moment) -> Pointer | bytes:
+        record = self._record
+        if record is None or moment.layout != self._layout:
+            return moment.layout
+        return self._known(record.layout, moment.layout, RecordKind.LAYOUT)
+
+    def _known(self, pointer: Pointer, payload: bytes, kind: RecordKind) -> Pointer | bytes:
+        """A record as a pointer, if the next commit may rely on it."""
+        return pointer if self.pool.is_sound(pointer, kind) else payload
+
+    def _superseded(self) -> list[int]:
+        model = self.pool.catalogue().models.get(MODEL)
+        return [] if model is None else [entry.info.id for entry in model.versions]
+
+    def _log_length(self, moment: Moment) -> int:
+        wanted = self._log_bytes
+        if wanted is None:
+            wanted = max(_LOG_MIN, int(moment.length.sum()) // _LOG_SHARE)
+        return wanted + -wanted % PAGE
+
+    # --- opening --------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        newest = self.newest
+        if newest is None:
+            others = sorted(self.pool.catalogue().models.keys() - {MARKS})
+            if others:
+                raise UsageError(
+                    f"{self.pool.medium.info.name}: expected tables of a training, found "
+                    f"checkpoints of {', '.join(others)[:200]}; use a separate pool for the tables"
+                )
+            return
+        with self.pool.pinned(newest.info.id) as entry:
+            record = self.pool.record(entry)
+            if record.log is None:
+                raise UsageError(
+                    f"{self.pool.medium.info.name}: its {MODEL!r} has no log; use a separate "
+                    "pool for the tables"
+                )
+            if bool(record.log.in_place) != self.in_place:
+                raise UsageError(
+                    f"{self.pool.medium.info.name}: expected tables with in_place="
+                    f"{self.in_place}, found some that were protected with in_place="
+                    f"{not self.in_place}; pass that again, or use another pool"
+                )
+            layout = bytes(self.pool.payload(record.layout, RecordKind.LAYOUT))
+            tree = bytes(self.pool.payload(record.tree, RecordKind.TREE))
+            last: Entry | None = None
+            for last in entries(self.pool.medium, record):
+                tree = last.tree or tree
+        self._record, self._layout, self._tree = record, layout, tree
+        self._log = LogWriter(self.pool.medium, record.log, last, self.pool.glance)
+        self._log.cut()
+        self._open_end = last is not None and bool(last.bunches or last.tree)

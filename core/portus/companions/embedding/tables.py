@@ -1,0 +1,261 @@
+"""The tables of a model, the rows that an update changes, and those that it must not change.
+
+An update of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True`` changes the rows that the
+gradient names, by the optimizers in ``_NEEDED``. After a reduction over ranks these are the rows
+that any rank looked up. What an optimizer keeps of each row changes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from portus.companions.embedding.moment import Rows
+from portus.companions.embedding.rowwise import RowwiseAdagrad
+from portus.errors import UsageError
+
+_KINDS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+_NEEDED: Final[dict[type[Optimizer], tuple[str, ...]]] = {
+    SGD: ("momentum", "weight_decay"),
+    Adagrad: ("weight_decay",),
+    SparseAdam: (),
+    RowwiseAdagrad: (),
+}
+"""The optimizers that change the rows of a sparse gradient alone, and what must be 0 for that."""
+
+_COALESCING: Final = (Adagrad, SparseAdam, RowwiseAdagrad)
+"""Those that coalesce the gradient before they do anything else with it."""
+
+Known = tuple[int, int]
+"""Where a tensor's memory is, and how often torch saw it being written."""
+
+
+@dataclass(slots=True)
+class Table:
+    """One table, and the optimizer that updates it. ``touched``: rows that updates changed since
+    the last moment was taken."""
+
+    name: str
+    weight: torch.nn.Parameter
+    optimizer: Optimizer | None
+    shape: torch.Size
+    dtype: torch.dtype
+    touched: list[torch.Tensor] = field(default_factory=list)
+    known: list[Known] = field(default_factory=list)
+    """Of its tensors, when the last moment was taken, or an update was over."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The table, and what the optimizer keeps of each row."""
+        state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state[self.weight]
+        kept = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim]
+        return [self.weight.detach(), *(each for each in kept if each.shape[0] == self.shape[0])]
+
+    def note(self) -> None:
+        """Remember how its tensors are now, as nobody else may write them."""
+        self.known = [known_as(each) for each in self.tensors()]
+
+    def is_as_noted(self) -> bool:
+        """False if somebody wrote to it since, or exchanged what is kept of its rows."""
+        return self.known == [known_as(each) for each in self.tensors()][: len(self.known)]
+
+    def was_written(self) -> bool:
+        """True if somebody wrote to it since, where it was then."""
+        now = dict(known_as(each) for each in self.tensors())
+        return any(now.get(place, count) != count for place, count in self.known)
+
+    def touch(self) -> bool:
+        """Note which rows the update that comes changes; False if it changes none. Raises
+        ``UsageError``, naming what is not as it was protected, before anything is changed."""
+        self.require_same()
+        if self.optimizer is not None:
+            check_optimizer(self.name, self.weight, self.optimizer)
+        gradient = self.weight.grad
+        if gradient is None:
+            return False
+        if gradient.layout is not torch.sparse_coo:
+            raise UsageError(
+                f"{self.name}: expected a sparse gradient, found a dense one: is the table also "
+                "used elsewhere in the model, or was sparse=True reset?"
+            )
+        if type(self.optimizer) in _COALESCING and not gradient.is_coalesced():
+            self.weight.grad = gradient = gradient.coalesce()  # it does no other, and not again
+        number = gradient._indices()[0]
+        if not gradient.is_coalesced():
+            number = torch.unique(number)
+        if len(number) and not 0 <= int(number.min()) <= int(number.max()) < self.shape[0]:
+            raise UsageError(
+                f"{self.name}: expected a gradient of rows 0 to {self.shape[0] - 1}, found rows "
+                f"{int(number.min())} to {int(number.max())}; nothing was updated"
+            )
+        self.touched.append(number.detach())
+        return True
+
+    def rows(self) -> torch.Tensor:
+        """The rows that changed since the last moment, each once, in order."""
+        if not self.touched:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return self.touched[0] if len(self.touched) == 1 else torch.unique(torch.cat(self.touched))
+
+    def require_saved(self, saved: Any) -> None:
+        """Raise ``UsageError`` unless what the state of its optimizer, as saved, keeps of rows is
+        of this table."""
+        assert self.optimizer is not None
+        params = [each for group in self.optimizer.param_groups for each in group["params"]]
+        place = next(i for i, each in enumerate(params) if each is self.weight)
+        numbers = [each for group in saved["param_groups"] for each in group["params"]]
+        if place >= len(numbers):
+            return  # torch says what does not fit
+        for key, each in saved["state"].get(numbers[place], {}).items():
+            kept = isinstance(each, torch.Tensor) and each.ndim
+            if kept and each.shape not in (self.shape, self.shape[:1]):
+                raise UsageError(
+                    f"{self.name}: expected {key!r} of {tuple(self.shape)} in its optimizer's "
+                    f"state, found {tuple(each.shape)} in the pool; nothing was loaded: pass the "
+                    "optimizers in the order in which they were saved"
+                )
+
+    def require_same(self) -> None:
+        """Raise ``UsageError`` if it has another dtype or shape than when it was protected."""
+        weight = self.weight
+        if weight.dtype != self.dtype or weight.shape != self.shape:
+            raise UsageError(
+                f"{self.name}: expected a table of {self.dtype} {tuple(self.shape)}, as "
+                f"protected, found {weight.dtype} {tuple(weight.shape)}; call `close`, and protect "
+                "the new table with a new pool"
+            )
+
+
+def tables_of(
+    model: torch.nn.Module, optimizers: Sequence[Optimizer], *, in_place: bool = False
+) -> list[Table]:
+    """The tables of a model, each once. in_place: they may have no bytes yet ("meta"). Raises
+    ``UsageError`` naming one that cannot be protected, and why."""
+    devices = ("cpu", "meta") if in_place else ("cpu",)
+    found: dict[int, Table] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _KINDS) and module.sparse and id(module.weight) not in found:
+            found[id(module.weight)] = _table(name, module, optimizers, devices)
+    if not found:
+        raise UsageError(
+            "protect: the model has no Embedding or EmbeddingBag with sparse=True; without it each "
+            "update changes all rows: save such a model with a Checkpointer"
+        )
+    _refuse_others(model, found)
+    return list(found.values())
+
+
+def _refuse_others(model: torch.nn.Module, tables: Mapping[int, Table]) -> None:
+    """Raise ``UsageError`` if a module that is no table with sparse=True has a table's parameter:
+    its gradients are dense, or unknown."""
+    for name, module in model.named_modules():
+        is_table = isinstance(module, _KINDS) and module.sparse
+        for key, parameter in module._parameters.items():
+            table = tables.get(id(parameter))
+            if table is not None and not (is_table and key == "weight"):
+                raise UsageError(
+                    f"{table.name}: the {type(module).__name__} {name or 'model'!r} has it too, "
+                    f"as {key!r}, so an update may change all of its rows; give that module a "
+                    "parameter of its own, or make the Embedding with sparse=False and save the "
+                    "model with a Checkpointer"
+                )
+
+
+def check_ids(name: str, rows: int, ids: object) -> None:
+    """Raise ``UsageError`` for ids that the table does not have."""
+    if isinstance(ids, torch.Tensor) and ids.numel() and not ids.is_meta:
+        low, high = (int(each) for each in torch.aminmax(ids))
+        if low < 0 or high >= rows:
+            raise UsageError(
+                f"{name}: expected ids from 0 to {rows - 1}, found {low if low < 0 else high}; "
+                "nothing was looked up"
+            )
+
+
+def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer) -> None:
+    """Raise ``UsageError``, with the reason, for one that changes rows that no batch looked up."""
+    kind = type(optimizer)
+    within = getattr(optimizer, "optimizer", None)
+    if kind not in _NEEDED and isinstance(within, Optimizer):
+        raise UsageError(
+            f"{name}: expected an optimizer of torch, found a {kind.__name__} around a "
+            f"{type(within).__name__}; protect the tables before `accelerator.prepare`, with the "
+            "optimizer itself"
+        )
+    if kind not in _NEEDED:
+        names = ", ".join(each.__name__ for each in _NEEDED)
+        raise UsageError(
+            f"{name}: {kind.__name__} may change rows that a batch did not look up, so Portus "
+            f"cannot tell which rows changed; use one of {names}"
+        )
+    owning = [each for each in optimizer.param_groups if any(p is weight for p in each["params"])]
+    if not owning:
+        raise UsageError(
+            f"{name}: the {kind.__name__} that had it when it was protected has it no more; call "
+            "`close`, and `protect` again with the optimizer that has it"
+        )
+    [group] = owning
+    for key in _NEEDED[kind]:
+        if group[key]:
+            raise UsageError(
+                f"{name}: {kind.__name__} with {key}={group[key]} changes rows that a batch did "
+                f"not look up; set {key}=0 for the table"
+            )
+
+
+def changed_rows(tensor: torch.Tensor, number: torch.Tensor) -> Rows:
+    """Rows of a table, copied."""
+    data = tensor.index_select(0, number).contiguous().view(torch.uint8)
+    return Rows(number.numpy(), data.reshape(len(number), _row_bytes(tensor)).numpy())
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes // tensor.shape[0]
+
+
+def known_as(tensor: torch.Tensor) -> Known:
+    """How a tensor is now: it changes with each write that torch counts."""
+    return tensor.data_ptr(), tensor._version
+
+
+def _table(
+    name: str,
+    module: torch.nn.Embedding | torch.nn.EmbeddingBag,
+    optimizers: Sequence[Optimizer],
+    devices: Sequence[str],
+) -> Table:
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise UsageError(
+            f"{name}: expected a weight that is a parameter, found one that is computed "
+            "(torch.nn.utils.parametrize); such a table cannot be protected"
+        )
+    if module.max_norm is not None:
+        raise UsageError(
+            f"{name}: max_norm changes rows in the forward pass, before any update; such a "
+            "table cannot be protected"
+        )
+    if weight.device.type not in devices or type(weight.data) is not torch.Tensor:
+        raise UsageError(f"{name}: expected a table in CPU memory, found {weight.device}")
+    if not weight.numel():
+        raise UsageError(f"{name}: expected a table with rows, found {tuple(weight.shape)}")
+    if not weight.is_contiguous() or weight.untyped_storage().nbytes() != weight.nbytes:
+        raise UsageError(f"{name}: expected a table that owns its memory, found a view")
+    owners = [each for each in optimizers if _owns(each, weight)]
+    if weight.requires_grad and len(owners) != 1:
+        raise UsageError(
+            f"{name}: expected it in exactly one of the optimizers, found it in {len(owners)}; "
+            "pass every optimizer that steps in a batch, each once"
+        )
+    optimizer = owners[0] if owners else None
+    if optimizer is not None:
+        check_optimizer(name, weight, optimizer)
+    return Table(name, weight, optimizer, weight.shape, weight.dtype)
+
+
+def _owns(optimizer: Optimizer, weight: torch.nn.Parameter) -> bool:
+    return any(each is weight for group in optimizer.param_groups for each in group["params"])

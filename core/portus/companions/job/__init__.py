@@ -1,0 +1,1 @@
+"""What a run and its ranks agree on: when to save and to leave, the journal."""

@@ -1,0 +1,326 @@
+"""``Cadence``: says when a training is to save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import torch
+
+from portus.companions.cadence.bounded import (
+    MAX_OVERHEAD,
+    Costs,
+    Decision,
+    Rule,
+    Tuner,
+    decide,
+    overhead,
+    shortest,
+)
+from portus.companions.cadence.steps import parse_every
+from portus.companions.job import journal
+from portus.companions.job.clock import Clock
+from portus.companions.job.exchange import beside, standing, told_by_first
+from portus.companions.job.preemption import Preemption
+from portus.companions.job.stock import Framework
+from portus.engine.settings.numbers import parse_seconds
+from portus.errors import UsageError
+
+_log: Final = logging.getLogger("portus")
+
+CHECKS: Final = 0.7
+"""Where several ranks save at times, the share of the time that is left, in steps as long as those
+before, after which rank 0 looks at the clock again and tells the others."""
+
+
+def checked_cadence(
+    every: str | int = "auto", max_overhead: float = MAX_OVERHEAD, mtbf: float | str | None = None
+) -> tuple[Literal["auto"] | int | float, Rule]:
+    """What a user says about when to save, read: "auto", steps (an int) or seconds (a float); and
+    the rule. Raises ``UsageError`` for what makes no sense."""
+    mtbf_s = None if mtbf is None else parse_seconds("mtbf", mtbf)
+    return parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
+
+
+class Cadence:
+    """Decides when a training saves, so that the cost of saves stays within a bound.
+
+    ```python
+    cadence = portus.Cadence(max_overhead=0.035)
+    for batch in loader:
+        ...
+        optimizer.step()
+        if cadence.should_save():
+            checkpointer.save({..., "cadence": cadence.state_dict()}, step)
+    ```
+
+    Args:
+        every: "auto" follows the cost of saves, up and down. "30s", "5min" or "1h" is wall time: a
+            save comes at the first step that ends so long after the last one began, whatever the
+            steps take. A number is that many steps.
+        max_overhead: How much all saves together may add to the time of a training without saves,
+            as a fraction. With a fixed ``every`` this only sets off a warning, which names an
+            interval within the bound.
+        mtbf: Mean time between failures of the whole job: seconds, or a text like "4h". The
+            interval then minimises the expected loss, within the bound. None: as short as the bound
+            allows.
+        process_group: The ranks that save together, with a backend for CPU tensors, such as gloo.
+            None: all ranks, by a gloo group of its own if the job's group is for devices only.
+        preemption: Also asked at each step: a training that has to leave must save first.
+        now: A clock in seconds, for replays and tests. None: the clock of this process, and for
+            steps on a CUDA device its events; nothing waits for them.
+
+    A step is a step of the optimizer (of all of them, if there are several); if none of torch's
+    optimizers steps, it is a call of ``should_save``. All ranks have to take the same steps. Raises
+    ``UsageError`` for a value that is not allowed.
+    """
+
+    MAX_OVERHEAD: Final = MAX_OVERHEAD
+    """The bound where nobody sets one."""
+
+    UNSEEN: Final = "10min"
+    """What adapters use in place of "auto" when Portus is turned off: other code saves then, and
+    its cost is not visible here."""
+
+    def __init__(
+        self,
+        every: str | int = "auto",
+        *,
+        max_overhead: float = MAX_OVERHEAD,
+        mtbf: float | str | None = None,
+        process_group: Any = None,
+        preemption: Preemption | None = None,
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        self.every, self.rule = checked_cadence(every, max_overhead, mtbf)
+        self.decision: Decision | None = None
+        """The newest one, on rank 0."""
+        self._group: Any = process_group
+        self._has_group = process_group is not None
+        self._preemption: Final = preemption
+        self._tuner: Final = Tuner(self.rule)
+        self._clock: Final = Clock(now)
+        self._since_s = self._clock.now_s()
+        """When the newest save began, or this object."""
+        self._saves = 0
+        """Intervals that were decided since."""
+        self._next = self._first()
+        self._due = 0
+        """The newest step that was one to save at."""
+        self._measured_on: dict[str, str | int] | None = None
+        """Where what was loaded was measured, until a save shows that it was here."""
+        self._said = False
+        weakref.finalize(self, self._clock.close)
+
+    @classmethod
+    def made_for(
+        cls,
+        framework: Framework,
+        every: str | int,
+        max_overhead: float,
+        mtbf: float | str | None,
+        *,
+        is_seen: bool,
+    ) -> Cadence:
+        """Return a cadence for a training under ``framework``. is_seen: False if it saves by
+        itself, so that nothing can be measured."""
+        if every == "auto" and not is_seen:
+            every = cls.UNSEEN
+            framework.say_once(
+                "Portus: checkpoints do not go through Portus here, so Portus cannot measure what "
+                f"saves cost: every='auto' saves every {every}"
+            )
+        return cls(every, max_overhead=max_overhead, mtbf=mtbf)
+
+    def should_save(self) -> bool:
+        """True if the state should be saved now. Call it after each step, on all ranks.
+
+        When it is True, rank 0 broadcasts the step of the next save, which blocks until all ranks
+        have called it. Otherwise it costs less than a microsecond.
+        """
+        if not self._clock.optimizers:
+            self._clock.tick()
+        if self._preemption is not None and self._preemption.should_leave():
+            return True
+        if self._clock.steps < self._next:
+            return False
+        if isinstance(self.every, float):
+            left = self._told(self._steps_left)
+            if left > 0:
+                self._next = self._clock.steps + left
+                return False
+        self._due, self._since_s = self._clock.steps, self._clock.now_s()
+        self._saves += 1
+        self._next = self._due + self._interval()
+        return True
+
+    def ignore_step(self) -> None:
+        """Do not count the time of the current step, because it contains something else, such as a
+        validation."""
+        self._clock.ignore()
+
+    def state_dict(self) -> dict[str, object]:
+        """The measurements, and the number of steps, or seconds, left until the next save. Only
+        rank 0 has the measurements."""
+        state = self._tuner.state_dict(self._here())
+        state["left"] = max(1, self._next - self._clock.steps)
+        if isinstance(self.every, float):
+            state["left_s"] = max(0.0, self.every - self._passed_s)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Resume from a saved state: the next save is as many steps away as it was. Measurements
+        from other hardware, another number of ranks or another kind of medium are discarded, and
+        made again. All ranks have to load the same state.
+
+        Raises ``UsageError`` for the state of a newer Portus, and changes nothing then.
+        """
+        here = self._here()
+        saved = state.get("measured_on")
+        on: Mapping[str, object] = saved if isinstance(saved, Mapping) else {}
+        left = state.get("left")
+        if self._clock.medium is None and isinstance(on.get("medium"), str):
+            here["medium"] = str(on["medium"])  # the first save will show
+        counts = self._tuner.load_state_dict(state, here)
+        self._measured_on = here if counts and self._clock.medium is None else None
+        is_whole = isinstance(left, int) and not isinstance(left, bool) and left > 0
+        # The same on all ranks, whatever their hardware is.
+        steps = left if is_whole and on.get("ranks") == here["ranks"] else self._first()
+        assert isinstance(steps, int)
+        if isinstance(self.every, float):
+            left_s = state.get("left_s")
+            if isinstance(left_s, float) and 0 <= left_s <= self.every:
+                self._since_s = self._clock.now_s() - (self.every - left_s)
+            steps = 1
+        self._next = self._clock.steps + (
+            min(steps, self.every) if isinstance(self.every, int) else steps
+        )
+
+    @property
+    def _passed_s(self) -> float:
+        """Seconds since the newest save began, or this object."""
+        return self._clock.now_s() - self._since_s
+
+    def _first(self) -> int:
+        if self.every == "auto":
+            return self._tuner.decide().steps
+        return self.every if isinstance(self.every, int) else 1
+
+    def _interval(self) -> int:
+        """Steps from here to the next save, or to the next look at the clock, the same on all
+        ranks."""
+        measured = self._clock.take()  # on every rank, so that none keeps them for ever
+        told = self._told(lambda: self._decide(measured))
+        return self.every if isinstance(self.every, int) else told
+
+    def _told(self, decide: Callable[[], int]) -> int:
+        """What rank 0 decides, on all ranks."""
+        # Times are noisy: ranks that decide by themselves decide differently, and a save that only
+        # some of them begin hangs.
+        rank, count = standing(self._group)
+        steps = decide() if rank == 0 else 0
+        if count == 1 or isinstance(self.every, int):
+            return steps
+        if not self._has_group:
+            self._group, self._has_group = beside(), True
+        told = told_by_first(steps, self._group)
+        assert isinstance(told, int)
+        return told
+
+    def _steps_left(self) -> int:
+        """Steps until the clock is to be looked at again; 0 if it is time to save."""
+        assert isinstance(self.every, float)
+        left_s = self.every - self._passed_s
+        if left_s <= 0:
+            return 0
+        _, count = standing(self._group)
+        step_s = self._clock.step_s
+        if count == 1 or step_s is None:
+            return 1
+        return max(1, int(CHECKS * left_s / step_s))
+
+    def _decide(self, measured: Costs | None) -> int:
+        self._void_elsewhere()
+        if measured is not None and self._saves > 2:  # the first one makes what others find
+            self._tuner.note(measured)
+        costs = self._tuner.costs
+        if self.every == "auto":
+            decision = self._tuner.decide()
+            if decision.steps < self._clock.steps_min:
+                decision = replace(decision, steps=self._clock.steps_min, reason="steps")
+            self.decision = decision
+            _log.info("step %d: %s", self._due, decision)
+            journal.decided(decision)
+            if costs is not None and self.rule.mtbf_s is not None:
+                self._say_once(self._hopeless(costs))
+            turn = self._saves % 2 if self._clock.is_uneven else 0
+            return decision.steps + turn
+        steps = self._own_interval()
+        if costs is not None:
+            share = overhead(costs, steps)
+            _log.info("step %d: a save every %d steps costs %.2f %%", self._due, steps, 100 * share)
+            if share > self.rule.max_overhead:
+                self._say_once(self._too_dear(costs, steps))
+        return self._steps_left() if isinstance(self.every, float) else steps
+
+    def _own_interval(self) -> int:
+        """The steps of an interval that the user named, if they take what they took so far."""
+        if isinstance(self.every, int):
+            return self.every
+        assert isinstance(self.every, float)
+        step_s = self._clock.step_s
+        return 1 if step_s is None else max(1, round(self.every / step_s))
+
+    def _too_dear(self, costs: Costs, steps: int) -> str:
+        least, _ = shortest(costs, self.rule.max_overhead)
+        return (
+            f"a save every {steps} steps costs {overhead(costs, steps):.2%} of the time, more "
+            f"than max_overhead={self.rule.max_overhead:g}: a save costs {costs.cost_s:.3g} s, "
+            f"a step takes {costs.step_s:.3g} s. Every {least} steps would stay within it, and "
+            "so does every='auto'"
+        )
+
+    def _hopeless(self, costs: Costs) -> str | None:
+        """What to say if the bound lets failures come faster than saves."""
+        assert self.rule.mtbf_s is not None
+        most = max(1, int(self.rule.mtbf_s / costs.step_s))
+        try:
+            decide(costs, replace(self.rule, steps_max=most))
+        except UsageError as error:
+            return f"{error}. Failures come about every {most} steps"
+        return None
+
+    def _say_once(self, text: str | None) -> None:
+        if text is not None and not self._said:
+            self._said = True
+            _log.warning("%s", text)
+
+    def _void_elsewhere(self) -> None:
+        """Now that a save showed the medium: was what was loaded measured there?"""
+        measured_on, medium = self._measured_on, self._clock.medium
+        if measured_on is None or medium is None:
+            return
+        self._measured_on = None
+        if measured_on["medium"] != medium:
+            self._tuner.forget()
+            _log.info("saves now go to another medium (%s): their cost is measured anew", medium)
+
+    def _here(self) -> dict[str, str | int]:
+        _, count = standing(self._group)
+        return {
+            "hardware": _hardware(),
+            "ranks": count,
+            "medium": self._clock.medium or "",
+        }
+
+
+def _hardware() -> str:
+    processors = f"{os.cpu_count()} processors, {platform.machine()}"
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, {processors}"
+    return processors

@@ -1,0 +1,221 @@
+"""How long steps take, and what saves add to them: the clock behind ``Cadence``.
+
+A step ends when an optimizer steps that has stepped since the step before ended, so trainings with
+several optimizers are counted right too. It is touched if a save was in flight in it, from the call
+of save to the commit.
+
+Where parameters are on a CUDA device a step takes what it takes there: between two events on the
+stream of the optimizer. They are looked at when they have come, and nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch.optim.optimizer import Optimizer
+
+from portus.companions.cadence.bounded import Costs
+from portus.companions.cadence.estimate import SaveCosts, StepTimes
+from portus.engine.fence import fence
+from portus.engine.fence.device import DeviceTimeline, Timeline
+from portus.engine.media import calls
+from portus.engine.pipeline import observers
+from portus.engine.pipeline.handle import SaveStats
+from portus.engine.pipeline.observers import Saving
+
+UNTOUCHED_MIN: Final = 3
+
+FRESH: Final = 5
+"""Untouched steps that an interval has at least."""
+
+AROUND: Final = 64
+"""The newest untouched steps with which those that saves touched are compared; all of those since
+the save before, if there are more."""
+
+TOUCHED_MAX: Final = 1 << 20
+"""Touched steps whose times are kept until somebody asks."""
+
+FOREIGN: Final = 10
+"""A touched step that takes so many means, more than any untouched one, and over ``FOREIGN_S``
+seconds, besides what the save blocked, was long for another reason: a validation, an epoch's end.
+"""
+
+FOREIGN_S: Final = 1.0
+
+
+SAVES_MAX: Final = 64
+"""The newest saves whose statistics are kept until somebody asks."""
+
+
+class HostTimeline:
+    """Moments of this process. ``now``: seconds, from any moment on."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.mark: Final = now
+
+    def between(self, first: float, second: float) -> float:
+        """See ``Timeline``."""
+        return second - first
+
+
+class Clock:
+    """Counts steps and times them, from when it is made until it is closed. One thread steps;
+    saves may begin in another. ``now``: seconds, from any moment on; None: those of this process,
+    and of the device that the first optimizer's parameters are on."""
+
+    @calls.marked
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        self._now: Final = now or time.perf_counter
+        self._timeline: Timeline = HostTimeline(self._now)
+        self._is_free: Final = now is None
+        self.steps = 0
+        self.medium: str | None = None
+        """What the newest save goes to, once there was one."""
+        self.optimizers = False
+        """True once an optimizer stepped."""
+        self._stepped: set[int] = set()
+        self._last: Any = None
+        self._ignored = False
+        self._pending: deque[tuple[Any, Any, bool, bool]] = deque()
+        """Steps whose ends may not have come yet: from, to, touched, ignored."""
+        self._call: tuple[Any, Any] | None = None
+        self.called_after_s: float | None = None
+        """From the step's end, before its update, to the call of the newest save of which that is
+        known. Of the step after it so much is gone when the copy begins (CheckFreq's Tw)."""
+        self._untouched: Final = StepTimes()
+        self._costs: Final = SaveCosts()
+        self._touched: deque[float] = deque(maxlen=TOUCHED_MAX)
+        self._fresh = 0
+        """How many untouched steps there were since ``take`` was called."""
+        self.steps_min = 1
+        """The shortest interval that has ``FRESH`` untouched steps, as the last one was."""
+        self._flying: tuple[Saving, ...] = ()
+        self._stats: list[SaveStats] = []
+        self._from = 0.0
+        observers.observe(self)
+        fence.listen(self._before_step)
+
+    @calls.marked
+    def close(self) -> None:
+        """Count no more."""
+        fence.unlisten(self._before_step)
+        observers.unobserve(self)
+
+    def tick(self) -> None:
+        """A step ends here, and the next one begins."""
+        mark = self._timeline.mark()
+        last, self._last = self._last, mark
+        self.steps += 1
+        ignored, self._ignored = self._ignored, False
+        if last is None or mark is None:
+            return
+        touched = bool(self._flying)
+        if touched:
+            self._flying = tuple(each for each in self._flying if not each.over)
+        self._pending.append((last, mark, touched, ignored))
+        self._look()
+
+    def _look(self) -> None:
+        """Take the time of the steps that have ended. A signal handler may interrupt this, and do
+        the same."""
+        between = self._timeline.between
+        while True:
+            try:
+                step = self._pending.popleft()
+            except IndexError:
+                break
+            first, second, touched, ignored = step
+            took = between(first, second)
+            if took is None:
+                self._pending.appendleft(step)
+                break
+            if touched:
+                self._touched.append(math.inf if ignored else took)
+            elif not ignored:
+                self._untouched.add(took)
+                self._fresh += 1
+        call = self._call
+        if call is not None:
+            after = between(*call)
+            if after is not None:
+                self.called_after_s, self._call = after, None
+
+    def ignore(self) -> None:
+        """The time of the step that is under way says nothing: a validation is in it."""
+        self._ignored = True
+
+    def began(self, save: Saving, medium: str) -> None:
+        """A save is about to begin."""
+        self.medium = medium
+        self._flying = (*(each for each in self._flying if not each.over), save)
+        self._stats = [*self._stats[-SAVES_MAX:], save.stats]
+        self._from = self._now()
+        mark = self._timeline.mark()
+        if self._last is not None and mark is not None:
+            self._call = (self._last, mark)
+
+    def now_s(self) -> float:
+        """Seconds of this process, from any moment on."""
+        return self._now()
+
+    @property
+    def step_s(self) -> float | None:
+        """The mean of the newest untouched steps; None before there are some."""
+        few = len(self._untouched) < UNTOUCHED_MIN
+        return None if few else self._untouched.mean_s
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if untouched steps differ much from each other."""
+        return self._untouched.is_uneven
+
+    def take(self) -> Costs | None:
+        """What saves cost, by those since this was called last and those before; None if there was
+        none, or if a step that they touched was long for another reason."""
+        self._look()
+        stats, self._stats = self._stats, []
+        touched, self._touched = self._touched, deque(maxlen=TOUCHED_MAX)
+        fresh, self._fresh = self._fresh, 0
+        if not stats or not touched:
+            return None
+        self.steps_min = len(touched) + FRESH
+        step_s = self.step_s
+        around = self._untouched.newest(max(fresh, AROUND))
+        if fresh == 0 or not around:
+            # If all steps are touched, the shortest one: then saves seem dearer, not cheaper.
+            around = [min((*touched, *around))]
+            step_s = around[0] if step_s is None else min(step_s, around[0])
+        elif step_s is None:
+            step_s = self._untouched.mean_s
+        blocked_s = sum(each.blocked_s for each in stats)
+        foreign_s = max(FOREIGN * step_s, FOREIGN_S, self._untouched.longest_s)
+        if max(touched) > blocked_s + foreign_s:
+            return None
+        self._costs.add(list(touched), around, is_uneven=self.is_uneven)
+        cost_s = self._costs.cost_s
+        # While none is over nobody knows how long it takes: let the next one be later.
+        save_s = max(each.total_s for each in stats) or 2 * (self._now() - self._from)
+        return Costs(step_s=step_s, cost_s=cost_s, save_s=save_s, stall_s=min(blocked_s, save_s))
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if not self.optimizers:  # calls that were taken for steps until now were none
+            self.optimizers, self.steps, self._last = True, 0, None
+            self._untouched.clear()
+            self._fresh = 0
+            self._pending.clear()
+            self._timeline = self._timeline_of(optimizer)
+        number = id(optimizer)
+        if number in self._stepped or not self._stepped:
+            self._stepped = {number}
+            self.tick()
+        else:
+            self._stepped.add(number)
+
+    def _timeline_of(self, optimizer: Optimizer) -> Timeline:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        device = next((each.device for each in parameters if each.is_cuda), None)
+        return self._timeline if device is None or not self._is_free else DeviceTimeline(device)

@@ -1,0 +1,115 @@
+"""What the ranks of a job tell each other around a sharded save: in one exchange, as a rule."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from portus.engine.format.checksum import DIGEST_SIZE, digest
+
+ID_SIZE: Final = 12
+"""Bytes of the id of a save."""
+
+UNPLANNED: Final = bytes(ID_SIZE)
+"""Of a rank that cannot go on with a planning."""
+
+_WORD: Final = struct.Struct(f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s?")
+"""The planning, the digest of what is named, the id, and whether this is all that a rank says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What a rank says in a save that may be planned as the one before it was.
+
+    named: what is saved, the same on all ranks; its ``repr`` is compared. id: of the save, if this
+    is the first rank. failed: its saves that failed since the last one, by number, and why.
+    planning: the id of the planning that it would go on with; ``UNPLANNED`` if it cannot. error:
+    why it cannot save at all.
+    """
+
+    named: object
+    id: bytes
+    failed: Mapping[int, str] = field(default_factory=dict)
+    planning: bytes = UNPLANNED
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What all ranks say. id: the first rank's id of the save, if all of them go on with the same
+    planning and save the same; else None. failed: by rank. errors: of the ranks that have one."""
+
+    id: bytes | None
+    failed: list[Mapping[int, str]]
+    errors: list[BaseException]
+
+
+def exchanged(word: Word, ranks: Any = None) -> Said:
+    """Collective: once, and a second time if a rank has a failure or an error to tell."""
+    said = [_WORD.unpack(each) for each in _gathered(_short(word), ranks)]
+    is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
+    number: bytes | None = said[0][2] if is_same else None
+    if all(each[3] for each in said):
+        return Said(id=number, failed=[{} for _ in said], errors=[])
+    words: list[Any] = [word] * len(said)
+    if len(said) > 1:
+        dist.all_gather_object(words, word, group=ranks)
+    errors = [each.error for each in words if each.error is not None]
+    return Said(id=number, failed=[each.failed for each in words], errors=errors)
+
+
+def _short(word: Word) -> bytes:
+    named = digest(repr(word.named).encode())
+    return _WORD.pack(word.planning, named, word.id, word.error is None and not word.failed)
+
+
+def _gathered(own: bytes, ranks: Any) -> list[bytes]:
+    """The bytes of every rank, as many as these, by rank. To the first rank and back: where ranks
+    share processors, gloo's ``all_gather`` passes them around one by one, and takes several times
+    as long: 4.2 ms at four ranks on two processors, against 0.8."""
+    rank, count = standing(ranks)
+    if count == 1:
+        return [own]
+    if "cpu:gloo" not in dist.get_backend_config(ranks):
+        found: list[Any] = [None] * count
+        dist.all_gather_object(found, own, group=ranks)
+        return found
+    first = _first_of(ranks)
+    every = torch.empty(count, len(own), dtype=torch.uint8, device="cpu")
+    tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    dist.gather(tensor, list(every) if rank == 0 else None, dst=first, group=ranks)
+    dist.broadcast(every, src=first, group=ranks)
+    return [each.tobytes() for each in every.numpy()]
+
+
+def told_by_first(value: Any, group: Any = None) -> Any:
+    """What the first rank of the group said. Collective."""
+    said = [value]
+    dist.broadcast_object_list(said, src=_first_of(group), group=group)
+    return said[0]
+
+
+def _first_of(group: Any) -> int:
+    """The number in the job of a group's first rank; None: the job's own group."""
+    return 0 if group is None else dist.get_global_rank(group, 0)
+
+
+def beside() -> Any:
+    """Return the process group for exchanges in host memory: None if the job's own group can do
+    them, else a new gloo group of all ranks. Collective."""
+    if "cpu:" in dist.get_backend_config():
+        return None
+    return dist.new_group(backend=dist.Backend.GLOO)
+
+
+def standing(group: Any = None) -> tuple[int, int]:
+    """Return this process's rank in ``group`` and the group's size; (0, 1) if torch has no process
+    groups."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    return 0, 1

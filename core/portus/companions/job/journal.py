@@ -1,0 +1,514 @@
+"""The journal of a run: what its saves and restarts came to, written beside its pool.
+
+A directory ``<pool>.journal`` has one file of lines for each model
+(``portus.companions.journal.lines``), and one page for each session that runs, or was killed: its
+heartbeat. A session begins with its first step. Its page is made and its lines are added on the
+worker of its ``Checkpointer``, so training does nothing but store three numbers into the page after
+each step. Nothing is synced: all of it survives a kill, and after a power cut the newest lines may
+be missing.
+
+It is beside the pool, since a record in it would cost a commit, and go with the pool.
+
+Whoever begins the next session puts what the page of a killed one says into the journal, and takes
+the page away. A journal is a message, and no more: nothing here raises, nor ends a save.
+
+The page is mapped where that cannot be SIGBUS (see ``reach.media.local``); elsewhere it lies in
+``/dev/shm``, where it survives a kill, and no reboot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from torch.optim.optimizer import Optimizer
+
+from portus.companions.cadence.bounded import Decision
+from portus.companions.job.clock import FOREIGN, FOREIGN_S, Clock
+from portus.companions.job.exchange import standing
+from portus.companions.journal import heartbeat
+from portus.companions.journal.lines import (
+    FILE_MAX,
+    FORMAT,
+    TEXT_MAX,
+    Asked,
+    Decided,
+    Failed,
+    Head,
+    Line,
+    Saved,
+    SessionBegun,
+    SessionEnded,
+    decoded,
+    encoded,
+    shortened,
+)
+from portus.engine.fence import fence
+from portus.engine.loading.loaded import take_loaded
+from portus.engine.media.calls import marked
+from portus.engine.media.process import Descriptor
+from portus.engine.pipeline.handle import SaveStats
+from portus.engine.spec import PAGE
+from portus.errors import CorruptionError, PortusError, UsageError
+from portus.reach.index.directory import make_directory
+from portus.reach.index.journals import (
+    BEAT,
+    LINES,
+    boot,
+    in_memory,
+    is_alive,
+    lines_path,
+    now_ns,
+    pages,
+    read_page,
+)
+from portus.reach.media.file import MappedFile
+from portus.reach.media.local import LocalFiles
+
+_log: Final = logging.getLogger("portus")
+
+SIZE_MAX: Final = 1 << 20
+"""Bytes of a journal; one that is longer is shortened to half of it, by its oldest saves."""
+
+_WAITING_MAX: Final = 256
+"""Decisions that wait for the next line."""
+
+
+_LOOK_AT: Final = 32
+"""Steps between two looks at what a step takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A save that is not over: when it was asked for, and what the steps before it take."""
+
+    number: int
+    asked: Asked
+    at_s: float
+    work_s: float
+    file: str | None
+
+
+class Journal:
+    """What one ``Checkpointer`` writes down. ``asked`` and ``decided`` are called where training
+    is; ``committed`` and ``failed`` on the worker."""
+
+    def __init__(self, model: str) -> None:
+        self._model: Final = model
+        self._session: Final = os.urandom(8).hex()
+        self._time_ns: Final = time.time_ns()
+        self._at_ns: Final = now_ns()
+        self._clock: Final = Clock()
+        self._place: Callable[[], tuple[str, str] | None] | None = None
+        self._beginning: Final = threading.Lock()
+        self._directory: str | None = None
+        self._page: mmap.mmap | None = None
+        self._page_path = ""
+        self._begun: SessionBegun | None = None
+        self._is_refused = False
+        self._is_told = False
+        """True once the journal has the line of this session."""
+        self._steps = 0
+        self._last_ns = 0
+        self._work_ns = 0
+        """What the steps take without saves."""
+        self._typical_ns = 0
+        """A step that no save touched, of late; 0 if none is known."""
+        self._is_touched = False
+        self._seen: set[int] = set()
+        self._asked: dict[str, _Asking] = {}
+        """Saves that are not over, by token."""
+        self._number = 0
+        self._step_s: float | None = None
+        self._cost_s: float | None = None
+        """What the newest version that was written down cost, if that is known by now."""
+        self._written: tuple[Saved, SaveStats] | None = None
+        self._waiting: Final[deque[Line]] = deque(maxlen=_WAITING_MAX)
+        self._said = False
+        self._closed = False
+        self._process: Final = os.getpid()
+        global _open
+        _open = (*_open, self)
+        fence.listen_after(self._after_step)
+
+    # Where training is.
+
+    def on_first_step(self, place: Callable[[], tuple[str, str] | None]) -> None:
+        """``place``: gives the arguments of ``begin``; None if there is no pool yet. Asked after
+        each step, until it knows."""
+        self._place = place
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        number = id(optimizer)
+        if number not in self._seen and self._seen:
+            self._seen.add(number)  # one of several that make a step together
+            return
+        self._seen = {number}
+        self._steps = steps = self._steps + 1
+        at_ns = now_ns()
+        took_ns, self._last_ns = at_ns - (self._last_ns or self._at_ns), at_ns
+        if not steps % _LOOK_AT or not self._typical_ns:
+            self._typical_ns = round(1e9 * (self._clock.step_s or 0.0))
+        most_ns = self._typical_ns
+        if steps == 1:
+            took_ns = 0  # it began nobody knows when
+        elif most_ns and (
+            self._is_touched or self._asked or took_ns > FOREIGN * most_ns + 1e9 * FOREIGN_S
+        ):
+            took_ns = min(took_ns, most_ns)
+        self._is_touched = False
+        self._work_ns += took_ns
+        if self._place is not None:
+            place = self._place()
+            if place is not None:
+                self.begin(*place)
+        page = self._page
+        if page is not None:
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                heartbeat.beat(page, steps, at_ns, self._work_ns)
+
+    def asked(self, token: bytes, step: int, file: str | None) -> None:
+        """Note that a save of this step was requested. ``file``: the absolute path where it, or its
+        pointer, will be."""
+        costs = self._clock.take()
+        if costs is not None:
+            self._step_s = costs.step_s
+            self._cost_s = (self._cost_s or 0.0) + costs.cost_s
+        self._number += 1
+        asked = Asked(token=token.hex(), step=step, steps=self._steps)
+        self._is_touched = True
+        self._asked[asked.token] = _Asking(
+            self._number, asked, now_ns() / 1e9, self._work_ns / 1e9, file
+        )
+        page = self._page
+        if page is not None:
+            with contextlib.suppress(ValueError):
+                heartbeat.ask(page, self._number, asked)
+
+    def decided(self, decision: Decision) -> None:
+        """An interval was chosen for what follows."""
+        costs = decision.costs
+        self._waiting.append(
+            Decided(
+                session=self._session,
+                steps=self._steps,
+                at_s=now_ns() / 1e9,
+                interval=decision.steps,
+                reason=decision.reason,
+                overhead=decision.overhead,
+                max_overhead=decision.rule.max_overhead,
+                mtbf_s=decision.rule.mtbf_s,
+                step_s=None if costs is None else costs.step_s,
+                cost_s=None if costs is None else costs.cost_s,
+                save_s=None if costs is None else costs.save_s,
+            )
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the session has begun, or never will."""
+        return self._begun is not None or self._closed
+
+    @marked
+    def begin(self, directory: str, medium: str) -> None:
+        """The session begins, with its page in ``directory``. ``medium``: the kind that is saved
+        to. Nothing if it has begun. On the worker too, where a save comes before all steps."""
+        with self._beginning:
+            self._place = None
+            if self.has_begun:
+                return
+            self._directory = directory
+            resumed = take_loaded(self._model)
+            rank, ranks = standing(None)
+            begun = SessionBegun(
+                session=self._session,
+                at_s=self._at_ns / 1e9,
+                time_ns=self._time_ns,
+                boot=boot(),
+                machine=platform.node()[:TEXT_MAX],
+                process=self._process,
+                rank=rank,
+                ranks=ranks,
+                medium=medium,
+                resumed=None if resumed is None else resumed[0].hex(),
+                resumed_step=None if resumed is None else resumed[1],
+            )
+            with self._reported():
+                make_directory(os.path.dirname(directory))
+                os.makedirs(directory, exist_ok=True)
+                self._make_page(begun)
+            self._begun = begun
+
+    # On the worker.
+
+    def committed(self, token: bytes, stats: SaveStats) -> None:
+        """A save became a version."""
+        found = self._asked.pop(token.hex(), None)
+        if found is None or self._begun is None:
+            return
+        asked = found.asked
+        line = Saved(
+            session=self._session,
+            number=found.number,
+            step=asked.step,
+            steps=asked.steps,
+            asked_s=found.at_s,
+            at_s=now_ns() / 1e9,
+            token=asked.token,
+            work_s=found.work_s,
+            file=self._seen_from_here(found.file),
+            step_s=self._clock.step_s or self._step_s,
+        )
+        line = _priced(line, stats, None)
+        with self._reported():
+            self._write(*self._settled(), line)
+        self._written, self._cost_s = (line, stats), None
+
+    def failed(self, step: int, why: str, token: bytes | None) -> None:
+        """A save became no version. ``token``: None if it never began."""
+        found = None if token is None else self._asked.pop(token.hex(), None)
+        steps = self._steps if found is None else found.asked.steps
+        if self._begun is None:
+            return
+        line = Failed(
+            session=self._session, step=step, steps=steps, at_s=now_ns() / 1e9, why=_short(why)
+        )
+        with self._reported():
+            self._write(line)
+
+    # The end.
+
+    def close(self) -> None:
+        """Write down that the session ended by itself. A second call does nothing."""
+        if self._closed:
+            return
+        costs = self._clock.take()
+        if costs is not None:
+            self._cost_s = (self._cost_s or 0.0) + costs.cost_s
+        self._closed = True
+        self._leave_hooks()
+        page, self._page = self._page, None
+        if self._process != os.getpid():
+            return
+        if self._begun is not None and (self._is_told or self._steps):
+            ended = SessionEnded(
+                session=self._session,
+                closed=True,
+                steps=self._steps,
+                at_s=now_ns() / 1e9,
+                work_s=self._work_ns / 1e9,
+            )
+            with self._reported():
+                self._write(*self._settled(), ended)
+        if page is not None:
+            page.close()
+        if self._page_path:
+            with contextlib.suppress(OSError):
+                os.unlink(self._page_path)
+
+    def leave(self) -> None:
+        """Close this journal in a forked child, without writing: the page is the parent's."""
+        self._closed, self._page = True, None
+        self._leave_hooks()
+
+    def _leave_hooks(self) -> None:
+        global _open
+        _open = tuple(each for each in _open if each is not self)
+        fence.unlisten_after(self._after_step)
+        self._clock.close()
+
+    # Files.
+
+    @property
+    def _path(self) -> str:
+        assert self._directory is not None
+        return lines_path(self._directory, self._model)
+
+    def _seen_from_here(self, file: str | None) -> str:
+        if file is None or self._directory is None:
+            return ""
+        seen = os.path.relpath(file, self._directory)
+        data = seen.encode("utf-8", "replace")
+        return seen if data == os.fsencode(seen) and len(data) <= FILE_MAX else ""
+
+    def _settled(self) -> Iterator[Line]:
+        """The newest version's line again, if more is known of what it cost; and what waits."""
+        if self._written is not None:
+            line, stats = self._written
+            now = _priced(line, stats, self._cost_s)
+            if now != line:
+                yield now
+            self._written = None
+        while self._waiting:
+            yield self._waiting.popleft()
+
+    def _write(self, *lines: Line) -> None:
+        """Add lines, in one write to the file as it is: other processes may add too."""
+        if self._is_refused:
+            return
+        known: set[str] | None = None
+        told: list[Head | Line] = [*lines]
+        if not self._is_told:
+            assert self._begun is not None
+            try:
+                known = self._known_sessions()
+            except UsageError:  # of a newer format: it is not for us to write to
+                self._is_refused = True
+                raise
+            told = [Head(format=FORMAT, model=_short(self._model)), self._begun, *lines]
+        data = b"".join(map(encoded, told))
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        descriptor = os.open(self._path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                data = b"\n" + data  # what is torn stays a line of its own
+            _write_all(descriptor, data)
+        finally:
+            os.close(descriptor)
+        self._is_told = True
+        if known is not None:
+            self._fold(known)
+        if size + len(data) > SIZE_MAX:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        with open(self._path, "rb") as file:
+            found = decoded(file.read(), self._path)
+        fresh = f"{self._path}.{os.getpid()}.new"
+        try:
+            with open(fresh, "wb") as file:
+                file.write(shortened(found.head, found.lines, SIZE_MAX // 2))
+            os.replace(fresh, self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(fresh)
+            raise
+
+    def _make_page(self, begun: SessionBegun) -> None:
+        data = heartbeat.page(begun)
+        page, path = _mapped(self._path.removesuffix(LINES), self._session, data)
+        self._page_path = path
+        if page is None:
+            return
+        if self._steps:
+            heartbeat.beat(page, self._steps, self._last_ns, self._work_ns)
+        for each in list(self._asked.values()):
+            heartbeat.ask(page, each.number, each.asked)
+        self._page = page
+
+    def _fold(self, known: set[str]) -> None:
+        """Put into the journal what the pages of killed sessions say, and take these away."""
+        for path in pages(self._path):
+            page = read_page(path)
+            if page is None or is_alive(page[0], path):
+                continue
+            begun, ended = page
+            if begun.session in known:
+                self._write(ended)
+            elif ended.steps:
+                self._write(begun, ended)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def _known_sessions(self) -> set[str]:
+        """Raises ``UsageError`` for a journal of a newer format."""
+        try:
+            with open(self._path, "rb") as file:
+                found = decoded(file.read(), self._path)
+        except (FileNotFoundError, CorruptionError):
+            return set()
+        return {each.session for each in found.lines if isinstance(each, SessionBegun)}
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """What goes wrong is said once, and training goes on."""
+        try:
+            yield
+        except (OSError, PortusError) as error:
+            if not self._said:
+                self._said = True
+                _log.warning(
+                    "portus: cannot write the journal of %s (saves go on; portus report lacks them "
+                    "until it can be written): %s",
+                    self._model,
+                    error,
+                )
+
+
+_open: tuple[Journal, ...] = ()
+
+
+def decided(decision: Decision) -> None:
+    """A cadence of this process chose an interval."""
+    for journal in _open:
+        journal.decided(decision)
+
+
+def _leave_in_child() -> None:
+    # After the hooks of what is imported here, which make locks anew that others held at the fork.
+    for journal in _open:
+        journal.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)
+
+
+def _priced(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
+    """Return ``line`` with what the save has cost so far."""
+    return msgspec.structs.replace(
+        line,
+        cost_s=cost_s if line.cost_s is None else line.cost_s,
+        blocked_s=stats.blocked_s,
+        copy_s=stats.copy_s,
+        commit_s=stats.commit_s,
+        total_s=stats.total_s,
+        copied_bytes=stats.copied_bytes,
+        shared_bytes=stats.shared_bytes,
+    )
+
+
+def _mapped(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | None, str]:
+    """A new file that holds ``data``, mapped, and its path; None, and no file, if none can be."""
+    for place in (stem, *in_memory(stem)):
+        path = f"{place}.{session}{BEAT}"
+        fresh = f"{path}.new"
+        try:
+            with open(fresh, "xb") as file:
+                file.write(data)
+            medium = LocalFiles().open(fresh, writable=True)
+            medium.close()
+            if isinstance(medium, MappedFile):
+                descriptor = Descriptor(fresh, os.O_RDWR)
+                try:
+                    page = mmap.mmap(descriptor.number, PAGE)
+                finally:
+                    descriptor.close()
+                os.replace(fresh, path)
+                return page, path
+        except (OSError, ValueError) as error:
+            _log.debug("%s: no heartbeat there: %s", path, error)
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+    return None, ""
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _short(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()[:TEXT_MAX]

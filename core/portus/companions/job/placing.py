@@ -1,0 +1,72 @@
+"""Where memory of a device is copied to first: on the device or to the host, by what each stalls.
+
+CheckFreq's Algorithm 1 (FAST'21, section 4.2; ``portus.companions.cadence.checkfreq``), with times
+that were measured here: Ti and Tw by the steps between saves, Tc by the copies of the saves before,
+Tg by the copies on the device. Until a copy to the host was seen to outlast a step, nothing is
+copied on the device; then it is tried, which measures it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, placed
+from portus.companions.job.clock import Clock
+from portus.engine.fence.device import DeviceRoom, Timeline
+from portus.engine.pipeline.observers import Saving
+
+
+class Placing:
+    """The ``CopyChoice`` of the saves of one model. ``now``: as for ``Clock``."""
+
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        self._clock: Final = Clock(now)
+        self._newest: Saving | None = None
+        self._step_s: float | None = None
+        self._host_copy_s: float | None = None
+        self._device_copy_s = 0.0
+        self._copying: tuple[Timeline, Any, Any] | None = None
+        weakref.finalize(self, self._clock.close)
+
+    def begins(self, save: Saving) -> None:
+        """A save of this model has begun."""
+        self._newest = save
+
+    def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
+        """Memory was copied on the device between these moments, which may be still to come."""
+        self._copying = (timeline, first, second)
+
+    def on_device(self, room: DeviceRoom) -> bool:
+        """True if a copy on the device is the better one now."""
+        self._learn()
+        if self._step_s is None or self._host_copy_s is None:
+            return False
+        update_s = min(self._step_s, self._clock.called_after_s or 0.0)
+        if self._host_copy_s <= self._step_s - update_s:
+            return False  # nothing stalls, whatever a copy on the device takes
+        profile = Profile(
+            step_s=self._step_s,
+            update_s=update_s,
+            host_copy_s=self._host_copy_s,
+            device_copy_s=self._device_copy_s,
+            store_s=0.0,  # does not count for where, only for when
+            size=room.size,
+            device_used=room.total - room.free,
+            device_size=room.total,
+        )
+        return placed(profile)[0] is SnapshotPlace.DEVICE
+
+    def _learn(self) -> None:
+        costs = self._clock.take()
+        step_s = self._clock.step_s or (costs.step_s if costs is not None else None)
+        self._step_s = step_s or self._step_s
+        newest = self._newest
+        if newest is not None and newest.over and newest.stats.copy_s > 0:
+            self._host_copy_s = newest.stats.copy_s
+        if self._copying is not None:
+            timeline, first, second = self._copying
+            took = timeline.between(first, second)
+            if took is not None:
+                self._device_copy_s, self._copying = took, None

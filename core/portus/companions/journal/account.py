@@ -1,0 +1,411 @@
+"""Where the time of a training went: goodput, and what each restart lost.
+
+Goodput is the share of wall time in which a training did what it has to show: the steps that are
+kept, times what a step takes without saves, over the time from the first session's begin to the
+last sign of life, the time in which nothing ran included. Source: Google's ML Goodput ("Introducing
+ML Productivity Goodput", 2024): productive step time over elapsed time, where steps that a restart
+repeats, saves, and the time until a job runs again are not productive.
+
+Steps are counted through restarts. A session goes on from a place: that of the version that it
+loaded, which is the place its own session had reached when it saved it. What a restart loses are
+the steps from there to the last one that was run before. A session that loaded nothing begins anew:
+if the one before was killed, or failed to commit anything, that restart lost all; if it was closed,
+another training begins, and a report is about the newest one.
+
+Where no version tells (one that was made a real file, say), the step numbers of saves do, if they
+count the optimizer's steps: then a session whose first save is called n, after m steps, went on
+from n - m.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from portus.companions.journal.lines import (
+    Decided,
+    Failed,
+    Folded,
+    Line,
+    Saved,
+    SessionBegun,
+    SessionEnded,
+    cost_of,
+)
+
+
+@dataclass(slots=True)
+class Session:
+    """The lines of one session. ``ended`` is None if nobody knows how it ended: then it came at
+    least as far as its lines say."""
+
+    begun: SessionBegun
+    saved: list[Saved] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    decided: list[Decided] = field(default_factory=list)
+    folded: Folded | None = None
+    ended: SessionEnded | None = None
+
+    @property
+    def steps(self) -> int:
+        """Done, as far as is known."""
+        return max((each.steps for each in self._lines()), default=0)
+
+    @property
+    def last_s(self) -> float:
+        """The last sign of life."""
+        return max([self.begun.at_s, *(each.at_s for each in self._lines())])
+
+    def _lines(self) -> Iterator[Saved | Failed | Decided | SessionEnded]:
+        yield from self.saved
+        yield from self.failed
+        yield from self.decided
+        if self.ended is not None:
+            yield self.ended
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds from the session's start to its last sign of life."""
+        return self.last_s - self.begun.at_s
+
+    @property
+    def cost_s(self) -> float:
+        """What its saves added to its time, on the whole: of one it may be measured under 0."""
+        folded_s = self.folded.cost_s if self.folded else 0.0
+        return max(0.0, sum(map(cost_of, self.saved)) + folded_s)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if its last step is known."""
+        return self.ended is not None
+
+    def work_s(self, steps: int) -> float:
+        """What its first steps take without saves: known at its saves and at its end, and between
+        them in proportion."""
+        points = {0: 0.0, **{each.steps: each.work_s for each in self.saved}}
+        if self.ended is not None:
+            points[self.ended.steps] = self.ended.work_s
+        before = max(point for point in points if point <= steps)
+        after = min((point for point in points if point > steps), default=None)
+        if after is None:  # nobody knows how it ended
+            step_s = points[before] / before if before else 0.0
+            return points[before] + (steps - before) * step_s
+        share = (steps - before) / (after - before)
+        return points[before] + share * max(0.0, points[after] - points[before])
+
+    def steps_at(self, token: str) -> int | None:
+        """How many steps it had done when it asked for this version; None if it never did."""
+        for save in self.saved:
+            if save.token == token:
+                return save.steps
+        asked = self.ended.asked if self.ended else ()
+        return next((each.steps for each in asked if each.token == token), None)
+
+
+def sessions(lines: Iterable[Line]) -> list[Session]:
+    """What the lines say of each session, in the order in which they began."""
+    found: dict[str, Session] = {}
+    rest: list[Line] = []
+    for line in lines:
+        if isinstance(line, SessionBegun):
+            found.setdefault(line.session, Session(line))
+        else:
+            rest.append(line)
+    saves: dict[str, dict[int, Saved]] = {}
+    for line in rest:
+        session = found.get(line.session)
+        if session is None:
+            continue  # its first line is damaged
+        if isinstance(line, Saved):
+            saves.setdefault(line.session, {})[line.number] = line
+        elif isinstance(line, Failed):
+            session.failed.append(line)
+        elif isinstance(line, Decided):
+            session.decided.append(line)
+        elif isinstance(line, Folded):
+            session.folded = line
+        elif isinstance(line, SessionEnded) and (
+            session.ended is None or line.steps >= session.ended.steps
+        ):
+            session.ended = line
+    for name, numbered in saves.items():
+        found[name].saved = sorted(numbered.values(), key=lambda each: (each.steps, each.number))
+    return sorted(found.values(), key=lambda each: each.begun.time_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A session that goes on with a training. ``time_ns``: when it began. ``down_s``: nothing ran
+    before. ``resumed_step``: of the version it went on from, as the training calls it; None: it
+    began anew. ``at``: its place, in steps of this training. ``lost_steps``, ``lost_s``: what was
+    done beyond that place before; at least so much, if not ``is_exact``. ``killed``: how the one
+    before ended."""
+
+    session: str
+    time_ns: int
+    down_s: float
+    resumed_step: int | None
+    at: int
+    lost_steps: int
+    lost_s: float
+    is_exact: bool
+    killed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spell:
+    """A session by its place in the training: from ``begin_s``, at the step ``base``, to ``end_s``,
+    at the step ``end``."""
+
+    begin_s: float
+    end_s: float
+    base: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedSave:
+    """A version, by its place in the training. ``time_s``: its commit, since the training began."""
+
+    time_s: float
+    at: int
+    line: Saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalDecision:
+    """A decision about the interval, by its place in the training."""
+
+    time_s: float
+    at: int
+    line: Decided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where the time of one training went. Seconds of wall time; sizes in bytes.
+
+    ``wall_s`` is ``kept_s`` (the steps kept, without what saves added), ``lost_s`` (steps that
+    restarts threw away), ``saves_s`` (what saves added), ``down_s`` (nothing ran), and ``other_s``:
+    all else, such as starts, validations and waits for data. ``steps``: kept. ``pending_steps``:
+    of them, what a kill now would lose. ``earlier``: trainings before this one in the journal.
+    """
+
+    begun_ns: int
+    wall_s: float
+    kept_s: float
+    lost_s: float
+    saves_s: float
+    down_s: float
+    other_s: float
+    steps: int
+    pending_steps: int
+    lost_steps: int
+    sessions: tuple[Session, ...]
+    spells: tuple[Spell, ...]
+    restarts: tuple[Restart, ...]
+    saves: tuple[CommittedSave, ...]
+    choices: tuple[IntervalDecision, ...]
+    committed: int
+    failed: int
+    blocked_s: float
+    copy_s: float
+    copied_bytes: int
+    shared_bytes: int
+    earlier: int
+
+    @property
+    def goodput(self) -> float:
+        """See the module; 0 to 1."""
+        return min(1.0, self.kept_s / self.wall_s) if self.wall_s else 0.0
+
+    @property
+    def goodput_up(self) -> float:
+        """The same, of the time in which a session ran."""
+        up_s = self.wall_s - self.down_s
+        return min(1.0, self.kept_s / up_s) if up_s else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """What saves added to the time of steps, as a share of it."""
+        worked_s = self.kept_s + self.lost_s
+        return self.saves_s / worked_s if worked_s else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """A step without saves, on the mean; 0 if unknown."""
+        return self.kept_s / self.steps if self.steps else 0.0
+
+    @property
+    def median_blocked_s(self) -> float:
+        """The median of the seconds that one save blocked; 0 without any save."""
+        return statistics.median([each.line.blocked_s for each in self.saves] or [0.0])
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A session, where it went on from (``base``, ``base_s`` of work), and when it began, in
+    seconds of this training."""
+
+    session: Session
+    base: int
+    base_s: float
+    time_s: float
+
+    @property
+    def end(self) -> int:
+        return self.base + self.session.steps
+
+    @property
+    def end_s(self) -> float:
+        return self.base_s + self.session.work_s(self.session.steps)
+
+    def moment_s(self, at_s: float) -> float:
+        """A moment of the session, by its machine's clock, in seconds of this training."""
+        return self.time_s + at_s - self.session.begun.at_s
+
+    def place(self, steps: int) -> tuple[int, float]:
+        return self.base + steps, self.base_s + self.session.work_s(steps)
+
+
+def account(lines: Iterable[Line]) -> Account | None:
+    """Where the time of the newest training of a journal went; None if none began."""
+    found = sessions(lines)
+    if not found:
+        return None
+    placed: list[_Placed] = []
+    restarts: list[Restart] = []
+    earlier, down_s = 0, 0.0
+    for each in found:
+        if not placed:
+            placed = [_Placed(each, 0, 0.0, 0.0)]
+            continue
+        before = placed[-1]
+        origin = _origin(each, placed)
+        ended = before.session.ended
+        if origin is None and ended is not None and ended.closed and before.session.saved:
+            earlier, down_s = earlier + 1, 0.0
+            placed, restarts = [_Placed(each, 0, 0.0, 0.0)], []
+            continue
+        gap_s = _gap(before.session, each)
+        base, base_s = origin or (0, 0.0)
+        lost = max(0, before.end - base)
+        restarts.append(
+            Restart(
+                session=each.begun.session,
+                time_ns=each.begun.time_ns,
+                down_s=gap_s,
+                resumed_step=None if origin is None else _resumed_step(each),
+                at=base,
+                lost_steps=lost,
+                lost_s=max(0.0, before.end_s - base_s) if lost else 0.0,
+                is_exact=before.session.is_whole,
+                killed=not (ended is not None and ended.closed),
+            )
+        )
+        down_s += gap_s
+        time_s = before.time_s + before.session.elapsed_s + gap_s
+        placed.append(_Placed(each, base, base_s, time_s))
+    return _account(placed, restarts, down_s, earlier)
+
+
+def _account(
+    placed: Sequence[_Placed], restarts: Sequence[Restart], down_s: float, earlier: int
+) -> Account:
+    last = placed[-1]
+    wall_s = last.time_s + last.session.elapsed_s
+    lost_s = sum(each.lost_s for each in restarts)
+    folds = [each.session.folded for each in placed if each.session.folded is not None]
+    saves = [
+        CommittedSave(time_s=each.moment_s(line.at_s), at=each.base + line.steps, line=line)
+        for each in placed
+        for line in each.session.saved
+    ]
+    choices = [
+        IntervalDecision(time_s=each.moment_s(line.at_s), at=each.base + line.steps, line=line)
+        for each in placed
+        for line in each.session.decided
+    ]
+    # Times are measured, and medians among them: none may take what another has.
+    up_s = max(0.0, wall_s - down_s)
+    kept_s = min(last.end_s, up_s)
+    lost_s = min(lost_s, up_s - kept_s)
+    saves_s = min(sum(each.session.cost_s for each in placed), up_s - kept_s - lost_s)
+    committed = [save.at for save in saves if save.at <= last.end]
+    return Account(
+        begun_ns=placed[0].session.begun.time_ns,
+        wall_s=wall_s,
+        kept_s=kept_s,
+        lost_s=lost_s,
+        saves_s=saves_s,
+        down_s=down_s,
+        other_s=max(0.0, wall_s - kept_s - lost_s - saves_s - down_s),
+        steps=last.end,
+        pending_steps=last.end - max([last.base, *committed]),
+        lost_steps=sum(each.lost_steps for each in restarts),
+        sessions=tuple(each.session for each in placed),
+        spells=tuple(
+            Spell(
+                begin_s=each.time_s,
+                end_s=each.time_s + each.session.elapsed_s,
+                base=each.base,
+                end=each.end,
+            )
+            for each in placed
+        ),
+        restarts=tuple(restarts),
+        saves=tuple(saves),
+        choices=tuple(choices),
+        committed=len(saves) + sum(each.saves for each in folds),
+        failed=sum(len(each.session.failed) for each in placed) + sum(e.failed for e in folds),
+        blocked_s=sum(s.line.blocked_s for s in saves) + sum(each.blocked_s for each in folds),
+        copy_s=sum(s.line.copy_s for s in saves) + sum(each.copy_s for each in folds),
+        copied_bytes=sum(s.line.copied_bytes for s in saves) + sum(e.copied_bytes for e in folds),
+        shared_bytes=sum(s.line.shared_bytes for s in saves) + sum(e.shared_bytes for e in folds),
+        earlier=earlier,
+    )
+
+
+def _origin(session: Session, placed: Sequence[_Placed]) -> tuple[int, float] | None:
+    """The place that a session went on from, and the work that was done by then; None: anew."""
+    begun = session.begun
+    if begun.resumed is not None:
+        for before in reversed(placed):
+            steps = before.session.steps_at(begun.resumed)
+            if steps is not None:
+                return before.place(steps)
+    step = begun.resumed_step
+    if step is None and session.saved:
+        first = session.saved[0]
+        step = first.step - first.steps if first.step > first.steps else None
+    return None if step is None else _numbered(step, placed)
+
+
+def _numbered(step: int, placed: Sequence[_Placed]) -> tuple[int, float] | None:
+    """The place that a training calls ``step``, if its numbers count the optimizer's steps."""
+    for before in reversed(placed):
+        for save in reversed(before.session.saved):
+            if save.step == step:
+                return before.place(save.steps)
+    for before in reversed(placed):
+        for save in reversed(before.session.saved):
+            steps = save.steps + step - save.step
+            if before.base + save.steps == save.step and 0 <= steps <= before.session.steps:
+                return before.place(steps)
+    return None
+
+
+def _resumed_step(session: Session) -> int | None:
+    if session.begun.resumed_step is not None or not session.saved:
+        return session.begun.resumed_step
+    return session.saved[0].step - session.saved[0].steps
+
+
+def _gap(before: Session, after: Session) -> float:
+    """Seconds in which neither ran: by the clock that nobody sets, if the machine was up."""
+    one, other = before.begun, after.begun
+    if one.boot and one.boot == other.boot:
+        return max(0.0, other.at_s - before.last_s)
+    end_ns = one.time_ns + round(before.elapsed_s * 1e9)
+    return max(0.0, (other.time_ns - end_ns) / 1e9)

@@ -1,0 +1,747 @@
+"""``DataCursor``: how far a ``DataLoader`` is in its epoch, so that a resumed run goes on there.
+
+**Theory.** What order an epoch has is decided when its iterator begins: by the states of generators
+at that moment, and by what the sampler says of itself (a seed, the number of the epoch). So these
+are noted then. A resumed run puts them back, lets the stock sampler begin as it did, and passes
+over what was delivered: numbers of samples are replayed, data never. The generators of training are
+not moved by that.
+
+All ranks take the next samples of one sequence in each step, so what was delivered is its first
+part, whatever the number of ranks was. With other ranks, or in other batches, the sequence is made
+again and the rest of it dealt anew (``portus.companions.samples.deal``).
+
+To see iterators being made, the cursor takes the place of the loader's index sampler (its batch
+sampler, or its sampler if there are no batches), until it is closed.
+
+Loaders that know their position themselves are asked for it, and so is an ``IterableDataset``: what
+they say is this rank's, and not looked into. Who fetches batches ahead has their states kept, so
+that the one of the last batch that was delivered is saved. torchdata's ``StatefulDataLoader`` knows
+its position, but not what its sampler's order follows from where a framework put another one around
+it; over a map-style dataset it is a ``DataLoader`` like others, and followed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Any, Final, Literal, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from portus.companions.loaders import samplers
+from portus.companions.loaders.dealing import Dispatch, change_batch, length, way_of
+from portus.companions.loaders.order import DeliveredOrder
+from portus.companions.loaders.randomness import (
+    capture_randomness,
+    no_randomness,
+    restore_randomness,
+)
+from portus.companions.samples.deal import Deal, batch_of_ranks
+from portus.companions.samples.position import Position
+from portus.errors import UsageError
+
+_log: Final = logging.getLogger("portus")
+
+_CPU: Final = torch.device("cpu")
+_END: Final = object()
+
+
+class DataCursor:
+    """Tracks the position of a data loader, and resumes it at the position of another run.
+
+    Args:
+        loader: A ``DataLoader`` of a map-style dataset, whose iterators are tracked from now on. Or
+            a loader with ``state_dict`` and ``load_state_dict``, or a ``DataLoader`` without
+            workers whose ``IterableDataset`` has them; these track their own position.
+        ranks: The number of processes that train together. With a ``DistributedSampler`` they
+            share the samples; without one, each process has all of them.
+        fixed: What stays the same if the number of ranks changes: "local", the batch of each rank,
+            or "global", the number of samples in a step of all ranks.
+        dispatch: If one process loads for all ranks, what it gives them: "batches", one for each
+            rank, or "pieces" of one batch. None: each rank loads for itself.
+
+    A dataset is recognised by its length, and by its attribute ``fingerprint`` if that is a text.
+    Raises ``UsageError`` for another ``fixed``, and for a loader whose position is unknown.
+    """
+
+    def __new__(cls, loader: Any, **_: Any) -> DataCursor:
+        reason = cls.why_not(loader)
+        if reason:
+            raise UsageError(f"loader: {reason}")
+        return super().__new__(_Asking if _who_knows(loader) is not None else cls)
+
+    @staticmethod
+    def why_not(loader: object) -> str:
+        """Why the position of ``loader`` cannot be known; nothing if it can."""
+        if _who_knows(loader) is not None or _is_followed(loader):
+            return ""
+        if not isinstance(loader, DataLoader):
+            return (
+                f"expected a DataLoader, or one with state_dict and load_state_dict, found "
+                f"{_name(loader)}"
+            )
+        if not _has_state(loader.dataset):
+            return (
+                f"its position in its IterableDataset is unknown: {_name(loader.dataset)} has "
+                "no state_dict and load_state_dict"
+            )
+        return (
+            f"its {_name(loader.dataset)} has state_dict, but workers read it, where Portus "
+            "cannot call it: use torchdata's StatefulDataLoader, or num_workers=0"
+        )
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        ranks: int = 1,
+        fixed: Literal["local", "global"] = "local",
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        if fixed not in ("local", "global"):
+            raise UsageError(f"fixed: expected 'local' or 'global', found {fixed!r}")
+        self.loader: Any = loader
+        self._fixed: Final = fixed
+        self._where: Final = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        before = DataCursor.of(getattr(loader, self._where))
+        if before is not None:  # of a Trainer that did not come to its end
+            before.close()
+        self.stock: Any = getattr(loader, self._where)
+        self._way: Final = way_of(self.stock, ranks, dispatch)
+        self._ranks = ranks if self._way is None else self._way.ranks
+        self._batch_before: int | None = None
+        """What the loader was made with, where another one was put in its place."""
+        self._newest: Iteration | None = None
+        self._waiting: _Resume | None = None
+        self._over: Mapping[str, Any] | None = None
+        """The state of an epoch's end that was loaded, until the next one begins."""
+        self._place(_Followed(self))
+
+    @staticmethod
+    def of(sampler: object) -> DataCursor | None:
+        """Return the cursor that follows the loader with this index sampler; None if none does."""
+        return sampler.cursor if type(sampler) is _Followed else None
+
+    @property
+    def batches(self) -> int:
+        """How many batches the loader gives in the epoch, those of before a restart too: of the one
+        that is to be gone on with, else of the newest. Raises ``TypeError`` if the sampler has no
+        length."""
+        resume = self._waiting
+        if resume is None and self._newest is not None:
+            resume = self._newest.resume
+        if resume is None or resume.deal is None:
+            return len(self.stock)
+        return resume.position.batches * self._at_once + self._left_of(resume.deal)
+
+    @property
+    def newest(self) -> Iteration | None:
+        """The iteration that began last."""
+        return self._newest
+
+    def passed_over(self, batches: int) -> Any:
+        """The loader's index sampler for somebody who passes over the first ``batches`` of it
+        himself: what was delivered before a restart is among them."""
+        return _Followed(self, batches)
+
+    def state_dict(
+        self, delivered: int, *, is_over: bool = False, iterator: object | None = None
+    ) -> dict[str, object]:
+        """The position in the epoch, as numbers, texts and tensors. "random" belongs to this rank,
+        and so does "own", the state of a loader that tracks its own position. Everything else is
+        the same on all ranks.
+
+        delivered: the number of batches that training has received in this epoch, in all restarts.
+        is_over: True if training is done with this epoch, even if the loader has more.
+        iterator: the iterator of this loader that training uses, or the value that ``newest`` had
+            when it began; None: the one that was made last.
+        """
+        running = getattr(iterator, "_sampler_iter", iterator)
+        if not isinstance(running, Iteration):
+            running = self._newest
+        if self._over is not None:
+            return dict(self._over)
+        pending = None if is_over else self._pending(running, delivered)
+        if pending is not None:
+            return dict(pending.loaded)
+        start = None if running is None or is_over else running.start
+        return {
+            "position": self._position(delivered, is_over, running).state(),
+            "start": None if start is None else start.state(),
+            "now": self._noted(no_randomness()).state(),
+            "asked": 0 if running is None else running.asked,
+            "random": no_randomness() if start is None else start.random,
+        }
+
+    def _pending(self, running: Iteration | None, delivered: int) -> _Resume | None:
+        """Return what was resumed, if training has received nothing since: its state is still the
+        one that was loaded."""
+        resume = self._waiting
+        if running is not None and (running.has_begun or resume is None):
+            resume = running.resume
+        is_pending = resume is not None and resume.position.batches == delivered
+        return resume if is_pending else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Resume at the position in ``state``, with the next iterator of the loader.
+
+        Returns the reason if the rest of the epoch cannot be resumed, and an empty text if it can.
+        Raises ``UsageError`` for the state of a newer Portus, and if ``fixed`` is "global" and the
+        samples of a step cannot be divided evenly among the ranks; then nothing has changed.
+        """
+        position = Position.of(state["position"])
+        batch = self._batch_for(position)
+        reason = position.changed(length(self.loader.dataset), self._fingerprint())
+        self._waiting = self._over = None
+        if not reason and position.is_over:
+            self._over = state
+        elif not reason:
+            self._waiting, reason = self._resume(position, state, batch)
+        if batch is not None:
+            self._change_batch(batch)
+        self._put_seed(state)
+        return reason
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Put the generators of the loader and of its samplers where they were at the save: for a
+        run that begins its next epoch. In one that goes on within an epoch its iterator does."""
+        self._over = None
+        self._put(_Start.of(state["now"], no_randomness()))
+
+    def forget(self) -> None:
+        """Nothing is to be gone on with any more: the next epoch is stock's."""
+        self._waiting = self._newest = self._over = None
+
+    def keep(self, fetched: int) -> None:
+        """The loader is about to be asked for one batch more than ``fetched``: for who fetches
+        ahead. ``state_dict`` then says what it was once so many were delivered, if that is one of
+        the last two numbers."""
+
+    @property
+    def is_asked(self) -> bool:
+        """True if the loader, or its dataset, says itself where it is."""
+        return False
+
+    def close(self) -> None:
+        """Let the loader have its own sampler and batch again. May be called again."""
+        if self._batch_before is not None:
+            self._change_batch(self._batch_before)
+            self._batch_before = None
+        placed = getattr(self.loader, self._where)
+        if isinstance(placed, _Followed) and placed.cursor is self:
+            self._place(self.stock)
+
+    # For the loader.
+
+    def begin(self, passed_over: int) -> Iteration:
+        """An iterator is made: twice for one epoch, where there are workers."""
+        is_stateful = samplers.is_torchdatas(self.loader, "state_dict")
+        kind = StatefulIteration if is_stateful else Iteration
+        self._newest = kind(self, self._waiting, passed_over, self._at_once)
+        return self._newest
+
+    def begun(
+        self, resume: _Resume | None, order: DeliveredOrder
+    ) -> tuple[_Start, Iterator[Any] | None]:
+        """The first numbers are asked for. What their order follows from; what is left, if that is
+        not all. ``order`` gets what is passed over; if it was another one before, that is logged.
+        Raises ``UsageError`` if samplers do not give what they said."""
+        self._over = None
+        if resume is None:
+            return self.note(), None
+        if self._waiting is resume:
+            self._waiting = None
+        if resume.start is None:
+            self._put(resume.now)
+            return self.note(), None
+        now = capture_randomness(_CPU)
+        restore_randomness(resume.start.random, _CPU)
+        try:
+            if resume.deal is not None:
+                self._put(resume.now)  # where the whole order was drawn: the next epoch's follows
+                return resume.start, self._dealt(resume.start, resume.deal)
+            self._put(resume.start)
+            return resume.start, self._passed_over(resume, order)
+        finally:
+            restore_randomness(now, _CPU)
+
+    def note(self) -> _Start:
+        """What the order of an epoch that begins now follows from."""
+        return self._noted(capture_randomness(_CPU))
+
+    def _passed_over(self, resume: _Resume, order: DeliveredOrder) -> Iterator[Any]:
+        """What is left of the stock sampler. It was asked for more than was delivered where batches
+        are fetched ahead: so it is now, and then its generators stand where they did, though other
+        loaders may have drawn from the same ones since the epoch began."""
+        batches, count = iter(self.stock), resume.position.batches * self._at_once
+        for number in range(count):
+            batch = next(batches, _END)
+            if batch is _END:
+                raise UsageError(
+                    f"{_name(self.stock)} gave {number} batches this time, and {count} of this "
+                    f"epoch were delivered before: its length is {length(self.stock)}. Its "
+                    "order must be the same whenever it starts with the same seeds and "
+                    "generators"
+                )
+            order.add(batch)
+        self._compare(resume.position, order.after(count))
+        if resume.asked is None or samplers.is_torchdatas(self.loader, "state_dict"):
+            # The next one too: samplers may draw only when the first is asked for.
+            return _Ahead(batches, 1)
+        ahead = _Ahead(batches, resume.asked - count)
+        self._put_generators(resume.now)
+        return ahead
+
+    def _compare(self, position: Position, order: str | None) -> None:
+        """Warn if the sampler gave other samples for what was delivered before."""
+        rank, _, digest = (position.order or "").partition(":")
+        if order is not None and digest not in ("", order) and rank == str(_rank()):
+            _log.warning(
+                "portus: %s gave other samples than before the restart for the %d batches of this "
+                "epoch that were delivered: from here on samples are repeated and missed. Its "
+                "order must follow from its seeds, its generators and its epoch alone, without a "
+                "counter of its own: give the sampler state_dict and load_state_dict, or "
+                "set_epoch",
+                _name(samplers.chain(self.stock)[-1]),
+                position.batches,
+            )
+
+    def _dealt(self, start: _Start, deal: Deal) -> Iterator[Any]:
+        assert start.sequence is not None
+        sequence = samplers.sequence(start.sequence)
+        if len(sequence) != deal.samples:
+            raise UsageError(
+                f"the sampler announced {deal.samples} samples, and gave {len(sequence)}"
+            )
+        assert self._way is not None
+        own, rank = self._way.of_loader(deal)
+        batches = ([sequence[place] for place in each] for each in own.places(rank))
+        if self._way.batches is not None:
+            return batches
+        return (sample for each in batches for sample in each)
+
+    def _resume(
+        self, position: Position, state: Mapping[str, Any], batch: int | None
+    ) -> tuple[_Resume | None, str]:
+        now = _Start.of(state["now"], no_randomness())
+        if state["start"] is None and position.batches:
+            return None, "the origin of its order is unknown"
+        if state["start"] is None:
+            return _Resume(position, None, now, None, state), ""
+        start = _Start.of(state["start"], state["random"])
+        own = self._batch if batch is None else batch
+        samples = None if self._way is None else self._way.samples
+        if None not in (position.samples, samples) and position.samples != samples:
+            return None, f"its sampler had {position.samples} samples, and has {samples} now"
+        same = (position.ranks, position.batch) == (self._ranks, own)
+        if same and not position.dealt_anew:
+            own_samplers = samplers.chain(self.stock)
+            if len(start.samplers) != len(own_samplers):
+                return None, "its samplers are different now"
+            for each, was in zip(own_samplers, start.samplers, strict=True):
+                name = samplers.fixed_number(each, was)
+                if name:
+                    return None, f"its {_name(each)} does not let its {name} be set"
+            return _Resume(position, start, now, None, state, state.get("asked")), ""
+        before = f"{position.ranks} ranks with {position.batch or 'unknown'} samples each"
+        after = f"{self._ranks} ranks with {own or 'unknown'} samples each"
+        if self._way is None or start.sequence is None or position.samples is None or own is None:
+            return None, (
+                f"it was dealt to {before} in a step, and is to be dealt to {after}, and the "
+                f"order of its sampler is unknown ({_name(samplers.chain(self.stock)[-1])})"
+            )
+        deal = replace(self._way.deal(position.delivered), batch=own)
+        return _Resume(position, start, now, deal, state), ""
+
+    def _position(self, delivered: int, is_over: bool, running: Iteration | None) -> Position:
+        resume = None if running is None else running.resume
+        deal = None if self._way is None else self._way.deal()
+        if resume is not None and resume.deal is not None:
+            deal = resume.deal
+        before = 0 if resume is None or resume.deal is None else resume.position.batches
+        return Position(
+            batches=delivered,
+            delivered=0 if deal is None else deal.after(delivered - before),
+            ranks=self._ranks,
+            batch=self._batch,
+            samples=None if deal is None else deal.samples,
+            data=length(self.loader.dataset),
+            fingerprint=self._fingerprint(),
+            dealt_anew=resume is not None and (resume.deal is not None),
+            is_over=is_over,
+            order=None if running is None else self._order_of(running, delivered),
+        )
+
+    def _order_of(self, running: Iteration, delivered: int) -> str | None:
+        if running.resume is not None and running.resume.deal is not None:
+            return None  # other ranks were given the first part
+        digest = running.order.after(delivered * self._at_once)
+        return None if digest is None else f"{_rank()}:{digest}"
+
+    def _batch_for(self, position: Position) -> int | None:
+        """The batch of each rank, if that has to change for a step to have as many samples."""
+        if self._fixed == "local" or position.batch is None or self._batch is None:
+            return None
+        batch = batch_of_ranks(position.ranks * position.batch, self._ranks)
+        return None if batch == self._batch else batch
+
+    def _noted(self, random: torch.Tensor) -> _Start:
+        own = samplers.chain(self.stock)
+        return _Start(
+            loader=samplers.generators_of(self.loader),
+            samplers=[samplers.state_of(each) for each in own],
+            sequence=None if self._way is None else samplers.sequence_of(self._way.dealt),
+            random=random,
+        )
+
+    def _put(self, start: _Start) -> None:
+        samplers.put_generators(self.loader, start.loader)
+        own = samplers.chain(self.stock)
+        if len(own) == len(start.samplers):
+            for each, state in zip(own, start.samplers, strict=True):
+                samplers.put(each, state)
+
+    def _put_generators(self, start: _Start) -> None:
+        samplers.put_generators(self.loader, start.loader)
+        for each, state in zip(samplers.chain(self.stock), start.samplers, strict=True):
+            samplers.put_generators(each, state.get("generators", {}))
+
+    def _put_seed(self, state: Mapping[str, Any]) -> None:
+        """What all epochs are dealt by: the same as before, whatever this run was given."""
+        saved = state["now"]["samplers"][-1:]
+        if saved:
+            samplers.put_seed(samplers.chain(self.stock)[-1], saved[0])
+
+    def _change_batch(self, batch: int) -> None:
+        assert self._way is not None
+        if self._batch_before is None:
+            self._batch_before = self._way.batch
+        change_batch(self.stock, self._way, batch)
+
+    def _fingerprint(self) -> str | None:
+        return _fingerprint_of(self.loader.dataset)
+
+    def _place(self, sampler: object) -> None:
+        # A DataLoader refuses another sampler by assignment, and a new loader would need the
+        # arguments of this one's class.
+        object.__setattr__(self.loader, self._where, sampler)
+        kept = getattr(self.loader, "_iterator", None)
+        if kept is not None and hasattr(kept, "_index_sampler"):
+            kept._index_sampler = sampler  # workers that persist keep what they were made with
+
+    def _left_of(self, deal: Deal) -> int:
+        """Batches that the loader still gives."""
+        assert self._way is not None
+        own, rank = self._way.of_loader(deal)
+        return own.batches(rank)
+
+    @property
+    def _at_once(self) -> int:
+        return 1 if self._way is None else self._way.at_once
+
+    @property
+    def _batch(self) -> int | None:
+        if self._way is None:
+            return None
+        return self._way.batch
+
+
+class _Asking(DataCursor):
+    """A cursor for a loader that knows its position itself, or whose dataset does."""
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        ranks: int = 1,
+        fixed: Literal["local", "global"] = "local",
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        if fixed not in ("local", "global"):
+            raise UsageError(f"fixed: expected 'local' or 'global', found {fixed!r}")
+        self.loader = self.stock = loader
+        self._newest = self._waiting = self._over = None
+        self._asked: Final = _who_knows(loader)
+        self._ranks = ranks
+        self._kept: dict[int, Any] = {}
+
+    @property
+    def is_asked(self) -> bool:
+        return True
+
+    @property
+    def batches(self) -> int:
+        return len(self.loader)
+
+    def state_dict(
+        self, delivered: int, *, is_over: bool = False, iterator: object | None = None
+    ) -> dict[str, object]:
+        kept = None if is_over else self._kept.get(delivered)
+        position = Position(
+            batches=delivered,
+            delivered=0,
+            ranks=self._ranks,
+            batch=None,
+            samples=None,
+            data=self._data,
+            fingerprint=self._fingerprint(),
+            is_over=is_over,
+        )
+        return {
+            "position": position.state(),
+            "start": None,
+            "now": _Start({}, [], None, no_randomness()).state(),
+            "random": no_randomness(),
+            "own": self._state() if kept is None else kept,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str:
+        position = Position.of(state["position"])
+        reason = position.changed(self._data, self._fingerprint())
+        if not reason and state.get("own") is None:
+            reason = f"its {_name(self._asked)} was not asked for its position"
+        if not reason:
+            self._asked.load_state_dict(deepcopy(state["own"]))
+            if position.is_over and samplers.is_torchdatas(self.loader, "state_dict"):
+                # The next iterator is that of the epoch that is over; sometimes it is made, and
+                # another one in its place, which draws twice.
+                iter(self.loader)
+        if not reason and position.ranks != self._ranks:
+            reason = (
+                f"it was on {position.ranks} ranks, and is on {self._ranks} now: whether each "
+                f"sample comes once depends on {_name(self._asked)}, which got the state of "
+                "one of them"
+            )
+        return reason
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Nothing to do: what it draws from is in its own state."""
+
+    def keep(self, fetched: int) -> None:
+        self._kept = {each: kept for each, kept in self._kept.items() if each == fetched - 1}
+        self._kept[fetched] = self._state()
+
+    def close(self) -> None:
+        """Nothing of the loader was changed."""
+
+    def _state(self) -> Any:
+        return deepcopy(self._asked.state_dict())  # it may go on changing what it gave
+
+    @property
+    def _data(self) -> int | None:
+        return length(getattr(self.loader, "dataset", None))
+
+    def _fingerprint(self) -> str | None:
+        return _fingerprint_of(getattr(self.loader, "dataset", None))
+
+
+class Iteration(Iterator[Any]):
+    """The numbers of the samples of one epoch, in batches, as a loader asks for them."""
+
+    def __init__(
+        self, cursor: DataCursor, resume: _Resume | None, passed_over: int, at_once: int
+    ) -> None:
+        self._cursor: Final = cursor
+        self._passed_over: Final = passed_over
+        self._at_once: Final = at_once
+        self.resume: Final = resume
+        whole = resume is None or resume.start is None
+        self.before: Final[int] = (
+            passed_over // at_once if resume is None or whole else resume.position.batches
+        )
+        """Batches of its epoch that each rank was given before it."""
+        self.start: _Start | None = None
+        """What its order follows from; None before it has begun."""
+        self.order: Final = DeliveredOrder()
+        """The order of what it gave, and of what was delivered before a restart."""
+        self.has_begun = False
+        self._asked = 0
+        before = cursor.note()
+        self._left = iter(cursor.stock) if resume is None else iter(())
+        self._stock: Any = self._left if resume is None else None
+        """The iterator of the stock sampler; None before it began, and where samples are dealt
+        anew."""
+        # Samplers draw or count when the first number is asked for. One that did now has begun.
+        if not cursor.note().is_same(before):
+            self.start, self.has_begun = before, True
+
+    def __next__(self) -> Any:
+        if not self.has_begun:
+            self.has_begun = True
+            self.start, left = self._cursor.begun(self.resume, self.order)
+            if left is not None:
+                self._left = chain(repeat([], self._passed_over), left)
+                self._stock = left.rest if isinstance(left, _Ahead) else None
+            elif self.resume is not None:
+                self._left = self._stock = iter(self._cursor.stock)
+        self._asked += 1
+        given = next(self._left)
+        is_filler = self.resume is not None and self._asked <= self._passed_over
+        if not is_filler or self.resume is None or self.resume.start is None:
+            self.order.add(given)
+        return given
+
+    @property
+    def asked(self) -> int:
+        """How often the sampler was asked for what comes next, over all restarts."""
+        if self.resume is None or self.resume.start is None:
+            return self._asked
+        delivered = self.resume.position.batches * self._at_once
+        return delivered + max(0, self._asked - self._passed_over)
+
+
+class StatefulIteration(Iteration):
+    """An iteration for torchdata's loader, which asks for its state. It returns what the stock
+    iterator would, so a checkpoint can also be resumed where no cursor follows the loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stock iterator's state. It is empty for an epoch that was dealt anew, and
+        torchdata refuses that."""
+        if not isinstance(self._stock, _Stateful):
+            return {}
+        found: dict[str, Any] = self._stock.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume at the position of a loader that no cursor followed."""
+        if self.resume is None and isinstance(self._stock, _Stateful):
+            self._stock.load_state_dict(state)
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class _Ahead(Iterator[Any]):
+    """``rest``, which was asked ``count`` times already."""
+
+    def __init__(self, rest: Iterator[Any], count: int) -> None:
+        asked = (next(rest, _END) for _ in range(count))
+        self._first: Final = deque(each for each in asked if each is not _END)
+        self.rest: Final = rest
+
+    def __next__(self) -> Any:
+        return self._first.popleft() if self._first else next(self.rest)
+
+
+class _Followed:
+    """The stand-in for a loader's index sampler. Code that asks for its class, uses its attributes
+    or copies it reaches the stock sampler."""
+
+    cursor: DataCursor
+    stock: Any
+    passed_over: int
+    """Batches that whoever asks throws away."""
+
+    def __init__(self, cursor: DataCursor, passed_over: int = 0) -> None:
+        vars(self).update(cursor=cursor, stock=cursor.stock, passed_over=passed_over)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.stock)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.cursor.begin(self.passed_over)
+
+    def __len__(self) -> int:
+        return self.cursor.batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("cursor", "stock", "passed_over"):
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.stock, name, value)
+
+    def __reduce__(self) -> Any:
+        return _as_it_is, (self.stock,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What the order of one epoch follows from, as its iterator began."""
+
+    loader: dict[str, Any]
+    samplers: list[dict[str, Any]]
+    sequence: dict[str, Any] | None
+    random: torch.Tensor
+
+    def state(self) -> dict[str, Any]:
+        return {"loader": self.loader, "samplers": self.samplers, "sequence": self.sequence}
+
+    def is_same(self, other: _Start) -> bool:
+        return samplers.is_same(
+            {**self.state(), "": self.random}, {**other.state(), "": other.random}
+        )
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], random: torch.Tensor) -> _Start:
+        return cls(state["loader"], state["samplers"], state["sequence"], random)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resume:
+    """An epoch that is gone on with."""
+
+    position: Position
+    start: _Start | None
+    """None: nobody had asked for its first sample."""
+    now: _Start
+    deal: Deal | None
+    """How its rest is dealt anew; None: the stock samplers deal it, as before."""
+    loaded: Mapping[str, Any]
+    """The state that this was made of."""
+    asked: int | None = None
+    """How often the sampler was asked for what comes next, since the epoch began; None: nobody
+    counted."""
+
+
+def _who_knows(loader: object) -> Any:
+    """Return what knows the loader's position: the loader, or its dataset; None if neither does."""
+    dataset = getattr(loader, "dataset", None)
+    is_stream = isinstance(dataset, IterableDataset)
+    if samplers.is_torchdatas(loader, "state_dict"):
+        return loader if is_stream or _has_state(dataset) else None
+    if _has_state(loader):
+        return loader
+    is_here = is_stream and isinstance(loader, DataLoader) and loader.num_workers == 0
+    return dataset if is_here and _has_state(dataset) else None
+
+
+def _is_followed(loader: object) -> bool:
+    """True for one that gets the numbers of its samples from a sampler."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _has_state(what: object) -> bool:
+    methods = (getattr(what, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods))
+
+
+def _fingerprint_of(dataset: object) -> str | None:
+    found = getattr(dataset, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
+def _as_it_is(stock: Any) -> Any:
+    """What a copy of a loader that is followed has as its sampler: nobody follows the copy."""
+    return stock
+
+
+def _rank() -> int:
+    """The rank of this process among those that train together."""
+    distributed = torch.distributed
+    is_one = not distributed.is_available() or not distributed.is_initialized()
+    return 0 if is_one else distributed.get_rank()
+
+
+def _name(what: object) -> str:
+    return type(what).__name__

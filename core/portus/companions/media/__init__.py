@@ -1,0 +1,1 @@
+"""Memory that is changed in place, beside what was committed."""

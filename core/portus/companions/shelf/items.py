@@ -1,0 +1,365 @@
+"""What a shelf holds under its names: arrays, plain values, and containers of both.
+
+An item is an ``Array``; None, a bool, int, float, str or bytes; or a dict, list or tuple of items.
+Trees are those of ``docs/format.md``, so that everything that loads a version loads a shelf. What
+numpy has is an ``$array`` here, and a tensor a ``$tensor``, each with a storage of its own, however
+small: it is to be changed in place.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from portus.companions.media.private import Private, Run
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.settings.text import is_text
+from portus.engine.spec import TensorSpec
+from portus.errors import UsageError
+from portus.reach.format.arrays import ArrayShape, array_over, dtype_node
+from portus.reach.format.items import DEPTH_MAX
+
+if TYPE_CHECKING:
+    import torch
+
+Item = Any
+"""See the module: its types are closed, and cannot be said to a type checker."""
+
+Values = np.ndarray[Any, Any]
+
+_INT_MIN: Final = -(1 << 63)
+_INT_MAX: Final = (1 << 64) - 1
+
+
+class Array:
+    """One array or tensor on the shelf: its memory, and how to look at it. ``dtype`` is torch's
+    name for it, ``shape`` is numpy's; one of them is None."""
+
+    def __init__(
+        self, memory: Private, sizes: tuple[int, ...], *, shape: ArrayShape | None, dtype: str
+    ) -> None:
+        self.memory: Final = memory
+        self.sizes: Final = sizes
+        self.shape: Final = shape
+        self.dtype: Final = dtype
+        self.is_read_only = False
+        """Views of it are: of a shelf that is open for reading."""
+        self._view: Any = None
+        self._own: Any = None
+        self._dtype_node: object = None
+
+    @classmethod
+    def of_shape(cls, shape: ArrayShape) -> Array:
+        """An array of numpy, zero."""
+        return cls(Private(shape.size), shape.shape, shape=shape, dtype="uint8")
+
+    @classmethod
+    def of_tensor(cls, dtype: str, sizes: tuple[int, ...]) -> Array:
+        """A tensor, zero. Raises ``UsageError`` for a dtype that is not saved."""
+        if dtype not in ITEM_SIZES:
+            raise UsageError(f"tensors of {dtype} cannot be put on a shelf")
+        return cls(Private(ITEM_SIZES[dtype] * math.prod(sizes)), sizes, shape=None, dtype=dtype)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.memory.size
+
+    @property
+    def view(self) -> Any:
+        """The array or tensor to be changed in place; the same object each time."""
+        if self._view is None:
+            self._view = self._read_only() if self.is_read_only else self._over(self.memory.view)
+        return self._view
+
+    def _read_only(self) -> Any:
+        """A view that raises when it is written to. Torch has no tensors for that but those of
+        inference, which raise outside of it."""
+        if self.shape is not None:
+            return array_over(self.shape, self.memory.view[: self.size].data.toreadonly())
+        import torch
+
+        with torch.inference_mode():
+            return self._over(self.memory.view)
+
+    @property
+    def own(self) -> Any:
+        """Another object over the memory; it keeps its shape whatever a user makes of ``view``."""
+        if self._own is None:
+            self._own = self._over(self.memory.view)
+        return self._own
+
+    def changed(self) -> Sequence[Run]:
+        """Return what changed in the memory, which is not looked at while nobody has had a view of
+        it. What a view holds that torch moved elsewhere is copied there first. Raises
+        ``UsageError`` if that view has another shape or dtype by now."""
+        if self._view is None and self._own is None:
+            return ()
+        if self._has_moved():
+            self._check_fit()
+            self._copy(self._view, self.own)
+        return self.memory.changed()
+
+    def revert(self) -> None:
+        """Make the view what was committed again, wherever it is."""
+        self.memory.revert()
+        self._show_own()
+
+    def _has_moved(self) -> bool:
+        """True if the view is not over its memory any more: torch moves a tensor that is shared
+        with other processes (``share_memory_``, or sent to one), and where ``.data`` is set."""
+        if self.shape is not None or self._view is None or not self.size:
+            return False
+        moved: bool = self._view.data_ptr() != self.own.data_ptr()
+        return moved
+
+    def _show_own(self) -> None:
+        """Have a view that was moved hold what its memory holds; one that does not fit any more is
+        the shelf's no longer."""
+        if self._has_moved():
+            if self.fits(self._view):
+                self._view.detach().copy_(self.own)
+            else:
+                self._view = None
+
+    def _check_fit(self) -> None:
+        if not self.fits(self._view):
+            raise UsageError(
+                f"a tensor on the shelf: expected {list(self.sizes)} of {self.dtype}, found "
+                f"{list(self._view.shape)} of {self._view.dtype}: its .data was set; assign the "
+                "tensor to its name instead"
+            )
+
+    def _over(self, memory: np.ndarray[Any, Any]) -> Any:
+        if self.shape is not None:
+            return array_over(self.shape, memory[: self.size].data)
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        if not self.size:
+            return torch.empty(self.sizes, dtype=dtype, device="cpu")
+        return torch.frombuffer(memory[: self.size].data, dtype=dtype).reshape(self.sizes)
+
+    def fill(self, value: Any) -> None:
+        """Have the view hold ``value``, which ``fits``."""
+        if value is not self.view and self.size:
+            self._copy(value, self.own)
+            self._show_own()
+
+    def begin(self, value: Any) -> None:
+        """Hold ``value``, which ``fits``, from the start on: nobody has the view yet, and none of
+        its pages is a copy."""
+        if self.size:
+            self._copy(value, self._over(self.memory.committed))
+            self.memory.loaded()
+
+    def _copy(self, value: Any, target: Any) -> None:
+        if self.shape is not None:
+            np.copyto(target, value)
+            return
+        source = value.detach()
+        place = source.untyped_storage().data_ptr() - target.data_ptr()
+        if 0 <= place < len(self.memory.view):
+            source = source.clone()  # its own memory, in another order: numpy sees to it itself
+        target.copy_(source)
+
+    def fits(self, value: object) -> bool:
+        """True if ``value`` is of the same kind, dtype and shape."""
+        if self.shape is not None:
+            return (
+                isinstance(value, np.ndarray)
+                and not isinstance(value, np.ma.MaskedArray)
+                and value.dtype == self.shape.dtype
+                and value.shape == self.sizes
+            )
+        return (
+            _is_dense_tensor(value)
+            and tuple(value.shape) == self.sizes  # type: ignore[attr-defined]
+            and str(value.dtype) == f"torch.{self.dtype}"  # type: ignore[attr-defined]
+        )
+
+    def like(self, sizes: tuple[int, ...]) -> Array:
+        """Another one of that shape, with what both shapes have in common; the rest is zero. Raises
+        ``UsageError`` for a shape that no array can have."""
+        if self.shape is not None:
+            made = Array.of_shape(ArrayShape(self.shape.dtype, sizes, False))
+        else:
+            made = Array.of_tensor(self.dtype, sizes)
+        try:
+            target = made._over(made.memory.committed)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"no array has {len(sizes)} sizes {sizes!s:.200}: {error}") from error
+        if len(sizes) == len(self.sizes) and made.size:
+            both = tuple(slice(0, min(pair)) for pair in zip(sizes, self.sizes, strict=True))
+            target[both] = self.own[both]
+            made.memory.loaded()
+        return made
+
+    def spec(self, name: str, storage: int) -> TensorSpec:
+        """How the layout has it: numpy's as a row of bytes."""
+        sizes = self.sizes if self.shape is None else (self.size,)
+        strides = [1] * len(sizes)
+        for index in range(len(sizes) - 1, 0, -1):
+            strides[index - 1] = strides[index] * max(1, sizes[index])
+        return TensorSpec(name, self.dtype, sizes, tuple(strides), storage, 0)
+
+    def node(self, index: int) -> object:
+        """How the tree has it."""
+        if self.shape is None:
+            return {"$tensor": index}
+        if self._dtype_node is None:
+            self._dtype_node = dtype_node(self.shape.dtype)
+        return {"$array": [{"$tensor": index}, self._dtype_node, list(self.sizes), False]}
+
+
+def _is_tensor(value: object) -> bool:
+    """Return whether ``value`` is a tensor. Does not import torch: whoever has a tensor did."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_dense_tensor(value: Any) -> bool:
+    """True for a tensor whose elements are in memory of its own; a class that redefines what
+    operations do (a distributed tensor, a fake one) has them elsewhere, or none."""
+    return (
+        _is_tensor(value)
+        and type(value).__torch_dispatch__ is sys.modules["torch"].Tensor.__torch_dispatch__
+        and str(value.layout) == "torch.strided"
+        and value.device.type != "meta"
+        and not value.is_nested
+        and not value.is_quantized
+    )
+
+
+def taken(value: object, path: str, depth: int = 0) -> Item:
+    """``value`` as an item: arrays are copied. Raises ``UsageError`` naming ``path``."""
+    if depth > DEPTH_MAX:
+        raise UsageError(f"{path:.200}: nested deeper than {DEPTH_MAX}; make it flatter")
+    if isinstance(value, dict):
+        return {_key(k, path): taken(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        assert isinstance(value, (list, tuple))
+        return type(value)(taken(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value))
+    if isinstance(value, str) and not is_text(value):
+        raise UsageError(f"{path!r:.200}: text with a lone surrogate: {value!r:.80}")
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    try:
+        if isinstance(value, np.ndarray):
+            return _taken_array(value)
+        if _is_tensor(value):
+            return _taken_tensor(value)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    raise UsageError(
+        f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be put on a shelf; "
+        "numpy arrays, tensors, None, bool, int, float, str, bytes, and dicts, lists and tuples of "
+        "them can"
+    )
+
+
+def _key(key: object, path: str) -> str | int:
+    if type(key) is int or (type(key) is str and is_text(key)):
+        assert isinstance(key, (str, int))
+        return key
+    raise UsageError(f"{path}: keys on a shelf are text or integers, found {key!r:.80}")
+
+
+def _taken_array(value: Values) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError("the mask of an array would be lost; assign .data and .mask separately")
+    dtype_node(value.dtype)  # refuses what cannot be saved
+    if value.dtype.itemsize == 0 and value.size:
+        raise UsageError(f"numpy arrays of {value.dtype} have no bytes to save")
+    made = Array.of_shape(ArrayShape(value.dtype, value.shape, False))
+    made.begin(value)
+    return made
+
+
+def _taken_tensor(value: Any) -> Array:
+    if not _is_dense_tensor(value):
+        raise UsageError("only dense tensors can be put on a shelf")
+    made = Array.of_tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    made.begin(value)
+    return made
+
+
+def arrays_of(item: Item, path: str) -> Iterator[tuple[str, Array]]:
+    """Every array in an item, with its path, in the order of trees."""
+    if isinstance(item, Array):
+        yield path, item
+    elif isinstance(item, dict):
+        for key, value in item.items():
+            yield from arrays_of(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(item, (list, tuple)):
+        for index, value in enumerate(item):
+            yield from arrays_of(value, f"{path}.{index}")
+
+
+def shown(item: Item) -> Any:
+    """An item as its user sees it: views in containers that are made anew."""
+    if isinstance(item, Array):
+        return item.view
+    if isinstance(item, dict):
+        return {key: shown(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(map(shown, item))
+    return item
+
+
+def encode(items: Mapping[str, Item]) -> tuple[bytes, list[TensorSpec], list[Array]]:
+    """The tree and the layout of a shelf, and its arrays in the order of its storages."""
+    arrays: list[Array] = []
+    tree = msgspec.json.encode(_node(items, arrays))
+    names: dict[str, None] = {}
+    for path, _ in arrays_of(items, ""):
+        names[_distinct(path, names)] = None
+    specs = [each.spec(name, i) for i, (name, each) in enumerate(zip(names, arrays, strict=True))]
+    return tree, specs, arrays
+
+
+def encode_tree(items: Mapping[str, Item]) -> bytes:
+    """The tree of a shelf alone."""
+    return msgspec.json.encode(_node(items, []))
+
+
+def is_plain(item: Item) -> bool:
+    """True for a value that is neither an array nor a container."""
+    return not isinstance(item, (Array, dict, list, tuple))
+
+
+def _distinct(path: str, names: Mapping[str, None]) -> str:
+    name, count = path, 1
+    while name in names:  # a key with a dot in it
+        count += 1
+        name = f"{path}#{count}"
+    return name
+
+
+def _node(item: Item, arrays: list[Array]) -> object:
+    if isinstance(item, Array):
+        arrays.append(item)
+        return item.node(len(arrays) - 1)
+    if isinstance(item, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in item):
+            return {key: _node(value, arrays) for key, value in item.items()}
+        return {"$dict": [[key, _node(value, arrays)] for key, value in item.items()]}
+    if isinstance(item, tuple):
+        return {"$tuple": [[_node(value, arrays) for value in item]]}
+    if isinstance(item, list):
+        return [_node(value, arrays) for value in item]
+    if isinstance(item, bytes):
+        return {"$bytes": [base64.b64encode(item).decode("ascii")]}
+    if type(item) is int and not _INT_MIN <= item <= _INT_MAX:
+        return {"$int": hex(item)}
+    if type(item) is float and not math.isfinite(item):
+        return {"$float": "nan" if math.isnan(item) else ("inf" if item > 0 else "-inf")}
+    return item

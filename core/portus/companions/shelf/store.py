@@ -1,0 +1,503 @@
+"""A shelf in a pool: what is committed of it, and how a change becomes committed.
+
+Theory. A shelf is the one version of the model ``shelf`` in its pool, with a log. A change of bytes
+or of plain values is an entry of the log: one persist. One of names or shapes is a new version,
+which keeps the storages that it does not change, and the log: two persists. Once the log is full,
+the next version has new extents for all that the log changed, and a new log. So a commit costs in
+proportion to what changed, whatever the shelf holds.
+
+An array of which more than half changed gets new extents at once, if it is large: in the log it
+would be written twice.
+
+What is to be committed is copied from the views once: into the entry, or to the new extents. Only
+after the commit ``Private.committed`` gets it, from there. So it is never ahead of the pool, and if
+a commit fails there is nothing to put back; and whoever writes to a view meanwhile, what is
+committed in memory is what the pool has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from portus.companions.media.private import Run
+from portus.companions.shelf.items import Array, Item, encode, encode_tree, is_plain
+from portus.engine.copying.local import copy, fetch, load_stored
+from portus.engine.copying.segments import Source, Stop
+from portus.engine.format.checksum import unit_counts
+from portus.engine.spec import PAGE, Extent, TensorSpec
+from portus.errors import CorruptionError, MediumError, PortusError, UsageError
+from portus.reach.format.arrays import ArrayShape
+from portus.reach.format.items import decode
+from portus.reach.format.layout import WITH_NEXT, RecordKind
+from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.log import Entry, LogWriter, Patch, PatchPlaces, entries, entry_size
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import (
+    Pointer,
+    VersionLog,
+    VersionRecord,
+    decode_layout,
+    encode_layout,
+)
+from portus.reach.versions.parts import StorageRows, exact, rows_of, shared, sources
+
+MODEL: Final = "shelf"
+
+_LOG_MIN: Final = 8 << 20
+_LOG_SHARE: Final = 4
+"""A log has a quarter of the bytes of all arrays, and this much at least."""
+
+_LARGE: Final = 1 << 20
+"""Bytes from which an array that changed by more than half gets new extents at once."""
+
+Dirty = Mapping[Array, Sequence[Run]]
+"""Runs of bytes that were changed, by array."""
+
+Piece = tuple[Extent, Array, int]
+"""Bytes of the pool, and what they are: those of an array, from that byte on."""
+
+
+class ShelfStore:
+    """The shelf of one pool. ``items`` are what is committed."""
+
+    def __init__(self, pool: PoolReader, log_bytes: int | None = None) -> None:
+        """log_bytes: of its log; None: as many as make sense. Reads all of it, and verifies it.
+
+        Raises ``CorruptionError``, ``StaleError`` if it was replaced meanwhile (again, then),
+        ``MediumError``; ``UsageError`` if the pool holds something else.
+        """
+        self._pool: Final = pool
+        self._log_bytes: Final = log_bytes
+        self._record: VersionRecord | None = None
+        self._log: LogWriter | None = None
+        self._arrays: list[Array] = []
+        """In the order of the storages of the version."""
+        self._extents: dict[Array, Sequence[Extent]] = {}
+        """Where the version has them."""
+        self._tree = b""
+        self._layout = b""
+        self._logged: set[Array] = set()
+        """Those that have patches in the log."""
+        self._open_end = False
+        """Nothing is behind the last entry of the log."""
+        self.items: Mapping[str, Item] = {}
+        self._load()
+        if isinstance(pool, PoolWriter):
+            self._make_durable()
+
+    def commit(self, items: Mapping[str, Item], changed: Collection[Array]) -> None:
+        """Make ``items`` what is committed, and of the arrays ``changed``, which are theirs, what
+        their views hold.
+
+        Raises ``MediumError``, ``CorruptionError`` if somebody else changed the pool; then all is
+        as it was before, and so are ``committed`` of arrays.
+        After an interrupt, or any other exception of a signal handler, nothing can be committed any
+        more before the shelf is opened again. ``items`` belong to the store from now on.
+        """
+        tree, layout, arrays = self._said(items)
+        dirty = {each: runs for each in changed if (runs := each.changed())}
+        same = arrays is self._arrays
+        if same and not dirty and tree == self._tree:
+            self.items = items
+            return
+        try:
+            if not (same and self._append(items, dirty, tree)):
+                self._replace(items, arrays, layout, tree, dirty)
+        except PortusError:
+            raise
+        except BaseException:
+            # Ctrl-C, or what another signal handler raised, wherever it came: what is committed,
+            # and where, is not known here any more.
+            self._pool.medium.poison("a commit of this shelf was interrupted; open it again")
+            raise
+
+    def _said(self, items: Mapping[str, Item]) -> tuple[bytes, bytes, list[Array]]:
+        """The tree, the layout and the arrays of ``items``; the very list, if arrays and names are
+        those of the version."""
+        there = self._record is not None
+        if there and (items is self.items or _are_the_same(items, self.items)):
+            return self._tree, self._layout, self._arrays
+        if there and _differ_by_values(items, self.items):
+            return encode_tree(items), self._layout, self._arrays
+        tree, specs, arrays = encode(items)
+        layout = encode_layout(specs)
+        if there and arrays == self._arrays and layout == self._layout:
+            return tree, layout, self._arrays
+        return tree, layout, arrays
+
+    def _make_durable(self) -> None:
+        """Make what counts durable: whoever appended it may have been killed before it was."""
+        if self._log is not None:
+            self._log.cut()
+
+    def seal(self) -> None:
+        """Say that the last entry of the log was not torn, by one more behind it: from now on
+        damage to it is found. Raises ``MediumError``."""
+        log, record = self._log, self._record
+        if log is not None and record is not None and self._open_end and log.room >= PAGE:
+            log.append([], b"", record.info.commit)
+            self._open_end = False
+
+    # --- a change of bytes and values -----------------------------------------------------------
+
+    def _append(self, items: Mapping[str, Item], dirty: Dirty, tree: bytes) -> bool:
+        """Commit by an entry of the log. False if it is not made for that."""
+        log, record = self._log, self._record
+        if log is None or record is None:
+            return False
+        if any(_mostly(each, runs) for each, runs in dirty.items()):
+            return False
+        pieces = self._pieces(dirty)
+        said = b"" if tree == self._tree else tree
+        if entry_size([each.length for each, _, _ in pieces], len(said)) > log.room:
+            return False
+        patches = _taken(pieces)
+        log.append(patches, said, record.info.commit)
+        self._open_end = True
+        self._tree, self.items = tree, items
+        self._logged.update(dirty)
+        _commit_patches(pieces, patches)
+        return True
+
+    def _pieces(self, dirty: Dirty) -> list[Piece]:
+        """Where what changed in arrays of the version is."""
+        found: list[Piece] = []
+        for each, runs in dirty.items():
+            extents = self._extents[each]
+            if len(extents) == 1 and runs[0] == (0, each.size):
+                found.append((extents[0], each, 0))
+            else:
+                found += _pieces_of(each, runs, extents)
+        return found
+
+    # --- a change of anything -------------------------------------------------------------------
+
+    def _replace(
+        self,
+        items: Mapping[str, Item],
+        arrays: list[Array],
+        layout: bytes,
+        tree: bytes,
+        dirty: Dirty,
+    ) -> None:
+        """Commit by a new version."""
+        writer = self._writer()
+        if self._log is not None:
+            self._log.look()
+        there = set(self._arrays)
+        afresh = {each for each in arrays if each not in there}
+        afresh |= {each for each in arrays if each in dirty and _mostly(each, dirty[each])}
+        logged = {each: runs for each, runs in dirty.items() if each not in afresh}
+        log, entry = self._log, None
+        pieces = self._pieces(logged)
+        size = entry_size([each.length for each, _, _ in pieces], 0) if pieces else 0
+        fold = log is None or log.used.length + size > log.log.extent.length // 2
+        if fold:
+            afresh |= {each for each in arrays if each in self._logged or each in dirty}
+            pieces = []
+        patches = _taken(pieces)
+        held: list[list[Extent]] = []
+        try:
+            groups, stored = self._groups(arrays, afresh, dirty, held)
+            if fold:
+                length = self._log_length(arrays)
+                [area] = writer.reserve(length, contiguous=True)
+                held.append([area])
+                fresh = VersionLog(area, os.urandom(16), 0, 0)
+                log = LogWriter(writer.medium, fresh, look=writer.glance)
+            assert log is not None
+            count = log.count
+            if patches:
+                assert self._record is not None
+                entry = log.store(patches, b"", self._record.info.commit, flags=WITH_NEXT)
+                stored.append(entry)
+                count += 1
+            record = writer.commit(
+                self._version(arrays, groups, layout, tree, replace(log.log, entries=count)),
+                stored,
+                self._versions(),
+            )
+        except BaseException:
+            if entry is not None and log is not None:
+                # If it is poisoned, nothing is appended.
+                with contextlib.suppress(MediumError, CorruptionError):
+                    log.cut()  # or it would count for the next version
+            raise
+        finally:
+            for extents in held:
+                writer.release(extents)
+        assert record is not None
+        assert record.log is not None
+        log.log = record.log
+        if entry is not None:
+            log.advance(entry)
+        logged_before = set() if fold else self._logged
+        self._logged = (logged_before | set(logged) if not fold else set()) - afresh
+        self._log = log
+        self._is_at(record, arrays, layout, tree)
+        self.items = items
+        try:
+            _commit_patches(pieces, patches)
+        finally:
+            self._commit_afresh([each for each in dirty if each in afresh])
+
+    def _is_at(
+        self, record: VersionRecord, arrays: list[Array], layout: bytes, tree: bytes
+    ) -> None:
+        self._record, self._arrays, self._layout, self._tree = record, arrays, layout, tree
+        self._extents = {each: record.storage_extents(i) for i, each in enumerate(arrays)}
+
+    def _commit_afresh(self, arrays: Sequence[Array]) -> None:
+        """Have ``committed`` of arrays as the version has it, which was stored from their views."""
+        try:
+            for each in arrays:
+                extents = tuple(exact(self._extents[each], each.size))
+                address = each.memory.committed.ctypes.data
+                load_stored(self._pool.medium, Source(address, each.size, extents))
+        except BaseException:  # the views have it too, but for what is written to them just now
+            for each in arrays:
+                each.memory.commit_view()
+            self._pool.medium.poison("the committed state could not be read back; open it again")
+            raise
+
+    def _groups(
+        self,
+        arrays: Sequence[Array],
+        afresh: Collection[Array],
+        dirty: Collection[Array],
+        held: list[list[Extent]],
+    ) -> tuple[list[StorageRows], list[Extent]]:
+        """Where the storages are: those ``afresh`` are copied to new extents, which are ``held``,
+        from their views if they are ``dirty``, else as they are committed; and what was stored
+        to."""
+        writer = self._writer()
+        before = {each: index for index, each in enumerate(self._arrays)}
+        kept = [index for index, each in enumerate(arrays) if each not in afresh]
+        new = [index for index, each in enumerate(arrays) if each in afresh]
+        groups = []
+        if kept:
+            assert self._record is not None
+            old = np.array([before[arrays[index]] for index in kept], np.int64)
+            group = shared(self._record, old)
+            groups.append(replace(group, indices=np.array(kept, np.int64)))
+        stored: list[Extent] = []
+        if new:
+            sources_: list[Source] = []
+            for index in new:
+                array = arrays[index]
+                extents = writer.reserve(array.size) if array.size else []
+                held.append(extents)
+                own = exact(extents, array.size)
+                stored += own
+                memory = array.memory.view if array in dirty else array.memory.committed
+                address = memory.ctypes.data if array.size else 0
+                sources_.append(Source(address, array.size, tuple(own)))
+            digests = copy(writer.medium, sources_, Stop())
+            own_extents = [each.extents for each in sources_]
+            groups.append(StorageRows.over(np.array(new, np.int64), own_extents, digests))
+        return groups, stored
+
+    def _version(
+        self,
+        arrays: Sequence[Array],
+        groups: list[StorageRows],
+        layout: bytes,
+        tree: bytes,
+        log: VersionLog,
+    ) -> NewVersion:
+        storages, extents, units = rows_of(groups, np.array([a.size for a in arrays], np.int64))
+        before = self._record
+        return NewVersion(
+            model=MODEL,
+            step=0 if before is None else before.info.step + 1,
+            token=os.urandom(16),
+            layout=self._known(layout, RecordKind.LAYOUT),
+            tree=tree,
+            storages=storages,
+            extents=extents,
+            units=units,
+            log=log,
+        )
+
+    def _versions(self) -> list[int]:
+        """Ids of those that the next one takes the place of: one, or more that were rescued."""
+        model = self._writer().catalogue().models.get(MODEL)
+        return [] if model is None else [entry.info.id for entry in model.versions]
+
+    def _known(self, payload: bytes, kind: RecordKind) -> Pointer | bytes:
+        """The layout as a pointer, if the version before has the same."""
+        record = self._record
+        if record is None or payload != self._layout:
+            return payload
+        return record.layout if self._writer().is_sound(record.layout, kind) else payload
+
+    def _log_length(self, arrays: Sequence[Array]) -> int:
+        wanted = self._log_bytes
+        if wanted is None:
+            wanted = max(_LOG_MIN, sum(each.size for each in arrays) // _LOG_SHARE)
+        return wanted + -wanted % PAGE
+
+    def _writer(self) -> PoolWriter:
+        assert isinstance(self._pool, PoolWriter), "a shelf for reading was committed"
+        return self._pool
+
+    # --- opening --------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        model = self._pool.catalogue().models.get(MODEL)
+        if model is None:
+            others = sorted(self._pool.catalogue().models)
+            if others:
+                raise self._no_shelf(others)
+            return
+        with self._pool.pinned(model.versions[-1].info.id) as entry:
+            record = self._pool.record(entry)
+            if record.log is None:
+                raise self._no_shelf([MODEL])
+            layout = bytes(self._pool.payload(record.layout, RecordKind.LAYOUT))
+            tree = bytes(self._pool.payload(record.tree, RecordKind.TREE))
+            specs = decode_layout(memoryview(layout))
+            made = _Made(record, specs)
+            # A later tree is of the same arrays: other ones are another version.
+            decode(tree, made)
+            arrays = made.all()
+            self._fetch(record, arrays, specs)
+            last = None
+            places = PatchPlaces(record)
+            for last in entries(self._pool.medium, record):
+                self._logged.update(_patched(places, last, arrays))
+                if last.tree:
+                    tree = last.tree
+        for each in arrays:
+            each.memory.loaded()
+            each.is_read_only = not isinstance(self._pool, PoolWriter)
+        self.items = decode(tree, made)
+        self._is_at(record, arrays, layout, tree)
+        if record.log is not None:
+            pool = self._pool
+            if isinstance(pool, PoolWriter):
+                self._log = LogWriter(pool.medium, record.log, last, pool.glance)
+            self._open_end = last is not None and bool(last.patches or last.tree)
+
+    def _no_shelf(self, models: Sequence[str]) -> UsageError:
+        return UsageError(
+            f"{self._pool.medium.info.name}: expected a shelf, found checkpoints of "
+            f"{', '.join(models)[:200]}; use a separate file for the shelf"
+        )
+
+    def _fetch(
+        self, record: VersionRecord, arrays: Sequence[Array], specs: Sequence[TensorSpec]
+    ) -> None:
+        lengths = record.storages["length"].astype(np.int64)
+        address = np.array(
+            [each.memory.committed.ctypes.data if each.size else 0 for each in arrays], np.int64
+        )
+        group = shared(record, np.arange(len(arrays)))
+        found = fetch(self._pool.medium, sources(address, lengths, group.extents), Stop())
+        bad = np.flatnonzero(np.any(found != group.digests, axis=1))
+        if len(bad):
+            owner = np.repeat(np.arange(len(arrays)), unit_counts(lengths))
+            names = sorted({specs[int(owner[unit])].name for unit in bad})
+            raise CorruptionError(
+                f"{self._pool.medium.info.name}: damaged: {', '.join(names)[:200]}: expected "
+                f"digest {group.digests[bad[0]].tobytes().hex()}, found "
+                f"{found[bad[0]].tobytes().hex()}"
+            )
+
+
+def _are_the_same(items: Mapping[str, Item], others: Mapping[str, Item]) -> bool:
+    """True if they hold the very same objects, which are not changed but for what arrays hold."""
+    return list(items) == list(others) and all(
+        a is b for a, b in zip(items.values(), others.values(), strict=True)
+    )
+
+
+class _Made:
+    """The arrays of a version, made as its tree names them."""
+
+    def __init__(self, record: VersionRecord, specs: Sequence[TensorSpec]) -> None:
+        self._lengths: Final = record.storages["length"].tolist()
+        self._specs: Final = specs
+        self._found: Final[dict[int, Array]] = {}
+
+    def __call__(self, index: int, shape: ArrayShape | None) -> Array:
+        found = self._found.get(index)
+        if found is None:
+            spec = self._specs[index]
+            if shape is None:
+                found = Array.of_tensor(spec.dtype, spec.shape)
+            else:
+                found = Array.of_shape(shape)
+            if spec.storage != index or found.size != self._lengths[index]:
+                raise CorruptionError(
+                    f"{spec.name}: expected {found.size} bytes in storage {index}, found "
+                    f"{self._lengths[index]} in storage {spec.storage}"
+                )
+            self._found[index] = found
+        return found
+
+    def all(self) -> list[Array]:
+        """Return the arrays in the order of the storages. Raises ``CorruptionError`` unless all are
+        named."""
+        if self._found.keys() != set(range(len(self._lengths))):
+            raise CorruptionError("the tree of a shelf does not name each of its arrays")
+        return [self._found[index] for index in range(len(self._lengths))]
+
+
+def _patched(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iterator[Array]:
+    """Carry out the patches of an entry; which arrays had one."""
+    for storage, start, data in places.of(entry):
+        committed = arrays[storage].memory.committed
+        committed[start : start + data.nbytes] = np.frombuffer(data, np.uint8)
+        yield arrays[storage]
+
+
+def _differ_by_values(items: Mapping[str, Item], others: Mapping[str, Item]) -> bool:
+    """True if they differ by nothing but plain values of the same names."""
+    return list(items) == list(others) and all(
+        a is b or (is_plain(a) and is_plain(b))
+        for a, b in zip(items.values(), others.values(), strict=True)
+    )
+
+
+def _mostly(array: Array, runs: Sequence[Run]) -> bool:
+    """True if an array is large, and more than half of it changed."""
+    return array.size >= _LARGE and 2 * sum(end - start for start, end in runs) > array.size
+
+
+def _pieces_of(array: Array, runs: Sequence[Run], extents: Sequence[Extent]) -> Iterator[Piece]:
+    """Where runs of an array are, cut where its extents end."""
+    before = 0
+    for extent in extents:
+        after = before + extent.length
+        for start, end in runs:
+            low, high = max(start, before), min(end, after)
+            if low < high:
+                yield Extent(extent.offset + low - before, high - low), array, low
+        before = after
+
+
+def _taken(pieces: Sequence[Piece]) -> list[Patch]:
+    """What the views have there now, copied once."""
+    return [
+        (extent, array.memory.taken(start, start + extent.length))
+        for extent, array, start in pieces
+    ]
+
+
+def _commit_patches(pieces: Sequence[Piece], patches: Sequence[Patch]) -> None:
+    """Have ``committed`` of arrays what was committed by patches, whatever interrupts it."""
+    try:
+        for (_, array, start), (_, data) in zip(pieces, patches, strict=True):
+            array.memory.commit(start, data)
+    except BaseException:
+        for (_, array, start), (_, data) in zip(pieces, patches, strict=True):
+            array.memory.commit(start, data)
+        raise

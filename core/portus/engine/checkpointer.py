@@ -1,0 +1,195 @@
+"""``Checkpointer``: the whole of Portus for a training loop, whatever it saves to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from portus.engine.extensions import CHECKPOINTER_OF, extension
+from portus.engine.job.settings import SettingsDict
+from portus.engine.loading.over import Rename
+from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restored import Restored
+from portus.engine.pipeline.handle import SaveHandle, SaveStats
+from portus.engine.settings.keep import Keep
+from portus.engine.spec import VersionInfo
+from portus.errors import PortusError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+Own = TypeVar("Own", bound="Checkpointer")
+
+_log: Final = logging.getLogger("portus")
+
+
+class Checkpointer:
+    """Saves the state of a training run in the background, and loads it back.
+
+    In a directory each checkpoint is a real torch file, ``step-00000100.pt``, which plain
+    ``torch.load`` reads. It appears under its name when it is whole and durable. On a device or a
+    storage host a checkpoint is a version in a pool.
+
+    ``save`` returns at once. A thread then copies the bytes straight from the tensors while
+    training continues, and an optimizer's step waits until the tensors that it writes have been
+    copied. Use it as a context manager, or close it.
+
+    In place of a directory ``directory`` may be a DAX device (``/dev/dax0.0``), a pool file
+    (``/mnt/pmem/gpt.portus``), or the address of a storage host (``portus://host:7117``,
+    ``portus+tls://...``, ``portus+unix:///path.sock``).
+
+    directory: None is ``$PORTUS_POOL``, else ``checkpoints`` in the current directory.
+    model: a name for the run in a pool; a directory has one run, and takes none.
+    keep: which checkpoints to keep: a number (the newest ones), or a ``portus.Keep``; None keeps
+        all. The commit of a newer one removes the others.
+    settings: how to save, and what to do about failures: see ``portus.Settings``.
+
+    Raises ``UsageError``, and ``BusyError``, ``MediumError`` or ``CorruptionError`` if a pool
+    cannot be opened. Threads may share a ``Checkpointer``; a forked child may not use it.
+    """
+
+    def __new__(
+        cls: type[Own],
+        directory: str | os.PathLike[str] | None = None,
+        model: str = "default",
+        *,
+        keep: int | Keep | None = 2,
+        **settings: Unpack[SettingsDict],
+    ) -> Own:
+        """Return one that saves to ``directory``, whatever kind of place that is."""
+        # So this class is not abstract: type checkers would refuse to make one of it.
+        if cls is not Checkpointer:
+            return super().__new__(cls)
+        kind: type[Own] = extension(CHECKPOINTER_OF)(directory)
+        return super().__new__(kind)
+
+    def save(
+        self,
+        state: object,
+        step: int,
+        *,
+        synchronous: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
+        """Save ``state`` as it is now, and return at once.
+
+        Tensors stay the caller's. Those that only an optimizer's step writes are copied after this
+        returns; do not write them by hand before ``fence()`` or the next step. All others are
+        copied before it returns. Everything that ``torch.save`` accepts is accepted.
+
+        step: the training step of this state, from 0 on. A checkpoint of the same step is replaced.
+        synchronous: return when the checkpoint is durable, or has failed.
+        metrics: named numbers, stored with it, for ``Keep(best=)``.
+
+        Blocks while earlier saves are unfinished, for at most ``fence_timeout`` seconds. Raises
+        ``UsageError`` for what cannot be saved, with its key path. Later failures are on the
+        handle, and reported at the next call (see ``on_error``).
+        """
+        raise NotImplementedError
+
+    def load(self, step: int | None = None, names: Patterns = None, **settings: Any) -> Any:
+        """Load a step, or the newest checkpoint, and return its verified state.
+
+        If the newest does not verify, the newest one that does is taken, with an error in the log.
+
+        step: which one; None loads the newest.
+        names: shell patterns of key paths (``"model.*"``): load only that part of the state.
+        settings: those of ``torch.load``: ``map_location``, ``weights_only``, and with a directory
+            others.
+
+        Blocks until the saves in flight are over. Raises ``UsageError`` if there is no such
+        checkpoint or nothing in it matches a pattern, ``CorruptionError`` if it does not verify, or
+        none does, ``MediumError``, and what ``torch.load`` raises.
+        """
+        raise NotImplementedError
+
+    def restore_into(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        names: Patterns = None,
+        rename: Rename = None,
+        weights_only: bool | None = None,
+    ) -> Restored:
+        """Copy a checkpoint into the tensors of ``state``, in place, and set its other leaves.
+
+        Shapes must match the saved ones. Values of another dtype are converted, and rounded at
+        most: no fraction, imaginary part or high byte is dropped. The tensors stay the caller's, on
+        their device.
+
+        step: which one; None restores the newest.
+        strict: raise ``UsageError``, which lists them, if tensors are missing or unexpected.
+        names: restore only key paths that match these shell patterns.
+        rename: a dict or function from key paths of the checkpoint to those of ``state``.
+        weights_only: as for ``torch.load``.
+
+        Values other than tensors that ``state`` lacks are added only if the whole checkpoint is
+        requested: ``strict``, no ``names``, no ``rename``. Everything is verified before anything
+        is copied, so after an error ``state`` is untouched. Blocks and raises as ``load`` does.
+
+        Tables of ``portus.embedding.protect`` are in a pool of their own, and are not restored:
+        raises ``UsageError`` if one is in what is requested, or in its place in ``state``. Call
+        ``load``, and ``load_state_dict``; or leave the tables out with ``names``.
+        """
+        raise NotImplementedError
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, oldest commit first."""
+        return [info.step for info in self.versions()]
+
+    def versions(self) -> list[VersionInfo]:
+        """The committed checkpoints, oldest commit first."""
+        raise NotImplementedError
+
+    def fence(self) -> None:
+        """Block until no save in flight reads the caller's tensors, for at most ``fence_timeout``
+        seconds: then those saves are given up. Raises nothing."""
+        raise NotImplementedError
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until every save so far is over; failures are reported as ``on_error`` says.
+
+        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Finish the saves in flight, and let go of everything. A second call does nothing.
+        Failures that were not reported yet are reported as ``on_error`` says."""
+        raise NotImplementedError
+
+    @property
+    def path(self) -> str:
+        """The directory, the pool file, or the address of the storage host."""
+        raise NotImplementedError
+
+    @property
+    def last_stats(self) -> SaveStats | None:
+        """The cost of the newest save so far; None before the first one."""
+        raise NotImplementedError
+
+    @property
+    def has_committed(self) -> bool:
+        """True once a save of this object was committed."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except PortusError as late:
+            if error is None:
+                raise
+            _log.error("portus: a save failed: %s", late)  # what ended the block matters more

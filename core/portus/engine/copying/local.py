@@ -1,0 +1,552 @@
+"""Moves bytes between this process and a pool on the same machine, hashing them on the way.
+
+Two engines do the innermost loop: the helper in C (``native``) where it is there, and pure Python.
+Both give the same bytes and the same digests. A call works through batches, so that a mapped
+medium starts to write back early, a ``Stop`` is seen, and Python's signals are handled.
+
+What is promised: when a call returns, its digests are of the bytes that it left where they were
+to go, also if a source changed meanwhile, so what is committed loads (V2). Whether these are what
+the source held at one moment is for the fence and the guard. When a call raises, the extents
+(``copy``) or the targets (``fetch``) hold anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeGuard
+
+import numpy as np
+import xxhash
+from isal import isal_zlib
+from numpy.typing import NDArray
+
+from portus.engine.copying import native
+from portus.engine.copying.segments import (
+    Column,
+    Crcs,
+    Digests,
+    Distant,
+    Segments,
+    Source,
+    Sources,
+    Stop,
+    StoppedError,
+    bytes_at,
+    cut,
+)
+from portus.engine.copying.segments import memory as _view
+from portus.engine.copying.thread import Beside, SharedIterator, finish
+from portus.engine.media.base import MappedMedium, Medium
+from portus.engine.spec import PAGE, Extent
+from portus.errors import MediumError
+
+__all__ = [
+    "Digests",
+    "Engine",
+    "PurePython",
+    "Source",
+    "Sources",
+    "Stop",
+    "StoppedError",
+    "check",
+    "copy",
+    "fetch",
+    "hash_sources",
+    "load_stored",
+    "same_bytes",
+    "stored",
+    "storing",
+    "sum_sources",
+]
+
+BATCH: Final = 128 << 20
+"""Bytes for one call of an engine, at most (one unit at least); then write-back may begin."""
+
+PIECE: Final = 2 << 20
+"""Bytes that pure Python copies, and then hashes, in one step. Smaller pieces stay warmer, but each
+step takes Python's lock from the training."""
+
+SCRATCH: Final = 4 << 20
+"""Bytes of the buffer through which small sources come, many with one load."""
+
+LOAD: Final = 1 << 20
+"""Bytes of one load of a big source."""
+
+STORE: Final = 512 << 10
+"""Bytes of one store of a big source."""
+
+FIRST: Final = 512
+"""Bytes that tell of most pieces that they are not what a file has."""
+
+TWO_THREADS_MIN: Final = 64 << 20
+"""Bytes from which a second thread is worth its start."""
+
+
+Buffer = NDArray[np.uint8]
+
+
+class Engine(Protocol):
+    """The innermost loops."""
+
+    def move(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None = None,
+        file: int = -1,
+        kept: ctypes.c_int64 | None = None,
+    ) -> None:
+        """Copy each of ``segments`` (whole units) to its address in ``target`` (None: only hash),
+        or, given an open ``file``, to that offset in it; and note in ``digests``, and in ``crcs``
+        if they are wanted, what is there then. kept: what the file has already is not written, and
+        its bytes are counted here. Counts on ``stop``, and raises ``StoppedError``, and ``OSError``
+        for a write that failed."""
+
+    def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
+        """True if each segment has the bytes at its address in ``target``.
+
+        Raises ``StoppedError``.
+        """
+
+
+class PurePython:
+    """The engine that is always there."""
+
+    def move(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None = None,
+        file: int = -1,
+        kept: ctypes.c_int64 | None = None,
+    ) -> None:
+        """See ``Engine``."""
+        places = segments.address if target is None else target
+        columns = (segments.row, segments.address, places, segments.length)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        buffer = memoryview(bytearray(PIECE if file >= 0 else 0))
+        for row, unit in itertools.groupby(rows, key=lambda row: row[0]):
+            hasher, crc = xxhash.xxh3_128(), 0
+            for _, source_start, target_start, length in unit:
+                for start in range(0, length, PIECE):
+                    stop.check()
+                    step = min(PIECE, length - start)
+                    if file >= 0:
+                        moved = buffer[:step]  # where it cannot change any more
+                        moved[:] = _view(source_start + start, step)
+                    else:
+                        moved = _view(target_start + start, step)
+                        if target is not None:
+                            ctypes.memmove(target_start + start, source_start + start, step)
+                    hasher.update(moved)
+                    if crcs is not None:
+                        crc = isal_zlib.crc32(moved, crc)
+                    if kept is not None and _is_there(file, moved, target_start + start):
+                        kept.value += step
+                    elif file >= 0:
+                        _write_all(file, moved, target_start + start)
+                    stop.add(step)
+            digests[row] = np.frombuffer(hasher.digest(), np.uint8)
+            if crcs is not None:
+                crcs[row] = crc
+
+    def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
+        """See ``Engine``."""
+        columns = (segments.address, target, segments.length)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for source_start, target_start, length in rows:
+            for start in range(0, length, PIECE):
+                stop.check()
+                step = min(PIECE, length - start)
+                if not np.array_equal(
+                    np.frombuffer(_view(source_start + start, step), np.uint8),
+                    np.frombuffer(_view(target_start + start, step), np.uint8),
+                ):
+                    return False
+                stop.add(step)
+        return True
+
+
+def copy(
+    medium: Medium,
+    sources: Sequence[Source] | Sources,
+    stop: Stop,
+    *,
+    engine: Engine | None = None,
+    crcs: Crcs | None = None,
+) -> Digests:
+    """Copy ``sources`` into their extents of ``medium``, and return their digests.
+
+    crcs: a row for each digest, which is filled with the CRC32 of the same bytes. The bytes count
+    as stored, not as persisted. Blocks; the helper works in a thread of low priority until
+    ``stop.awaited``, then here and for big totals in a second one. Raises ``StoppedError``, and
+    what the medium raises. ``engine`` is for tests; by default the best.
+    """
+    segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
+    call = _Call(medium, engine or best_engine(), digests, stop, crcs)
+    if _is_mapped(medium):
+        for batch in segments.batches(BATCH):
+            _copy_mapped(call, medium, batch)
+    else:
+        scratch = _scratch(segments)
+        for batch in segments.batches(SCRATCH):
+            _copy_stored(call, batch, scratch)
+    return digests
+
+
+def hash_sources(
+    sources: Sequence[Source] | Sources, stop: Stop, *, engine: Engine | None = None
+) -> Digests:
+    """The digests of ``sources``; their extents are ignored. Blocks. Raises ``StoppedError``."""
+    engine = engine or best_engine()
+    segments, digests = cut(_columns(sources).require(addresses=True, extents=False))
+    for batch in segments.batches(BATCH):
+        engine.move(batch, None, digests, stop)
+    return digests
+
+
+def sum_sources(sources: Sequence[Source] | Sources) -> Crcs:
+    """The CRC32 of each unit of ``sources``; their extents are ignored. Blocks."""
+    segments, digests = cut(_columns(sources).require(addresses=True, extents=False))
+    crcs = np.zeros(len(digests), np.uint32)
+    columns = (segments.row, segments.address, segments.length)
+    for row, address, length in zip(*(each.tolist() for each in columns), strict=True):
+        crcs[row] = isal_zlib.crc32(_view(address, length), int(crcs[row]))
+    return crcs
+
+
+def same_bytes(
+    medium: Medium,
+    sources: Source | Sequence[Source] | Sources,
+    stop: Stop | None = None,
+    *,
+    engine: Engine | None = None,
+) -> bool:
+    """True if all ``sources`` have the bytes that their extents hold.
+
+    Loads, and never looks through a mapping: a bad sector is a ``MediumError``, not the end of
+    the process. Blocks. Raises ``StoppedError``, and what the medium raises.
+    """
+    engine, stop = engine or best_engine(), stop or Stop()
+    columns = _columns([sources] if isinstance(sources, Source) else sources)
+    segments, _ = cut(columns.require(addresses=True, extents=True))
+    scratch = _scratch(segments)
+    for batch in segments.pieces(LOAD).batches(SCRATCH, gap=PAGE):
+        if not engine.same(batch, _load(medium, batch, scratch, stop), stop):
+            return False
+    return True
+
+
+def stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
+    """Bytes that were just stored, a short piece at each offset, end to end. Looks through a
+    mapping: it was stored through that as well. Blocks. Raises what the medium raises."""
+    if _is_mapped(medium) and len(offset):
+        start, end = int(offset.min()), int((offset + length).max())
+        return bytes_at(medium.address(Extent(start, end - start)) + offset - start, length)
+    ends = np.cumsum(length)
+    found = np.empty(int(length.sum()), np.uint8)
+    for start, end, at in zip(
+        (ends - length).tolist(), ends.tolist(), offset.tolist(), strict=True
+    ):
+        medium.load(at, found.data[start:end])
+    return found
+
+
+def load_stored(medium: Medium, target: Source) -> None:
+    """Fill a target (a writable address) from its extents, to which it was just stored by ``copy``:
+    as ``stored``, and without a digest."""
+    address = target.address
+    for extent in target.extents:
+        if _is_mapped(medium):
+            ctypes.memmove(address, medium.address(extent), extent.length)
+        else:
+            medium.load(extent.offset, _view(address, extent.length))
+        address += extent.length
+
+
+def fetch(
+    medium: Medium,
+    targets: Sequence[Source] | Sources,
+    stop: Stop,
+    *,
+    engine: Engine | None = None,
+) -> Digests:
+    """Fill ``targets`` (writable addresses) from their extents; the digests of what arrived.
+
+    Blocks; takes a second thread for big totals. Raises ``StoppedError``, and what the medium
+    raises.
+    """
+    columns = _columns(targets).require(addresses=True, extents=True)
+    if isinstance(medium, Distant):
+        return medium.fetch(columns, stop)
+    segments, digests = cut(columns)
+    call = _Call(medium, engine or best_engine(), digests, stop)
+    _arrive(call, segments, keep=True)
+    return digests
+
+
+def check(
+    medium: Medium,
+    sources: Sequence[Source] | Sources,
+    stop: Stop,
+    *,
+    engine: Engine | None = None,
+) -> Digests:
+    """The digests of what the extents of ``sources`` hold; their addresses are ignored.
+
+    Blocks; takes a second thread for big totals. Raises ``StoppedError``, and what the medium
+    raises.
+    """
+    columns = _columns(sources).require(addresses=False, extents=True)
+    if isinstance(medium, Distant):
+        return medium.check(columns, stop)
+    segments, digests = cut(columns)
+    call = _Call(medium, engine or best_engine(), digests, stop)
+    _arrive(call, segments, keep=False)
+    return digests
+
+
+def best_engine() -> Engine:
+    """The helper if it can be used, else pure Python."""
+    return native.helper() or PurePython()
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], offset + done)
+
+
+def _is_there(file: int, data: memoryview, offset: int) -> bool:
+    """True if the file has these bytes there."""
+    first = data[:FIRST].tobytes()
+    try:
+        return os.pread(file, len(first), offset) == first and (
+            os.pread(file, len(data), offset) == data.tobytes()
+        )
+    except OSError:  # what cannot be read is written
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call works with."""
+
+    medium: Medium
+    engine: Engine
+    digests: Digests
+    stop: Stop
+    crcs: Crcs | None = None
+
+
+def _is_mapped(medium: Medium) -> TypeGuard[MappedMedium]:
+    """Return True if the medium is mapped. ``isinstance`` would get every member of the protocol,
+    and take longer than a copy of 100 small storages."""
+    return getattr(medium, "address", None) is not None
+
+
+@contextlib.contextmanager
+def storing(medium: MappedMedium, segments: Segments) -> Iterator[Column]:
+    """The address in ``medium`` of each segment, to be stored to while this is open. What was
+    changed counts as stored then, also if it was not all. Raises what the medium raises."""
+    box = segments.box()
+    place = segments.offset + (medium.address(box) - box.offset)
+    runs = segments.runs()
+    for run in runs:
+        medium.expect(run)
+    try:
+        yield place
+    finally:
+        for run in runs:
+            medium.wrote(run)
+
+
+def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
+    with storing(medium, batch) as target:
+        call.engine.move(batch, target, call.digests, call.stop, call.crcs)
+
+
+def _scratch(segments: Segments) -> Buffer:
+    """Room for any batch of ``segments``: they may lie up to a page apart. No more than they need:
+    a host has many threads, and an allocator keeps for each what it once had."""
+    return np.empty(min(SCRATCH, segments.size + PAGE * len(segments)), np.uint8)
+
+
+def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
+    """A big unit is stored piece by piece; small ones are gathered first, for few stores."""
+    if batch.size > SCRATCH:
+        _store_unit(call, batch, scratch)
+        return
+    runs = batch.runs(gap=1)
+    call.engine.move(batch, _places(batch, runs, scratch), call.digests, call.stop, call.crcs)
+    for run, place in _laid(runs, scratch):
+        call.stop.check()
+        call.medium.store(run.offset, place)
+
+
+def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
+    """One big unit, from where it cannot change any more."""
+    hasher, crc = xxhash.xxh3_128(), 0
+    for address, offset, length in _rows(unit.pieces(STORE)):
+        call.stop.check()
+        ctypes.memmove(scratch.ctypes.data, address, length)
+        hasher.update(scratch.data[:length])
+        if call.crcs is not None:
+            crc = isal_zlib.crc32(scratch.data[:length], crc)
+        call.medium.store(offset, scratch.data[:length])
+        call.stop.add(length)
+    call.digests[unit.row[0]] = np.frombuffer(hasher.digest(), np.uint8)
+    if call.crcs is not None:
+        call.crcs[unit.row[0]] = crc
+
+
+def _arrive(call: _Call, segments: Segments, *, keep: bool) -> None:
+    """Load all segments and hash them, and leave them at their addresses if they are to be kept."""
+    if len(segments) and _is_memory(call.medium, segments):
+        _arrive_from_memory(call, segments, keep=keep)
+        return
+
+    def work(batches: Iterator[Segments]) -> None:
+        scratch = _scratch(segments)
+        for batch in batches:
+            if batch.size + PAGE * len(batch) > SCRATCH:
+                _arrive_unit(call, batch, scratch, keep=keep)
+            else:
+                _arrive_small(call, batch, scratch, keep=keep)
+
+    batches = segments.batches(SCRATCH, gap=PAGE)
+    if _gains_by_two(segments, call.engine):
+        _together(work, batches)
+    else:
+        work(batches)
+
+
+def _is_memory(medium: Medium, segments: Segments) -> TypeGuard[MappedMedium]:
+    """True if the bytes are memory, tmpfs or plain: then no sector under an address can be bad."""
+    if not _is_mapped(medium) or not medium.info.volatile:
+        return False
+    try:
+        medium.address(segments.box())
+    except MediumError:  # poisoned for writing; it can still be loaded from
+        return False
+    return True
+
+
+def _arrive_from_memory(call: _Call, segments: Segments, *, keep: bool) -> None:
+    """Hash the medium's own bytes, and copy them where they go in the same pass."""
+    assert _is_mapped(call.medium)
+    # One call of the engine: each ends with a wait for its second thread, whose priority is low.
+    box = segments.box()
+    place = segments.offset + (call.medium.address(box) - box.offset)
+    there = Segments(
+        address=place, offset=segments.offset, length=segments.length, row=segments.row
+    )
+    call.engine.move(there, segments.address if keep else None, call.digests, call.stop)
+
+
+def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) -> None:
+    """One big unit: loaded straight to where it goes, and hashed there while it is warm."""
+    hasher = xxhash.xxh3_128()
+    for address, offset, length in _rows(unit.pieces(LOAD)):
+        call.stop.check()
+        place = _view(address, length) if keep else scratch.data[:length]
+        call.medium.load(offset, place)
+        hasher.update(place)
+        call.stop.add(length)
+    call.digests[unit.row[0]] = np.frombuffer(hasher.digest(), np.uint8)
+
+
+def _arrive_small(call: _Call, batch: Segments, scratch: Buffer, *, keep: bool) -> None:
+    """Many small units: loaded together, then hashed and copied from there."""
+    places = _load(call.medium, batch, scratch, call.stop)
+    arrived = Segments(address=places, offset=batch.offset, length=batch.length, row=batch.row)
+    call.engine.move(arrived, batch.address if keep else None, call.digests, call.stop)
+
+
+def _load(medium: Medium, batch: Segments, scratch: Buffer, stop: Stop) -> Column:
+    """Load ``batch`` into ``scratch``, neighbours at once; the address there of each segment."""
+    runs = batch.runs()
+    for run, place in _laid(runs, scratch):
+        stop.check()
+        medium.load(run.offset, place)
+    return _places(batch, runs, scratch)
+
+
+def _laid(runs: list[Extent], scratch: Buffer) -> Iterator[tuple[Extent, memoryview]]:
+    """Each run with its place, when all are laid into ``scratch`` end to end."""
+    start = 0
+    for run in runs:
+        assert start + run.length <= len(scratch)
+        yield run, scratch.data[start : start + run.length]
+        start += run.length
+
+
+def _places(batch: Segments, runs: list[Extent], scratch: Buffer) -> Column:
+    """The address of each segment when ``runs``, which hold them, are laid into ``scratch``."""
+    run_start = np.array([run.offset for run in runs], np.int64)
+    run_length = np.array([run.length for run in runs], np.int64)
+    run_of = np.searchsorted(run_start, batch.offset, "right") - 1
+    place = np.cumsum(run_length) - run_length - run_start
+    return scratch.ctypes.data + place[run_of] + batch.offset
+
+
+def _gains_by_two(segments: Segments, engine: Engine) -> bool:
+    """Pure Python has its lock for small segments most of the time; two threads then only fight."""
+    many = segments.size >= TWO_THREADS_MIN
+    return many and (segments.size > LOAD * len(segments) or not isinstance(engine, PurePython))
+
+
+def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segments]) -> None:
+    """Do ``work`` on ``batches`` in this thread and a second one.
+
+    If one fails, the other ends with its batch, and the error is raised here.
+    """
+    shared = SharedIterator(batches)
+
+    def take_part() -> None:
+        try:
+            work(shared)
+        except BaseException:
+            shared.end()
+            raise
+
+    failed: list[BaseException] = []
+
+    def take_part_beside() -> None:
+        try:
+            take_part()
+        except BaseException as error:
+            failed.append(error)
+
+    # No pool of threads: the exit of the process would wait for it, whatever it hangs in.
+    second = Beside(take_part_beside, "portus-copying")
+    try:
+        second.start()
+    except RuntimeError:  # the interpreter is going down, and starts no thread any more
+        take_part()
+        return
+    try:
+        take_part()
+    finally:
+        finish([second])  # it reads or writes memory that is the caller's
+    if failed:
+        raise failed[0]
+
+
+def _columns(sources: Sequence[Source] | Sources) -> Sources:
+    return sources if isinstance(sources, Sources) else Sources.of(sources)
+
+
+def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
+    """(address, offset, length) of each."""
+    columns = (segments.address, segments.offset, segments.length)
+    return zip(*(column.tolist() for column in columns), strict=True)

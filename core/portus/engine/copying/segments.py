@@ -1,0 +1,415 @@
+"""What is copied: sources, the segments that they are cut into, and the signal to stop.
+
+Theory. All sources of one call, laid end to end, are a *stream* of bytes; so are all their
+extents. Cutting the stream wherever a source, a unit (16 MiB of one source) or an extent begins
+gives *segments*: runs that are contiguous on both sides and lie in one unit. An engine then needs
+no more than columns of addresses and lengths, so 10,000 small sources cost one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
+from portus.engine.spec import PAGE, Extent
+from portus.errors import AbandonedError, UsageError
+
+Column = NDArray[np.int64]
+"""(n,) int64."""
+
+Digests = NDArray[np.uint8]
+"""(units, 16) uint8: the units of all sources, one after another. A source has
+``unit_count(length)`` rows, so an empty one has one row, the digest of nothing."""
+
+Crcs = NDArray[np.uint32]
+"""(units,) uint32: the CRC32 of each unit, as zip files have it."""
+
+PROBE: Final = 64
+"""Bytes of a source that an audit compares. They lie at multiples of it from its start, so none
+lies in two extents."""
+
+PROBE_EACH: Final = 64 << 10
+"""Bytes of a source from one of them to the next; besides, there is one at its end."""
+
+
+class StoppedError(AbandonedError):
+    """The ``Stop`` of a call was set before it was through. What it wrote so far is of no use."""
+
+
+class Stop:
+    """Asks a running call to end, from any thread, and tells how far it is.
+
+    It may be given to several calls; ``done`` then counts the bytes of all of them.
+    ``awaited``: somebody waits for the call, so it may take processors from others; it may be set
+    and cleared while the call runs.
+    """
+
+    def __init__(self, *, awaited: bool = True) -> None:
+        self._shared = (ctypes.c_int64 * 3)(0, 0, awaited)
+        self._lock = threading.Lock()
+
+    def set(self) -> None:
+        """Ask. Calls that were given this raise ``StoppedError`` within milliseconds, for good."""
+        self._shared[0] = 1
+
+    def is_set(self) -> bool:
+        """True once asked."""
+        return self._shared[0] != 0
+
+    def check(self) -> None:
+        """Raise ``StoppedError`` if asked."""
+        if self.is_set():
+            raise StoppedError(f"stopped by request after {self.done} bytes")
+
+    @property
+    def awaited(self) -> bool:
+        """True if somebody waits for the call."""
+        return self._shared[2] != 0
+
+    @awaited.setter
+    def awaited(self, awaited: bool) -> None:
+        self._shared[2] = awaited
+
+    @property
+    def done(self) -> int:
+        """Bytes that were copied, hashed or compared so far."""
+        return self._shared[1]
+
+    def add(self, length: int) -> None:
+        """Count ``length`` more bytes as done."""
+        with self._lock:
+            self._shared[1] += length
+
+    @property
+    def shared(self) -> int:
+        """The address of three int64, (asked, bytes done, awaited), for a helper that looks by
+        itself."""
+        return ctypes.addressof(self._shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One storage in this process, and where it is in the pool.
+
+    ``address`` is of its first byte; 0 where ``length`` (bytes) is 0, or nothing is moved.
+    ``extents`` hold it in order and have the same length together; none means that the call
+    needs no pool. The caller keeps the memory alive during the call.
+    """
+
+    address: int
+    length: int
+    extents: tuple[Extent, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.address < 0 or self.length < 0:
+            raise UsageError(f"source out of range: address {self.address}, length {self.length}")
+        held = sum(extent.length for extent in self.extents)
+        if self.extents and held != self.length:
+            raise UsageError(f"extents of a source: expected {self.length} bytes, found {held}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """Many sources as columns: no Python object for each.
+
+    ``address`` and ``length``: one row for each source. ``extent_offset`` and ``extent_length``:
+    the extents of all sources, in order; what counts is that the lengths add up to those of the
+    sources, so one extent may hold many small sources side by side. Empty: no pool is needed.
+    """
+
+    address: Column
+    length: Column
+    extent_offset: Column
+    extent_length: Column
+
+    def __post_init__(self) -> None:
+        columns = (self.address, self.length, self.extent_offset, self.extent_length)
+        if any(column.dtype != np.int64 or column.ndim != 1 for column in columns):
+            raise UsageError("columns of sources: expected one-dimensional int64")
+        if len(self.address) != len(self.length):
+            raise UsageError(
+                f"columns of sources: {len(self.address)} addresses, {len(self.length)} lengths"
+            )
+        if len(self.extent_offset) != len(self.extent_length):
+            raise UsageError(
+                f"columns of sources: {len(self.extent_offset)} extent offsets, "
+                f"{len(self.extent_length)} extent lengths"
+            )
+        if any(len(column) and int(column.min()) < 0 for column in columns):
+            raise UsageError("columns of sources: found a negative number")
+        held = int(self.extent_length.sum())
+        if len(self.extent_length) and held != self.size:
+            raise UsageError(f"extents of sources: expected {self.size} bytes, found {held}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all sources together."""
+        return int(self.length.sum())
+
+    def require(self, *, addresses: bool, extents: bool) -> Sources:
+        """Return these sources, if they have what is asked for. Raises ``UsageError`` if not."""
+        if addresses and bool(np.any((self.address == 0) & (self.length > 0))):
+            raise UsageError("sources: expected an address for each, found 0")
+        if extents and self.size and not len(self.extent_length):
+            raise UsageError("sources: expected extents, found none")
+        return self
+
+    @classmethod
+    def in_memory(cls, address: Column, length: Column) -> Sources:
+        """Return sources without extents."""
+        nowhere = np.empty(0, np.int64)
+        return cls(address=address, length=length, extent_offset=nowhere, extent_length=nowhere)
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> Sources:
+        """The columns of ``sources``. All of them have extents, or none; empty ones aside."""
+        extents = [extent for source in sources for extent in source.extents]
+        return cls(
+            address=_column([source.address for source in sources]),
+            length=_column([source.length for source in sources]),
+            extent_offset=_column([extent.offset for extent in extents]),
+            extent_length=_column([extent.length for extent in extents]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segments:
+    """The sources of one call, cut. Segments of one unit follow each other, in order.
+
+    ``address``: in this process. ``offset``: in the pool, -1 where no pool is needed. ``length``:
+    bytes, over 0, at most ``UNIT``. ``row``: of the unit in the digests; it never falls.
+    """
+
+    address: Column
+    offset: Column
+    length: Column
+    row: Column
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return int(self.length.sum())
+
+    def part(self, start: int, stop: int) -> Segments:
+        """The segments from ``start`` to before ``stop``, not copied."""
+        cut = slice(start, stop)
+        return Segments(
+            address=self.address[cut],
+            offset=self.offset[cut],
+            length=self.length[cut],
+            row=self.row[cut],
+        )
+
+    def where(self, mask: NDArray[np.bool_]) -> Segments:
+        """The segments of a mask; each keeps its row."""
+        return Segments(
+            address=self.address[mask],
+            offset=self.offset[mask],
+            length=self.length[mask],
+            row=self.row[mask],
+        )
+
+    def of_units(self, rows: Column) -> Segments:
+        """The segments of some units, by their rows, in the order of ``rows``; their rows are
+        counted anew."""
+        first = np.searchsorted(self.row, rows, "left")
+        counts = np.searchsorted(self.row, rows, "right") - first
+        before = np.cumsum(counts) - counts
+        index = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+        return Segments(
+            address=self.address[index],
+            offset=self.offset[index],
+            length=self.length[index],
+            row=np.repeat(np.arange(len(rows)), counts),
+        )
+
+    def pieces(self, size_max: int) -> Segments:
+        """The same bytes in segments of ``size_max`` at most, each taken for a unit."""
+        count = -(-self.length // size_max)
+        owner = np.repeat(np.arange(len(self)), count)
+        start = (np.arange(len(owner)) - (np.cumsum(count) - count)[owner]) * size_max
+        return Segments(
+            address=self.address[owner] + start,
+            offset=self.offset[owner] + start,
+            length=np.minimum(self.length[owner] - start, size_max),
+            row=np.arange(len(owner)),
+        )
+
+    def batches(self, size_max: int, *, gap: int = 0) -> Iterator[Segments]:
+        """Runs of whole units, ``size_max`` bytes at most, or else one unit.
+
+        ``gap`` bytes are counted on top of each segment.
+        """
+        if not len(self):
+            return
+        if self.size + gap * len(self) <= size_max:
+            yield self
+            return
+        ends = np.flatnonzero(np.diff(self.row, append=-1)) + 1
+        bytes_before = np.cumsum(self.length + gap)[ends - 1]
+        start = unit = done = 0
+        while start < len(self):
+            unit = max(unit + 1, int(np.searchsorted(bytes_before, done + size_max, "right")))
+            yield self.part(start, int(ends[unit - 1]))
+            start, done = int(ends[unit - 1]), int(bytes_before[unit - 1])
+
+    def laid(self, place: Column) -> Sources:
+        """The segments as they lie at ``place``, as sources that go to their extents: a source for
+        each unit. The segments of one unit lie end to end there."""
+        first = np.flatnonzero(np.diff(self.row, prepend=-1))
+        return Sources(
+            address=place[first],
+            length=np.add.reduceat(self.length, first),
+            extent_offset=self.offset,
+            extent_length=self.length,
+        )
+
+    def box(self) -> Extent:
+        """The smallest extent of the pool with all of them in it."""
+        start = int(self.offset.min())
+        return Extent(start, int((self.offset + self.length).max()) - start)
+
+    def runs(self, gap: int = PAGE) -> list[Extent]:
+        """Where they are in the pool, in order of offset; those less than ``gap`` apart joined.
+
+        What lies between two of them less than a page apart is in pages that they touch, and
+        reservations are whole pages: whoever has the two has that too.
+        """
+        order = np.argsort(self.offset, kind="stable")
+        starts = self.offset[order]
+        ends = np.maximum.accumulate(starts + self.length[order])
+        first = np.flatnonzero(np.append(True, starts[1:] - ends[:-1] >= gap))
+        last = np.append(first[1:], len(starts)) - 1
+        return [
+            Extent(start, end - start)
+            for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True)
+        ]
+
+
+def owners(lengths: Column) -> Column:
+    """The source of each unit of sources of these lengths."""
+    counts = unit_counts(lengths)
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
+    """Positions of the storages all of whose unit digests are equal on both sides."""
+    equal = np.ones(len(lengths), np.bool_)
+    equal[owners(lengths)[np.any(left != right, axis=1)]] = False
+    return np.flatnonzero(equal)
+
+
+def unit_spans(offset: Column, length: Column) -> tuple[Column, Column]:
+    """The offset and the length of each unit of runs of bytes, in order."""
+    counts = unit_counts(length)
+    rank = ranges(np.zeros_like(counts), counts)
+    begin = np.repeat(offset, counts) + rank * UNIT
+    return begin, np.minimum(UNIT, np.repeat(length, counts) - rank * UNIT)
+
+
+def ranges(first: Column, counts: Column) -> Column:
+    """first[0], first[0] + 1, ... (counts[0] of them), first[1], ..."""
+    before = np.cumsum(counts) - counts
+    ranges: Column = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+    return ranges
+
+
+def cut(sources: Sources) -> tuple[Segments, Digests]:
+    """The segments of ``sources``, and their digests: those of empty sources set, the rest zero."""
+    if _are_segments(sources):
+        segments = Segments(
+            address=sources.address,
+            offset=sources.extent_offset,
+            length=sources.length,
+            row=np.arange(len(sources.length)),
+        )
+        return segments, np.zeros((len(segments), DIGEST_SIZE), np.uint8)
+    units, owner = unit_counts(sources.length), owners(sources.length)
+    rank = np.arange(len(owner)) - (np.cumsum(units) - units)[owner]
+    source_start = np.cumsum(sources.length) - sources.length
+    unit_start = source_start[owner] + rank * UNIT
+    extent_start = np.cumsum(sources.extent_length) - sources.extent_length
+    digests = np.zeros((len(owner), DIGEST_SIZE), np.uint8)
+    digests[sources.length[owner] == 0] = np.frombuffer(digest(b""), np.uint8)
+
+    cuts = np.sort(np.concatenate([unit_start, extent_start]))
+    kept = cuts < sources.size
+    kept[1:] &= cuts[1:] > cuts[:-1]
+    cuts = cuts[kept]
+    # An empty source or extent begins where the next one does; "right" finds that next one.
+    row = np.searchsorted(unit_start, cuts, "right") - 1
+    offset = np.full(len(cuts), -1, np.int64)
+    if len(extent_start):
+        extent = np.searchsorted(extent_start, cuts, "right") - 1
+        offset = sources.extent_offset[extent] + cuts - extent_start[extent]
+    segments = Segments(
+        address=sources.address[owner[row]] + cuts - source_start[owner[row]],
+        offset=offset,
+        length=np.diff(cuts, append=sources.size),
+        row=row,
+    )
+    return segments, digests
+
+
+def _are_segments(sources: Sources) -> bool:
+    """True if each of them is one unit in one extent, as most storages of most states are."""
+    length = sources.length
+    return (
+        len(length) > 0
+        and np.array_equal(length, sources.extent_length)
+        and int(length.min()) > 0
+        and int(length.max()) <= UNIT
+    )
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A medium on another machine: its own transport fetches from it, and it hashes by itself."""
+
+    def fetch(self, targets: Sources, stop: Stop) -> Digests:
+        """Fill ``targets`` from their extents, and return the digests, as ``local.fetch`` does."""
+
+    def check(self, sources: Sources, stop: Stop) -> Digests:
+        """Return the digests of what the extents of ``sources`` hold, as ``local.check`` does. The
+        bytes stay where they are, if the other machine can hash them."""
+
+
+def memory(address: int, length: int) -> memoryview:
+    """The ``length`` bytes at ``address``; the caller keeps them alive, and writes if it may."""
+    view: memoryview = _memory_view(address, length, _WRITABLE)
+    return view
+
+
+def bytes_at(address: Column, length: Column) -> NDArray[np.uint8]:
+    """Short pieces of memory, end to end; the caller keeps them alive. Fast where pieces of one
+    length follow each other. No length is 0."""
+    found = [np.empty(0, np.uint8)]
+    for run in np.split(np.arange(len(length)), np.flatnonzero(np.diff(length)) + 1):
+        if len(run):
+            at, size = address[run], int(length[run[0]])
+            start, count = int(at.min()), int(np.ptp(at)) + 1
+            # Every byte begins a piece: nothing is copied before the right ones are taken.
+            every = np.ndarray(count, f"V{size}", memory(start, count + size - 1), strides=(1,))
+            found.append(every[at - start].view(np.uint8))
+    return np.concatenate(found)
+
+
+_WRITABLE: Final = 0x200  # PyBUF_WRITE, of CPython's object.h
+
+_memory_view: Final = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+
+def _column(numbers: list[int]) -> Column:
+    return np.array(numbers, np.int64)

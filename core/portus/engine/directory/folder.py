@@ -1,0 +1,253 @@
+"""The hidden folder ``.portus`` of a directory: drafts, holds and spares, and who they belong to.
+
+Each save has a *record* in it, a small file that its process keeps locked: it names the targets.
+Beside each held file a symbolic link leads to where that is a checkpoint. Whatever belongs to a
+record that nobody locks was left by a process that ended. Names are short and hidden, end in
+``.portus``, and tell nothing of the visible name, because tools that look for checkpoints match
+hidden names too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Generic
+
+from portus.engine.directory.system import File, System
+from portus.errors import MediumError
+
+FOLDER: Final = ".portus"
+
+RECORD: Final = "save"
+DRAFT: Final = "draft"
+HOLD: Final = "hold"
+PATH: Final = "path"
+MARK: Final = "mark"
+REDO: Final = "redo"
+"""A marker of several files (``redo``), being written and complete."""
+
+RECORD_MAX: Final = 1 << 20
+"""Bytes of a record that are read: names."""
+
+_SUFFIX: Final = ".portus"
+_TRIES: Final = 100
+
+
+def hidden_name(token: str, kind: str, number: int = 0) -> str:
+    """Return the name of a file of the save ``token``."""
+    return f".{token}.{kind}{number or ''}{_SUFFIX}"
+
+
+def token_of(name: str) -> str | None:
+    """Return the save that a hidden file belongs to; None if it is not one of ours."""
+    parts = name.split(".")
+    if len(parts) != 4 or parts[0] or parts[3] != _SUFFIX[1:]:
+        return None
+    kind = parts[2].rstrip("0123456789")
+    return parts[1] if kind in (RECORD, DRAFT, HOLD, PATH, MARK, REDO) else None
+
+
+def path_name(hold: str) -> str:
+    """Return the name of what says at which path a held file is a checkpoint."""
+    return hold.replace(f".{HOLD}", f".{PATH}")
+
+
+@dataclass(frozen=True, slots=True)
+class LockedRecord(Generic[File]):
+    """The locked record of a save of this process."""
+
+    token: str
+    name: str
+    file: File
+
+
+class OpenDirectory(Generic[File]):
+    """A directory of checkpoints, held by descriptor. ``base``: the directory whose hidden folder
+    has the drafts for it."""
+
+    def __init__(self, system: System[File], path: str, base: str) -> None:
+        self.system: Final = system
+        self.file: Final = system.open_directory(path)
+        self.base: Final = base
+        self._is_anchored = False
+
+    def sync(self) -> None:
+        """Make the names in it durable, and its own, once: it may be as new as they are."""
+        self.system.sync(self.file)
+        where = None if self._is_anchored else self.system.path_of(self.file)
+        self._is_anchored = True
+        if where is None:
+            return
+        try:
+            parent = self.system.open_directory(os.path.dirname(where))
+        except MediumError:
+            return  # it may not be read: it was there before, and somebody else's
+        try:
+            self.system.sync(parent)
+        finally:
+            self.system.close(parent)
+
+    def describe(self) -> str:
+        """Return its path, for messages."""
+        return self.system.path_of(self.file) or "a deleted directory"
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self.system.close(self.file)
+
+
+class HiddenFolder(Generic[File]):
+    """The hidden folder of the directory ``base``, which is held by descriptor. It is made when
+    needed, and has the drafts of files in that directory, or in some below it."""
+
+    def __init__(self, system: System[File], path: str) -> None:
+        self.system: Final = system
+        self.base: Final = system.open_directory(path)
+        self._hidden: File | None = None
+        self._is_new = False
+        self.is_left = False
+        """True once something in it is to be recovered that this process left."""
+
+    @property
+    def hidden(self) -> File | None:
+        """The hidden folder, if it is there."""
+        if self._hidden is None:
+            self._hidden = self.system.open_folder(self.base, FOLDER, create=False)
+        return self._hidden
+
+    def make(self) -> File:
+        """Return the hidden folder; create it if it is not there."""
+        hidden = self.hidden
+        if hidden is None:
+            hidden = self.system.open_folder(self.base, FOLDER, create=True)
+            assert hidden is not None
+            self._hidden, self._is_new = hidden, True
+        return hidden
+
+    def claim(self) -> LockedRecord[File]:
+        """Create the record of a new save, locked by this process."""
+        for _ in range(_TRIES):
+            hidden = self.make()
+            token = secrets.token_hex(6)
+            name = hidden_name(token, RECORD)
+            try:
+                file = self.system.create(hidden, name)
+            except MediumError:
+                if self.system.path_of(hidden) is None:  # another process removed it, empty
+                    self.forget()
+                    continue
+                raise
+            is_ours = False
+            try:
+                is_ours = self.system.lock(file) and self._is_at(hidden, name, file)
+            finally:
+                if not is_ours:  # a start of another process took it for a leftover
+                    with contextlib.suppress(MediumError):
+                        self.system.unlink(hidden, name)
+                    self.system.close(file)
+            if is_ours:
+                return LockedRecord(token, name, file)
+        raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
+
+    def in_flight(self) -> dict[str, list[bytes]]:
+        """Return the saves that any process has in flight here: the files that each is to make, by
+        their paths below ``base``, by its token."""
+        hidden = self.hidden
+        found: dict[str, list[bytes]] = {}
+        if hidden is None:
+            return found
+        for each in self.system.names(hidden):
+            token = token_of(each) or ""
+            if each != hidden_name(token, RECORD):
+                continue
+            file = self.system.open(hidden, each, writable=False)
+            if file is None:
+                continue
+            try:
+                is_held = not self.system.lock(file)
+                target = self.system.read(file, RECORD_MAX)
+            finally:
+                self.system.close(file)
+            if is_held:
+                found[token] = target.split(b"\0")
+        return found
+
+    def abandoned(self) -> Iterator[list[str]]:
+        """Yield the names of what each process that ended has left of a save. They are locked while
+        the caller has them, and the record is the last one."""
+        hidden = self.hidden
+        if hidden is None:
+            return
+        found: dict[str, list[str]] = {}
+        for name in self.system.names(hidden):
+            token = token_of(name)
+            if token is not None:
+                found.setdefault(token, []).append(name)
+        for token, names in found.items():
+            record = hidden_name(token, RECORD)
+            names.sort(key=lambda name: (name == record, name))
+            locked = [record] if record in names else [name for name in names if PATH not in name]
+            files = self._locked(hidden, locked) if locked else []
+            if files is None:
+                continue
+            try:
+                yield names
+            finally:
+                for file in files:
+                    self.system.close(file)
+
+    def remove_if_empty(self) -> None:
+        """Remove the hidden folder if nothing is in it."""
+        if self.hidden is not None and self.system.remove_folder(self.base, FOLDER):
+            self.forget()
+
+    def sync_hidden(self) -> None:
+        """Make what is in the hidden folder durable, and that it is there."""
+        self.system.sync(self.make())
+        if self._is_new:
+            self.system.sync(self.base)
+            self._is_new = False
+
+    def path_of_base(self) -> str | None:
+        """Return where the directory is now; None if it was deleted."""
+        return self.system.path_of(self.base)
+
+    def close(self) -> None:
+        """Remove the hidden folder if it is empty, and close both directories."""
+        try:
+            self.remove_if_empty()
+        finally:
+            self.forget()
+            self.system.close(self.base)
+
+    def forget(self) -> None:
+        """Close the hidden folder: it was deleted, and the next save makes another one."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            self.system.close(hidden)
+
+    def describe(self) -> str:
+        """Return the path of the directory, for messages."""
+        return self.system.path_of(self.base) or "a deleted directory"
+
+    def _locked(self, hidden: File, names: list[str]) -> list[File] | None:
+        """Open and lock all of some files; None if another process has one of them, or this one,
+        or all are gone."""
+        files: list[File] = []
+        for name in names:
+            file = self.system.open(hidden, name, writable=False)
+            if file is None:
+                continue
+            files.append(file)
+            if not self.system.lock(file) or not self._is_at(hidden, name, file):
+                for each in files:
+                    self.system.close(each)
+                return None
+        return files or None
+
+    def _is_at(self, hidden: File, name: str, file: File) -> bool:
+        there = self.system.look(hidden, name)
+        return there is not None and there.identity == self.system.status(file).identity

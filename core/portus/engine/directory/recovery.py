@@ -1,0 +1,110 @@
+"""What a start does about saves that a process which ended had in flight.
+
+What a redo marker says is done. Without one, a held file is put back only if its save was not
+finished (its draft is there), nothing is at its path, and its bytes verify. All else that such a
+process left is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+from portus.engine.directory import redo
+from portus.engine.directory.folder import DRAFT, FOLDER, HOLD, HiddenFolder, path_name
+from portus.engine.directory.system import File, System
+from portus.errors import MediumError, printable
+
+_log: Final = logging.getLogger("portus")
+
+Verify = Callable[[System[File], File, str], bool]
+"""Whether an open file, to be put at the given path, is a whole checkpoint. Reads all of it."""
+
+
+def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
+    """Put back what belongs at a path, and remove the rest of what processes that ended left.
+    Raises ``MediumError``; what another user left stays."""
+    system = folder.system
+    for names in folder.abandoned():
+        hidden = folder.make()
+        is_published = redo.finish(folder, names)
+        is_unfinished = not is_published and any(f".{DRAFT}" in name for name in names)
+        for name in names if is_unfinished else ():
+            path = system.noted(hidden, path_name(name)) if f".{HOLD}" in name else None
+            here = folder.path_of_base()
+            if path is not None and here is not None:
+                there = os.path.normpath(os.path.join(here, FOLDER, os.fsdecode(path)))
+                restore(folder, name, there, verify)
+        for name in names:
+            with contextlib.suppress(MediumError):
+                system.unlink(hidden, name)
+
+
+def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[File]) -> bool:
+    """Put the held file back at ``path`` if nothing is there and its bytes verify. A directory that
+    was removed is made again, but not the one above it. Raises ``MediumError``."""
+    system = folder.system
+    where, name = os.path.split(path)
+    directory = _opened(system, where)
+    try:
+        if directory is not None and system.look(directory, name) is not None:
+            return False
+        if not _is_whole(folder, held, path, verify):
+            return False
+        if directory is None:
+            directory = _made(system, where)
+        if directory is None:
+            return False  # nobody looks there
+        try:
+            system.link((folder.make(), held), (directory, name))
+        except MediumError as error:
+            if error.errno == errno.EEXIST:
+                return False
+            raise
+        system.sync(directory)
+    finally:
+        if directory is not None:
+            system.close(directory)
+    _log.warning(
+        "portus: put %s back: it was removed before the checkpoint that was to replace it was "
+        "complete, and that one never was. Remove it again if you do not want it",
+        printable(path),
+    )
+    return True
+
+
+def _opened(system: System[File], path: str) -> File | None:
+    """Open a directory; None if it is not there."""
+    try:
+        return system.open_directory(path)
+    except MediumError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+def _made(system: System[File], path: str) -> File | None:
+    """Make a directory, durably; None if the one above it is not there."""
+    above = _opened(system, os.path.dirname(path))
+    if above is None:
+        return None
+    try:
+        made = system.open_folder(above, os.path.basename(path), create=True)
+        system.sync(above)
+        return made
+    finally:
+        system.close(above)
+
+
+def _is_whole(folder: HiddenFolder[File], held: str, path: str, verify: Verify[File]) -> bool:
+    file = folder.system.open(folder.make(), held, writable=False)
+    if file is None:
+        return False
+    try:
+        return verify(folder.system, file, path)
+    finally:
+        folder.system.close(file)

@@ -1,0 +1,142 @@
+"""The redo marker: several files get their names as one.
+
+Each rename is atomic, and several are not. So before the first one, a marker in the hidden folder
+says which hidden file is to have which name, by inodes; it is whole and durable, or not there. A
+start that finds it, and all the files, does the renames that are missing. Where a name has another
+file by then, that file is somebody else's, and stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from portus.engine.directory.folder import (
+    MARK,
+    REDO,
+    HiddenFolder,
+    LockedRecord,
+    OpenDirectory,
+    hidden_name,
+)
+from portus.engine.directory.system import File
+from portus.errors import MediumError, printable
+
+_log: Final = logging.getLogger("portus")
+
+REDO_MAX: Final = 64 << 20
+"""Bytes of a marker that are read."""
+
+
+class Move(NamedTuple):
+    """``hidden``, with the inode ``inode``, is to be ``name``, which has ``replaced`` by now, or
+    nothing (0)."""
+
+    hidden: str
+    inode: int
+    name: str
+    replaced: int
+
+
+def write(
+    folder: HiddenFolder[File],
+    record: LockedRecord[File],
+    directory: OpenDirectory[File],
+    moves: Sequence[Move],
+) -> None:
+    """Make a marker for moves to ``directory``, whole and durable. Raises ``MediumError``; then it
+    may be there or not."""
+    system, hidden = folder.system, folder.make()
+    here, there = folder.path_of_base(), system.path_of(directory.file)
+    if here is None or there is None:
+        raise MediumError(errno.ENOENT, f"{directory.describe()}: {os.strerror(errno.ENOENT)}")
+    said = {
+        "portus_redo": 1,
+        "directory": os.path.relpath(there, here),
+        "inode": system.status(directory.file).identity[1],
+        "moves": moves,
+    }
+    mark, redo = hidden_name(record.token, MARK), hidden_name(record.token, REDO)
+    file = system.create(hidden, mark)
+    try:
+        system.write(file, json.dumps(said).encode())
+        system.sync(file)
+    finally:
+        system.close(file)
+    system.rename((hidden, mark), (hidden, redo))
+    folder.sync_hidden()
+
+
+def apply(
+    folder: HiddenFolder[File], directory: OpenDirectory[File], moves: Sequence[Move]
+) -> None:
+    """Do what is missing of the moves, durably. Raises ``MediumError``."""
+    system, hidden = folder.system, folder.make()
+    for move in moves:
+        source, target = system.look(hidden, move.hidden), system.look(directory.file, move.name)
+        is_free = target is None or target.identity[1] == move.replaced
+        if source is not None and source.identity[1] == move.inode and is_free:
+            system.rename((hidden, move.hidden), (directory.file, move.name))
+    directory.sync()
+    system.sync(hidden)
+
+
+def finish(folder: HiddenFolder[File], names: Sequence[str]) -> bool:
+    """Do what the marker among the ``names`` of a save that nobody has says; False if there is
+    none. Raises ``MediumError``."""
+    system = folder.system
+    for name in names:
+        if f".{REDO}" not in name:
+            continue
+        file = system.open(folder.make(), name, writable=False)
+        if file is None:
+            continue
+        try:
+            data = system.read(file, REDO_MAX)
+        finally:
+            system.close(file)
+        try:
+            said = json.loads(data)
+            there, inode = os.fspath(said["directory"]), int(said["inode"])
+            moves = [Move(*each) for each in said["moves"]]
+        except (ValueError, LookupError, TypeError) as error:
+            where = printable(folder.describe())
+            _log.error("portus: %s: the redo marker %s is damaged: %s", where, name, error)
+            return False
+        return _finished(folder, there, inode, moves)
+    return False
+
+
+def _finished(folder: HiddenFolder[File], there: str, inode: int, moves: Sequence[Move]) -> bool:
+    """Another directory at that path is not the one whose files these are."""
+    here = folder.path_of_base()
+    if here is None:
+        return False
+    try:
+        path = os.path.normpath(os.path.join(here, there))
+        directory = OpenDirectory(folder.system, path, here)
+    except MediumError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False  # it was removed: nobody looks there
+        raise
+    try:
+        is_it = folder.system.status(directory.file).identity[1] == inode
+        is_all = is_it and all(_is_there(folder, directory, move) for move in moves)
+        if is_all:
+            apply(folder, directory, moves)
+        return is_all
+    finally:
+        directory.close()
+
+
+def _is_there(folder: HiddenFolder[File], directory: OpenDirectory[File], move: Move) -> bool:
+    """Return whether a file is there, under either name. One that is not was never durable under
+    its hidden name, and so the marker was not, and no rename was begun."""
+    system = folder.system
+    places = (folder.make(), move.hidden), (directory.file, move.name)
+    found = [system.look(*place) for place in places]
+    return any(each is not None and each.identity[1] == move.inode for each in found)

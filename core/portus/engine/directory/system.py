@@ -1,0 +1,295 @@
+"""``System``: the calls to the file system that publishing a file makes, and nothing else.
+
+They are behind an interface so that tests can run the protocol on a simulated disk that loses power
+at every step. Directories are descriptors: a directory that is renamed takes its files along. Every
+foreign error becomes a ``MediumError`` here, with the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from portus.engine.media import linux
+from portus.engine.media.file_calls import OUT_OF_SPACE, write_all
+from portus.engine.media.process import Descriptor
+from portus.errors import MediumError, printable
+
+_TRIES: Final = 10
+"""A folder is made again when somebody removed it before it was opened, this often."""
+
+File = TypeVar("File")
+"""An open file or directory, of the kind that a system hands out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What there is to know of a file. ``identity`` is the same as long as the file exists."""
+
+    identity: tuple[int, int]
+    links: int
+    size: int
+    mode: int
+    changed_ns: int
+
+    @property
+    def is_regular(self) -> bool:
+        """True for a regular file."""
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_directory(self) -> bool:
+        """True for a directory."""
+        return stat.S_ISDIR(self.mode)
+
+
+class System(Protocol[File]):
+    """See the module. Names are relative to an open directory. All raise ``MediumError``."""
+
+    def open_directory(self, path: str) -> File:
+        """Open the directory at ``path``."""
+
+    def open_folder(self, directory: File, name: str, *, create: bool) -> File | None:
+        """Open a directory in ``directory``; None if it is not there and not to be created."""
+
+    def create(self, directory: File, name: str) -> File:
+        """Create a file for reading and writing. ``MediumError`` (EEXIST) if the name is taken."""
+
+    def open(self, directory: File, name: str, *, writable: bool) -> File | None:
+        """Open a regular file, never through a symbolic link; None if it is not there."""
+
+    def close(self, file: File) -> None:
+        """Close it, and release its lock. A second call does nothing."""
+
+    def read(self, file: File, length: int) -> bytes:
+        """Return the first ``length`` bytes of a file, or all of them."""
+
+    def write(self, file: File, data: bytes) -> None:
+        """Write ``data`` at the beginning of a file."""
+
+    def sync(self, file: File) -> None:
+        """Make a file durable, or the names in a directory. Returns when the medium has them."""
+
+    def status(self, file: File) -> FileState:
+        """Return the status of an open file."""
+
+    def look(self, directory: File, name: str) -> FileState | None:
+        """Return the status of a name, without following a link; None if it is not there."""
+
+    def set_mode(self, file: File, mode: int) -> None:
+        """Set the permissions of a file."""
+
+    def names(self, directory: File) -> list[str]:
+        """Return the names in a directory."""
+
+    def path_of(self, directory: File) -> str | None:
+        """Return where an open directory is now; None if it was deleted."""
+
+    def link(self, source: tuple[File, str], target: tuple[File, str]) -> None:
+        """Give a file a second name. ``MediumError`` (EEXIST) if that is taken."""
+
+    def note(self, directory: File, name: str, text: bytes) -> None:
+        """Create a symbolic link that says ``text``. Unlike the bytes of a file, a file system has
+        them in its journal, in order with changes of names."""
+
+    def noted(self, directory: File, name: str) -> bytes | None:
+        """Return what a symbolic link says; None if it is not there."""
+
+    def rename(self, source: tuple[File, str], target: tuple[File, str]) -> None:
+        """Rename a file, over what is at ``target``."""
+
+    def unlink(self, directory: File, name: str) -> bool:
+        """Remove a name. False if it was not there."""
+
+    def remove_folder(self, directory: File, name: str) -> bool:
+        """Remove a directory if it is empty. False if it is not, or not there."""
+
+    def lock(self, file: File) -> bool:
+        """Lock a file for this process, without waiting. False if another process has it."""
+
+    def is_unused(self, file: File) -> bool:
+        """True if nobody else has the file open or mapped, as far as the kernel tells."""
+
+
+class Linux:
+    """The calls of this machine."""
+
+    def open_directory(self, path: str) -> Descriptor:
+        with _translated(path):
+            return Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def open_folder(self, directory: Descriptor, name: str, *, create: bool) -> Descriptor | None:
+        path, flags = _join(directory, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        with _translated(path):
+            for left in reversed(range(_TRIES if create else 1)):
+                if create:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=directory.number)
+                try:
+                    return Descriptor(name, flags, directory=directory)
+                except FileNotFoundError:  # who else used it removed it meanwhile, empty
+                    if create and not left:
+                        raise
+            return None
+
+    def create(self, directory: Descriptor, name: str) -> Descriptor:
+        with _translated(_join(directory, name)):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            return Descriptor(name, flags, directory=directory)
+
+    def open(self, directory: Descriptor, name: str, *, writable: bool) -> Descriptor | None:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK
+        with _translated(_join(directory, name)):
+            try:
+                return Descriptor(name, flags, directory=directory)
+            except FileNotFoundError:
+                return None
+
+    def close(self, file: Descriptor) -> None:
+        file.close()
+
+    def read(self, file: Descriptor, length: int) -> bytes:
+        with _translated(file.path):
+            return os.pread(file.number, length, 0)
+
+    def write(self, file: Descriptor, data: bytes) -> None:
+        with _translated(file.path):
+            write_all(file.number, memoryview(data), 0)
+
+    def sync(self, file: Descriptor) -> None:
+        with _translated(file.path):
+            os.fsync(file.number)
+
+    def status(self, file: Descriptor) -> FileState:
+        with _translated(file.path):
+            return _status(os.fstat(file.number))
+
+    def look(self, directory: Descriptor, name: str) -> FileState | None:
+        with _translated(_join(directory, name)):
+            try:
+                return _status(os.stat(name, dir_fd=directory.number, follow_symlinks=False))
+            except FileNotFoundError:
+                return None
+
+    def set_mode(self, file: Descriptor, mode: int) -> None:
+        with _translated(file.path):
+            os.fchmod(file.number, mode)
+
+    def names(self, directory: Descriptor) -> list[str]:
+        with _translated(directory.path):
+            return os.listdir(directory.number)
+
+    def path_of(self, directory: Descriptor) -> str | None:
+        with _translated(directory.path):
+            path = os.readlink(f"/proc/self/fd/{directory.number}")
+            is_there = os.fstat(directory.number).st_nlink and os.path.exists(path)
+            return path if is_there else None
+
+    def link(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
+        with _translated(_join(*target)):
+            os.link(
+                source[1],
+                target[1],
+                src_dir_fd=source[0].number,
+                dst_dir_fd=target[0].number,
+                follow_symlinks=False,
+            )
+
+    def note(self, directory: Descriptor, name: str, text: bytes) -> None:
+        with _translated(_join(directory, name)):
+            os.symlink(text, name, dir_fd=directory.number)
+
+    def noted(self, directory: Descriptor, name: str) -> bytes | None:
+        with _translated(_join(directory, name)):
+            try:
+                return os.fsencode(os.readlink(name, dir_fd=directory.number))
+            except FileNotFoundError:
+                return None
+
+    def rename(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
+        with _translated(_join(*target)):
+            os.rename(
+                source[1], target[1], src_dir_fd=source[0].number, dst_dir_fd=target[0].number
+            )
+
+    def unlink(self, directory: Descriptor, name: str) -> bool:
+        with _translated(_join(directory, name)):
+            try:
+                os.unlink(name, dir_fd=directory.number)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def remove_folder(self, directory: Descriptor, name: str) -> bool:
+        with _translated(_join(directory, name)):
+            try:
+                os.rmdir(name, dir_fd=directory.number)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    return False
+                raise
+        return True
+
+    def lock(self, file: Descriptor) -> bool:
+        import fcntl  # not where Linux is missing
+
+        with _translated(file.path):
+            try:
+                fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    def is_unused(self, file: Descriptor) -> bool:
+        """Asks for a write lease, which the kernel grants to the only one who has the file open. On
+        file systems that other machines mount too it knows nothing of these: False.
+
+        SIGURG is what the kernel sends should somebody open it meanwhile: it is ignored unless
+        handled, where SIGIO would end the process.
+        """
+        import fcntl
+
+        try:
+            if linux.file_system_type(file.number) not in linux.LOCAL_TYPES:
+                return False
+            fcntl.fcntl(file.number, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError:
+            return False
+        with _translated(file.path):
+            fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
+
+
+def _status(found: os.stat_result) -> FileState:
+    return FileState(
+        (found.st_dev, found.st_ino),
+        found.st_nlink,
+        found.st_size,
+        found.st_mode,
+        found.st_mtime_ns,
+    )
+
+
+def _join(directory: Descriptor, name: str) -> str:
+    return os.path.join(directory.path, name)
+
+
+@contextlib.contextmanager
+def _translated(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise medium_error(error, path) from error
+
+
+def medium_error(error: OSError, path: str) -> MediumError:
+    """``error`` of the system at ``path``, as ours. A quota that is used up is a full disk."""
+    number = errno.ENOSPC if error.errno in OUT_OF_SPACE else error.errno
+    return MediumError(number, f"{printable(path)}: {error.strerror or error}")

@@ -1,0 +1,49 @@
+"""What the engine calls of the other rings, by name. Each is imported when it is first called.
+
+The engine imports neither reach nor companions (docs/architecture.md), so this table is the one
+place where it names them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+PLACING: Final = "portus.companions.job.placing:Placing"
+"""Makes a ``CopyChoice`` that chooses by what was measured."""
+
+USE_POINTER: Final = "portus.reach.pools.pointers:use_pointer"
+"""Gives the file that a pointer leads to, open, to a function."""
+
+IS_POINTER_GOOD: Final = "portus.reach.pools.pointers:is_pointer_good"
+"""Returns whether a pointer is whole, and not known to lead to nothing."""
+
+OTHER_FORMAT: Final = "portus.reach.formats.safetensors_file:other_format"
+"""Recognizes a file that is no zip."""
+
+SHARD_OF: Final = "portus.reach.shards.shard_file:shard_of"
+"""Recognizes a file of a sharded checkpoint."""
+
+CHECKPOINTER_OF: Final = "portus.reach.pools.place:checkpointer_of"
+"""Returns the class of the ``Checkpointer`` of the place that a user names."""
+
+PATH_OF: Final = "portus.reach.pools.place:path_of"
+"""Returns the path of the place that a user names."""
+
+COMPANIONS: Final = "portus.reach.training.companions:companions_of"
+"""Makes what accompanies the saves to a directory: a journal, a mirror."""
+
+MIRROR_OF: Final = "portus.companions.job.mirroring:mirror_of"
+"""Returns the address of the mirror of ``Settings``, if they have one."""
+
+PARSE_MIRROR: Final = "portus.reach.mirror.address:parse"
+"""Checks the address of a mirror."""
+
+MIRRORED: Final = "portus.reach.pools.mirrored:load"
+"""Loads a version from a mirror."""
+
+
+def extension(name: str) -> Any:
+    """Return what has one of the names above."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

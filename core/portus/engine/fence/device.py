@@ -1,0 +1,209 @@
+"""Storages on a CUDA device: fetched through two pinned buffers, a unit at a time.
+
+The copies run on a stream of their own, ordered after everything that the caller had enqueued at
+the call of save. A storage host that reaches the device by itself does so after ``await_device``;
+what is fetched is then only hashed. Host memory: two units (32 MiB), pinned, for each device, kept
+for the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+from portus.engine.format.checksum import UNIT
+from portus.engine.pipeline.observers import Saving
+from portus.engine.pipeline.plan import OnDevice
+from portus.errors import UsageError
+
+
+class _Ring:
+    """Two pinned buffers and a stream of one device. One storage at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.busy: Final = threading.Lock()
+        self.stream: Final = torch.cuda.Stream(device)
+        self.buffers: Final = [
+            torch.empty(UNIT, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+        ]
+        self.arrived: Final = [_event() for _ in range(2)]
+
+
+_rings: Final[dict[torch.device, _Ring]] = {}
+_making: Final = threading.Lock()
+
+
+class DeviceFeed:
+    """One storage on a device, as ``engine.pipeline.plan.Feed``."""
+
+    def __init__(self, storage: torch.UntypedStorage, ready: torch.cuda.Event) -> None:
+        """``ready``: recorded on the caller's stream at the call of save."""
+        self._storage: Final = storage
+        self._ready: Final = ready
+
+    @property
+    def there(self) -> OnDevice:
+        """See ``Feed``."""
+        storage = self._storage
+        return OnDevice(storage.device.index, storage.data_ptr(), storage)
+
+    def await_device(self) -> None:
+        """See ``Feed``. Others run meanwhile."""
+        self._ready.synchronize()
+
+    @contextlib.contextmanager
+    def units(self) -> Iterator[Iterator[tuple[int, int]]]:
+        """See ``Feed``. Blocks while another storage of the device is fetched."""
+        ring = _ring(self._storage.device)
+        with ring.busy:
+            yield self._fetch(ring)
+
+    def _fetch(self, ring: _Ring) -> Iterator[tuple[int, int]]:
+        source = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        source.set_(self._storage)
+        units = torch.split(source, UNIT)
+        ring.stream.wait_event(self._ready)
+        self._enqueue(ring, 0, units[0])
+        for index, unit in enumerate(units):
+            if index + 1 < len(units):
+                self._enqueue(ring, index + 1, units[index + 1])
+            ring.arrived[index % 2].synchronize()
+            yield ring.buffers[index % 2].data_ptr(), unit.numel()
+
+    def _enqueue(self, ring: _Ring, index: int, unit: torch.Tensor) -> None:
+        with torch.cuda.stream(ring.stream):
+            ring.buffers[index % 2][: unit.numel()].copy_(unit, non_blocking=True)
+            ring.arrived[index % 2].record(ring.stream)
+
+
+class Timeline(Protocol):
+    """Moments of what steps run on."""
+
+    def mark(self) -> Any:
+        """The moment when all that was asked for until now is done; None if nobody will tell."""
+
+    def between(self, first: Any, second: Any) -> float | None:
+        """Seconds from one to the next; None while the second has not come."""
+
+
+class DeviceTimeline:
+    """Moments of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device: Final = device
+
+    def mark(self) -> torch.cuda.Event | None:
+        """See ``Timeline``: None while a CUDA graph is captured."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
+        """See ``Timeline``."""
+        return 1e-3 * first.elapsed_time(second) if second.query() else None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """What is to be copied of a device, and what the device has. Bytes; ``free``: that nobody has
+    reserved, so what training takes at most is ``total`` less that."""
+
+    size: int
+    free: int
+    total: int
+
+    @property
+    def is_enough(self) -> bool:
+        """True if a second copy fits beside what training takes at most."""
+        return self.free > self.size
+
+
+class CopyChoice(Protocol):
+    """Where storages of a device are copied first."""
+
+    def on_device(self, room: DeviceRoom) -> bool:
+        """Return True to copy all of them into spare memory of the device."""
+
+    def begins(self, save: Saving) -> None:
+        """Note that a save has begun, whose storages were copied as this said."""
+
+    def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
+        """Record when the copy started and when it ended, as marks of ``timeline``."""
+
+
+class WhereItFits:
+    """The choice to copy on the device whenever there is room."""
+
+    def on_device(self, room: DeviceRoom) -> bool:
+        """See ``CopyChoice``."""
+        return room.is_enough
+
+    def begins(self, save: Saving) -> None:
+        """Do nothing: what a save costs does not matter here."""
+
+    def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
+        """Do nothing: how long a copy takes does not matter here."""
+
+
+def feeds_of(
+    storages: tuple[torch.UntypedStorage, ...], choice: CopyChoice | None
+) -> tuple[dict[int, DeviceFeed], set[int]]:
+    """A feed for each storage that is on a device; and which of them are private copies.
+
+    choice: of devices whose storages are copied there first (CheckFreq's snapshot: FAST'21, section
+    4.2), for each anew; None: none. Where memory runs out all the same they are not.
+
+    Raises ``UsageError`` for devices other than CUDA, and during the capture of a CUDA graph.
+    """
+    away = {i: storage for i, storage in enumerate(storages) if storage.device.type != "cpu"}
+    feeds: dict[int, DeviceFeed] = {}
+    copies: set[int] = set()
+    for device in {storage.device for storage in away.values()}:
+        if device.type != "cuda":
+            raise UsageError(f"tensors on {device} cannot be saved; move them to the CPU first")
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError("a save cannot be part of a CUDA graph; save outside of its capture")
+        mine = {i: storage for i, storage in away.items() if storage.device == device}
+        size = sum(storage.nbytes() for storage in mine.values())
+        if choice is not None and choice.on_device(
+            DeviceRoom(size, *torch.cuda.mem_get_info(device))
+        ):
+            cloned = _cloned(mine, device, choice)
+            copies |= cloned.keys()
+            mine |= cloned
+        ready = _event()
+        ready.record(torch.cuda.current_stream(device))
+        feeds |= {i: DeviceFeed(storage, ready) for i, storage in mine.items() if storage.nbytes()}
+    return feeds, copies
+
+
+def _ring(device: torch.device) -> _Ring:
+    with _making:
+        if device not in _rings:
+            _rings[device] = _Ring(device)
+        return _rings[device]
+
+
+def _cloned(
+    storages: dict[int, torch.UntypedStorage], device: torch.device, choice: CopyChoice
+) -> dict[int, torch.UntypedStorage]:
+    """Copies in spare memory of the device; none if it is used up. Nothing waits for them."""
+    timeline = DeviceTimeline(device)
+    first = timeline.mark()
+    try:
+        cloned = {index: storage.clone() for index, storage in storages.items()}
+    except torch.OutOfMemoryError:
+        return {}
+    choice.copied(timeline, first, timeline.mark())
+    return cloned
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()

@@ -1,0 +1,347 @@
+"""The fence: nobody writes what a save in flight still has to read (V7).
+
+Theory. A save returns while stable storages are still to be copied. Whoever is about to write one
+waits, here, until that copy has ended. Two kinds of writers can be told:
+
+- an optimizer's step, by torch's global step pre-hook. In Lightning's automatic optimization the
+  whole forward and backward run as the *closure* of ``step``, that is, after the hook; waiting in
+  the hook would leave no overlap at all. So the hook wraps the closure, and waits after it has
+  returned. Torch's own optimizers write nothing before that; others wait at once (and after);
+- the functions in ``guards.GUARDED``.
+
+Each waits only for saves that hold storages it writes, so two trainers in one process do not wait
+for each other. A wait that lasts longer than ``timeout_s`` gives the save up: it will never read
+the source again, nor commit. Training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Final, Protocol, TypeVar, cast
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from portus.engine.fence import writers
+from portus.engine.fence.guards import Guards, Written
+from portus.engine.media.calls import is_nested, marked
+
+_log: Final = logging.getLogger("portus")
+
+
+class FencedSave(Protocol):
+    """What the fence knows of a save in flight."""
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Data pointers of the storages that are read late."""
+
+    @property
+    def over(self) -> bool:
+        """True when the save has ended, well or not: its sources are not read any more."""
+
+    def release(self, timeout_s: float) -> bool:
+        """Block until the sources may change. True: they were copied, or the save is over.
+
+        False: time ran out, and the save gave itself up: it never reads its sources again, nor
+        commits.
+        """
+
+
+Listener = Callable[[Optimizer], None]
+
+
+class Fence:
+    """What one ``Checkpointer`` holds up writers with. Safe from any thread.
+
+    timeout_s: the longest that one wait may block a writer. Keep it well under the time-out of
+    the process group: other ranks wait for a rank that waits here.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.blocked_s = 0.0
+        """Seconds that writers waited, all threads together."""
+        self._timeout_s: Final = timeout_s
+        self._saves: tuple[FencedSave, ...] = ()
+        self._closed = False
+        _install(self)
+
+    @marked
+    def guard(self, save: FencedSave) -> None:
+        """Make writers wait for this save from now on. Call it before the save returns."""
+        with _lock:
+            assert not self._closed, "guard after close"
+            self._saves = (*(save for save in self._saves if not save.over), save)
+            _count_saves()
+            _guards.put_on()  # for modules that were loaded since
+
+    def wait(self, storages: Collection[int] | None = None) -> float:
+        """Wait for the saves that still read one of these storages (data pointers; None: any).
+
+        Returns the seconds it blocked, at most the time-out. Never raises.
+        """
+        start = time.perf_counter()
+        for save in self._saves:
+            if storages is None or not save.storages.isdisjoint(storages):
+                self._await_copy(save, start)
+        return self._note(start)
+
+    @marked
+    def close(self) -> None:
+        """Wait for what is in flight, and let go; the last fence takes the hooks out of torch.
+        A second call does nothing."""
+        with _lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.wait()
+        _uninstall(self)
+
+    def _wait_for(self, optimizer: Optimizer) -> None:
+        start = time.perf_counter()
+        for save in self._saves:
+            if save.over or _may_write(optimizer, save):
+                self._await_copy(save, start)
+        self._note(start)
+
+    @marked
+    def _await_copy(self, save: FencedSave, start: float) -> None:
+        # In a signal handler the copy may be waiting for what the call below holds: no time left.
+        patience_s = 0.0 if is_nested() else self._timeout_s
+        remaining = patience_s - (time.perf_counter() - start)
+        try:
+            save.release(max(0.0, remaining))
+        except Exception:
+            # A writer of the user's program is waiting in our hook: a fault of ours must not end
+            # its training (V8). The audit and the handle are left to tell.
+            _log.exception(
+                "portus: waiting for a save failed; this is a bug in portus: please report it"
+            )
+        self._drop(save)
+
+    @marked
+    def _drop(self, save: FencedSave) -> None:
+        with _lock:
+            self._saves = tuple(other for other in self._saves if other is not save)
+            _count_saves()
+
+    @marked
+    def _note(self, start: float) -> float:
+        blocked = time.perf_counter() - start
+        with _lock:
+            self.blocked_s += blocked
+        return blocked
+
+
+def steps_seen() -> int:
+    """How often any optimizer of this process stepped while a fence or a listener was there."""
+    return _steps
+
+
+@marked
+def listen(listener: Listener) -> None:
+    """Call ``listener`` with each optimizer that is about to step, in its thread; it may not raise
+    nor wait."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+        _hook_steps()
+
+
+@marked
+def unlisten(listener: Listener) -> None:
+    """Call it no more."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(other for other in _listeners if other != listener)
+        _unhook_steps()
+
+
+@marked
+def listen_after(listener: Listener) -> None:
+    """Call ``listener`` with each optimizer that has stepped, in its thread; it may not raise nor
+    wait."""
+    global _listeners_after, _hook_after
+    with _lock:
+        _listeners_after = (*_listeners_after, listener)
+        if _hook_after is None:
+            _hook_after = register_optimizer_step_post_hook(_after_step)
+
+
+@marked
+def unlisten_after(listener: Listener) -> None:
+    """Call it no more."""
+    global _listeners_after, _hook_after
+    with _lock:
+        _listeners_after = tuple(other for other in _listeners_after if other != listener)
+        if _hook_after is not None and not _listeners_after:
+            _hook_after.remove()
+            _hook_after = None
+
+
+def before_write(storages: Collection[int] | None = None) -> float:
+    """Wait for every save of this process that still reads one of these storages (data pointers;
+    None: any storage). To be called before parameters are written by hand.
+
+    Returns the seconds it blocked. Never raises.
+    """
+    return sum(fence.wait(storages) for fence in _fences) if _in_flight else 0.0
+
+
+def _may_write(optimizer: Optimizer, save: FencedSave) -> bool:
+    """True also if it cannot be told: waiting costs time, not waiting costs the version."""
+    try:
+        return writers.owns(optimizer, save.storages)
+    except (RuntimeError, NotImplementedError, AttributeError, KeyError, TypeError):
+        return True
+
+
+# What is installed in torch, and for whom. _fences is replaced, never changed, so that readers
+# need no lock; _in_flight is what the hooks look at first.
+
+_lock = threading.RLock()
+_fences: tuple[Fence, ...] = ()
+_listeners: tuple[Listener, ...] = ()
+_listeners_after: tuple[Listener, ...] = ()
+_in_flight = 0
+_hook: RemovableHandle | None = None
+_hook_after: RemovableHandle | None = None
+_steps = 0
+
+
+@marked
+def _install(fence: Fence) -> None:
+    global _fences
+    with _lock:
+        _fences = (*_fences, fence)
+        _hook_steps()
+        _guards.put_on()
+
+
+def _uninstall(fence: Fence) -> None:
+    global _fences
+    with _lock:
+        _fences = tuple(other for other in _fences if other is not fence)
+        _count_saves()
+        _unhook_steps()
+        if not _fences:
+            _guards.take_off()
+            writers.forget()
+
+
+def _hook_steps() -> None:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _unhook_steps() -> None:
+    global _hook
+    if _hook is not None and not _fences and not _listeners:
+        _hook.remove()
+        _hook = None
+
+
+def _count_saves() -> None:
+    global _in_flight
+    _in_flight = sum(len(fence._saves) for fence in _fences)
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of the threads that copy: waiting there would last for ever, and
+    its memory is its own."""
+    global _lock
+    _lock = threading.RLock()
+    for fence in _fences:
+        fence._saves = ()
+    _count_saves()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+# The hooks.
+
+_Arguments = tuple[object, ...]
+_Named = dict[str, object]
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def _uncompiled(hook: _F) -> _F:
+    """Keep torch.compile out of a hook.
+
+    ``torch.compiler.disable`` would import the compiler now, which takes seconds in a process
+    that only loads; torch's own decorator does it at the first step, when it is there anyway.
+    """
+    disable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    return cast(_F, disable(hook))
+
+
+@_uncompiled
+def _before_step(
+    optimizer: Optimizer, arguments: _Arguments, named: _Named
+) -> tuple[_Arguments, _Named] | None:
+    """Torch's global step pre-hook; ``arguments[0]`` is the optimizer again. Never raises."""
+    global _steps
+    _steps += 1
+    for listener in _listeners:
+        listener(optimizer)
+    if _fences:
+        writers.learn(optimizer)
+    closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+    if not callable(closure):
+        _wait_for(optimizer)
+        return None
+    if _in_flight and not writers.updates_after_closure(optimizer):
+        _wait_for(optimizer)
+    # Also when nothing is in flight: a callback may save from within the closure.
+    after = _then_wait(closure, optimizer)
+    if "closure" in named:
+        return arguments, {**named, "closure": after}
+    return (arguments[0], after, *arguments[2:]), named
+
+
+@_uncompiled
+def _after_step(optimizer: Optimizer, arguments: _Arguments, named: _Named) -> None:
+    """Torch's global step post-hook. Never raises."""
+    for listener in _listeners_after:
+        listener(optimizer)
+
+
+def _then_wait(closure: Callable[[], object], optimizer: Optimizer) -> Callable[[], object]:
+    def evaluate() -> object:
+        result = closure()
+        if _in_flight:
+            _wait_for(optimizer)
+        return result
+
+    return evaluate
+
+
+@_uncompiled
+def _wait_for(optimizer: Optimizer) -> None:
+    if _in_flight:
+        for fence in _fences:
+            fence._wait_for(optimizer)
+
+
+def _before_guarded(written: Written) -> None:
+    if _in_flight:
+        try:
+            storages = written()
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError, AssertionError):
+            storages = None
+        before_write(storages)
+
+
+_guards: Final = Guards(_before_guarded)

@@ -1,0 +1,94 @@
+"""What of a state is copied at once, and what late."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from portus.engine.fence.writers import classify, with_kin
+from portus.engine.media import written
+from portus.engine.pipeline.plan import Column, Feed, Flags
+
+
+class SnapshotMode(str, enum.Enum):
+    """When a state is copied. AUTO: what the fence guards is copied late, the rest at once; device
+    memory is copied on the device first where that stalls training less. SYNC: all at once. DEVICE:
+    as AUTO, but device memory is copied on the device first wherever it fits."""
+
+    AUTO = "auto"
+    SYNC = "sync"
+    DEVICE = "device"
+
+
+class Suspects:
+    """Storages that were torn, by their data pointers: they are copied at once for 1, 2, 4... saves
+    and then late again, so that one writer does not end overlap for good (V7). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.Lock()
+        self._saves = 0
+        self._span: Final[dict[int, int]] = {}
+        self._until: Final[dict[int, int]] = {}
+
+    def accuse(self, addresses: Collection[int]) -> None:
+        """Have these, which were torn, copied at once for twice as many saves as the last time."""
+        with self._lock:
+            for address in addresses:
+                self._span[address] = 2 * self._span.get(address, 0) or 1
+                self._until[address] = self._saves + self._span[address]
+
+    def turn(self) -> frozenset[int]:
+        """Count a save that begins now, and return the storages that it does not copy late."""
+        with self._lock:
+            self._saves += 1
+            return frozenset(a for a, until in self._until.items() if until >= self._saves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOrder:
+    """What of some storages is copied late, and what at once: columns of ``Snapshot``."""
+
+    address: Column
+    length: Column
+    late: Flags
+    guarded: frozenset[int]
+    exposed: Column
+
+
+def copy_order(
+    storages: Sequence[torch.UntypedStorage],
+    owned: Collection[int],
+    feeds: Mapping[int, Feed],
+    suspects: frozenset[int] | None,
+    fenced: frozenset[int] = frozenset(),
+) -> CopyOrder:
+    """The order for ``storages``. owned, feeds: indices of those that are private copies, or are
+    fed. suspects: data pointers that are not copied late; None: nothing is. fenced: those that
+    nobody writes before the caller waited for the fence."""
+    late = np.zeros(len(storages), np.bool_)
+    pointers = np.array([storage.data_ptr() for storage in storages], np.int64)
+    if suspects is not None:
+        late = np.frombuffer(classify(storages, owned, with_kin(suspects)), np.bool_)
+        if fenced:
+            late = late | np.isin(pointers, list(fenced - suspects))
+    length = np.array([storage.nbytes() for storage in storages], np.int64)
+    here = np.ones(len(pointers), np.bool_)
+    here[list(feeds)] = False
+    address = np.where(here & (length > 0), pointers, 0)
+    exposed = written.exposed(address, length)
+    late = late & ~exposed
+    guarded = late.copy()
+    guarded[list(owned)] = False
+    return CopyOrder(
+        address=address,
+        length=length,
+        late=late,
+        guarded=frozenset(pointers[guarded].tolist()) - {0},
+        exposed=np.flatnonzero(exposed),
+    )

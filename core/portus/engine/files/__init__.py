@@ -1,0 +1,1 @@
+"""The order of what happens at paths, and who waits for it."""

@@ -1,0 +1,215 @@
+"""Paths that were promised and are not there yet, and code of this process that touches them.
+
+``PENDING`` has the paths of saves in flight. While there are any, an audit hook of Python makes
+whoever lists, opens, copies, renames, links or removes such a file wait for it, and whoever starts
+a program wait for all of them: they find what they would find after ``torch.save``. The hook cannot
+be taken out again; while nothing is in flight it costs one look at a tuple.
+
+Not seen: ``os.stat`` and what stands on it (``os.path.exists``, ``getsize``), for which Python has
+no event, and readers in other languages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+from portus.engine.media import calls, process
+
+
+class Ticket(NamedTuple):
+    """One path of a save in flight."""
+
+    path: str
+    wait: Callable[[], object]
+
+
+class _Thread(threading.local):
+    is_exempt = False
+
+
+class PendingPaths:
+    """See the module. Threads may share it. No lock is held while anybody waits, and a signal
+    handler that interrupted a call of Portus does not wait."""
+
+    def __init__(self) -> None:
+        self._tickets: tuple[Ticket, ...] = ()  # replaced, never changed: readers need no lock
+        self._lock = threading.RLock()
+        self._thread: Final = _Thread()
+        self._is_hooked = False
+
+    def add(self, path: str, wait: Callable[[], object]) -> Ticket:
+        """A save to ``path``, absolute and without links, is in flight. wait: blocks until it is
+        over."""
+        ticket = Ticket(path, wait)
+        with self._lock:
+            self._tickets = (*self._tickets, ticket)
+            if not self._is_hooked:
+                self._is_hooked = True
+                sys.addaudithook(self._heard)
+        return ticket
+
+    def remove(self, ticket: Ticket) -> None:
+        """Remove the ticket of a save that has ended. A second call does nothing."""
+        with self._lock:
+            self._tickets = tuple(each for each in self._tickets if each is not ticket)
+
+    def wait_for(self, path: str) -> None:
+        """Wait until no save of this process to ``path``, or below it, is in flight."""
+        for ticket in self._tickets:
+            if _is_within(ticket.path, path):
+                ticket.wait()
+
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Inside, this thread waits for nothing: it is Portus itself."""
+        before, self._thread.is_exempt = self._thread.is_exempt, True
+        try:
+            yield
+        finally:
+            self._thread.is_exempt = before
+
+    def forget(self) -> None:
+        """Forget all saves, in a forked child: they are the parent's."""
+        self._lock = threading.RLock()
+        self._tickets = ()
+
+    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """The audit hook."""
+        tickets = self._tickets
+        if not tickets:
+            return
+        touched = _TOUCHED.get(event)
+        if touched is None or self._thread.is_exempt or sys.is_finalizing():
+            return
+        if process.is_opening():
+            return  # it has waited
+        try:
+            awaited = touched(tickets, arguments)
+        except (OSError, ValueError, TypeError, IndexError):
+            return  # whoever asked for it hears what is wrong with it
+        if not awaited or calls.is_nested():
+            return
+        for ticket in awaited:
+            with contextlib.suppress(Exception):  # the save's own error is told elsewhere
+                ticket.wait()
+
+
+Touched = Callable[[tuple[Ticket, ...], tuple[Any, ...]], list[Ticket]]
+"""The saves in flight that an event, with its arguments, has to wait for."""
+
+
+def _real(path: Any, directory: Any = None) -> str:
+    """Return where ``path``, or an open file, is: from ``directory``, a descriptor, if there is one
+    (an event says -1 or None for none) and the path is relative."""
+    if isinstance(path, int):
+        return os.readlink(f"/proc/self/fd/{path}")
+    text = os.fsdecode(path)
+    if isinstance(directory, int) and directory >= 0 and not os.path.isabs(text):
+        text = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), text)
+    return os.path.realpath(text)
+
+
+def _is_within(path: str, above: str) -> bool:
+    return path == above or path.startswith(above.rstrip(os.sep) + os.sep)
+
+
+def _opened(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+    """Opens are many: most are told by their name that nobody waits for them."""
+    path = arguments[0]
+    if isinstance(path, int) or path is None:
+        return []
+    text = os.fsdecode(path)
+    name = os.path.basename(text)
+    if not any(ticket.path.endswith(name) for ticket in tickets) and not os.path.islink(text):
+        return []
+    real = os.path.realpath(text)
+    return [ticket for ticket in tickets if ticket.path == real]
+
+
+def _listed(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+    path = arguments[0] if arguments else None
+    real = _real("." if path is None else path)
+    return [ticket for ticket in tickets if os.path.dirname(ticket.path) == real]
+
+
+def _changed(*places: tuple[int, int | None]) -> Touched:
+    """Return what a call waits for that changes, or copies, all of what is at some paths. places:
+    of each path the number of its argument, and of that of its directory."""
+
+    def touched(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+        found = []
+        for at, directory in places:
+            if at >= len(arguments) or arguments[at] is None:
+                continue
+            there = None if directory is None else arguments[directory]
+            ways = {_real(arguments[at], there), _named(arguments[at], there)}
+            found += [
+                ticket
+                for ticket in tickets
+                if ticket not in found and any(_is_within(ticket.path, way) for way in ways)
+            ]
+        return found
+
+    return touched
+
+
+def _named(path: Any, directory: Any) -> str:
+    """Return the path of the name itself, which may be a link."""
+    if isinstance(path, int):
+        return _real(path)
+    where, name = os.path.split(os.fsdecode(path))
+    return os.path.join(_real(where or ".", directory), name)
+
+
+def _linked(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+    """A symbolic link waits for what it leads to, so that it never leads nowhere."""
+    source, target, directory = arguments
+    own = _named(target, directory)
+    leads = os.path.realpath(os.path.join(os.path.dirname(own), os.fsdecode(source)))
+    ways = {leads, own}
+    return [ticket for ticket in tickets if ticket.path in ways]
+
+
+def _all(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+    """What another program will touch cannot be told."""
+    return list(tickets)
+
+
+_TOUCHED: Final[dict[str, Touched]] = {
+    "open": _opened,
+    "os.listdir": _listed,
+    "os.scandir": _listed,
+    "os.rename": _changed((0, 2), (1, 3)),
+    "os.link": _changed((0, 2), (1, 3)),
+    "os.symlink": _linked,
+    "os.remove": _changed((0, 1)),
+    "os.rmdir": _changed((0, 1)),
+    "os.truncate": _changed((0, None)),
+    "os.chmod": _changed((0, 2)),
+    "os.chown": _changed((0, 3)),
+    "os.utime": _changed((0, 3)),
+    "shutil.copyfile": _changed((0, None), (1, None)),
+    "shutil.copytree": _changed((0, None), (1, None)),
+    "shutil.make_archive": _changed((2, None), (3, None)),
+    "shutil.move": _changed((0, None), (1, None)),
+    "shutil.rmtree": _changed((0, 1)),
+    "shutil.unpack_archive": _changed((0, None)),
+    "subprocess.Popen": _all,
+    "os.exec": _all,
+    "os.posix_spawn": _all,
+    "os.spawn": _all,
+    "os.system": _all,
+}
+"""Source: https://docs.python.org/3/library/audit_events.html"""
+
+
+PENDING: Final = PendingPaths()
+"""Those of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=PENDING.forget)

@@ -1,0 +1,336 @@
+"""A file of ``torch.save``, read without torch: where its pickle and storages are, and what
+verifies them.
+
+Nothing in a file is trusted. Damage gives ``CorruptionError``; no number of a file makes a read
+that exceeds the file.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple, NoReturn
+
+import numpy as np
+import xxhash
+
+from portus.engine.image.digests import unpacked
+from portus.engine.image.image import Column, Digests
+from portus.engine.image.key_paths import storage_places
+from portus.engine.image.stored import Read, StoredFile, exactly
+from portus.engine.image.torch_zip import (
+    CENTRAL,
+    CENTRAL_CRC,
+    CENTRAL_MAGIC,
+    DESCRIPTOR_CRC,
+    DIGESTS,
+    END,
+    END64,
+    END64_MAGIC,
+    END_MAGIC,
+    LIMIT16,
+    LIMIT32,
+    LOCAL,
+    LOCAL_MAGIC,
+    LOCATOR,
+    LOCATOR_MAGIC,
+    PICKLE,
+    STORAGES,
+    ZIP64,
+)
+from portus.errors import CorruptionError, printable
+
+_CHUNK: Final = 1 << 20
+_EXTRA: Final = struct.Struct("<HH")
+
+
+class ZipRecord(NamedTuple):
+    """One record of a zip file."""
+
+    offset: int
+    length: int
+    crc: int
+    """As the zip notes it. torch does not verify it, and can be told not to compute it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFile(StoredFile):
+    """What is in a file of ``torch.save``.
+
+    ``keys``: as the pickle has them, "0" first. ``records``: all but the storages, by name.
+    ``crc``: of each storage; one without digests is compared with it.
+    """
+
+    archive: str
+    pickle: bytes
+    records: Mapping[str, ZipRecord]
+    crc: Column
+
+    def places_of(self, key: str) -> list[str]:
+        places = storage_places(self.pickle)
+        return [each.subscript for each in places if each.storage == key] or [f"storage {key}"]
+
+    def _verify(self, index: int, read: Read) -> None:
+        if self.digests is not None:
+            StoredFile._verify(self, index, read)  # super() needs a cell that slots do not have
+            return
+        crc = 0
+        for offset, length, _ in self.units(index):
+            crc = zlib.crc32(exactly(read, offset, length, self.name), crc)
+        if crc != self.crc[index]:
+            raise CorruptionError(
+                f"{self.name}: storage {self.keys[index]}: {self.length[index]} bytes at "
+                f"{self.offset[index]} do not match their CRC32"
+            )
+
+
+def read_torch(read: Read, size: int, name: str) -> TorchFile:
+    """What is in the file ``name`` of ``size`` bytes.
+
+    If it has digests, all of it but the storages is verified. Raises ``CorruptionError`` when it
+    is damaged or no such file.
+    """
+    directory = _Directory(read, size, name)
+    entries = directory.entries
+    by_name = {entry.name: entry for entry in entries}
+    if len(by_name) != len(entries):
+        raise CorruptionError(f"{name}: two records of the zip have one name")
+    archive = entries[0].name.partition("/")[0]
+    data = directory.data()
+    records: dict[str, ZipRecord] = {}
+    storages: dict[str, ZipRecord] = {}
+    for each in entries:
+        root, _, short = each.name.partition("/")
+        if root != archive or not short:
+            directory.bad(each.at, "the name of a record", f"{archive}/...", each.name)
+        into = storages if short.startswith(STORAGES) else records
+        into[short] = ZipRecord(data[each.name], each.length, each.crc)
+    pickle = records.get(PICKLE)
+    if pickle is None:
+        raise CorruptionError(f"{name}: expected a file of torch.save, found no {PICKLE} in it")
+    keys = sorted((key[len(STORAGES) :] for key in storages), key=_in_order)
+    columns = np.array([storages[STORAGES + key] for key in keys], np.int64).reshape(-1, 3)
+    offset, length, crc = (np.ascontiguousarray(column) for column in columns.T)
+    digests = None
+    if DIGESTS in records:
+        digests = directory.verified(
+            by_name[f"{archive}/{DIGESTS}"], records[DIGESTS], offset, length
+        )
+    return TorchFile(
+        name=name,
+        size=size,
+        archive=archive,
+        pickle=exactly(read, pickle.offset, pickle.length, name),
+        records=records,
+        keys=tuple(keys),
+        offset=offset,
+        length=length,
+        crc=crc,
+        digests=digests,
+    )
+
+
+def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
+    """Return one record of the file ``name`` of ``size`` bytes; None if it has none such.
+
+    Reads the directory of the file and that record alone, which is compared with its CRC32. Raises
+    ``CorruptionError`` when they are damaged.
+    """
+    directory = _Directory(read, size, name)
+    for entry in directory.entries:
+        if entry.name.partition("/")[2] == record:
+            data = exactly(read, directory.begin(entry), entry.length, name)
+            if zlib.crc32(data) != entry.crc:
+                directory.bad(entry.at, f"the CRC32 of {record}", entry.crc, zlib.crc32(data))
+            return data
+    return None
+
+
+def _in_order(key: str) -> tuple[int, str]:
+    """Numbers by their size; torch 1.6 had other keys."""
+    return (int(key), "") if key.isascii() and key.isdigit() and len(key) < 20 else (-1, key)
+
+
+class _Central(NamedTuple):
+    """An entry of the central directory, which is at ``at`` of the file."""
+
+    name: str
+    raw_name: bytes
+    flags: int
+    length: int
+    crc: int
+    header_at: int
+    at: int
+
+
+class _Directory:
+    """The central directory of a zip file, and all that does not depend on torch."""
+
+    def __init__(self, read: Read, size: int, name: str) -> None:
+        self._read = read
+        self._size = size
+        self._name = name
+        self._start, length, count = self._end()
+        raw = exactly(read, self._start, length, name)
+        self.entries = list(self._parsed(raw, count))
+        if not self.entries:
+            raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
+
+    def bad(self, offset: int, what: str, expected: object, found: object) -> NoReturn:
+        """Raise."""
+        raise CorruptionError(
+            f"{self._name}: byte {offset}: {what}: expected {printable(str(expected))}, found "
+            f"{printable(str(found))}"
+        )
+
+    def _end(self) -> tuple[int, int, int]:
+        """Offset and length of the directory, and the number of its entries."""
+        at = self._size - END.size
+        if at < 0:
+            self.bad(0, "a zip file", f"{END.size} bytes or more", self._size)
+        magic, disk, disk2, here, count, length, start, comment = END.unpack(
+            exactly(self._read, at, END.size, self._name)
+        )
+        if magic != END_MAGIC or disk or disk2 or comment or here != count:
+            self.bad(at, "the end of a zip file", "an end record", "other bytes")
+        narrow = (count, length, start)
+        until = at
+        at -= LOCATOR.size
+        if at >= END64.size:
+            magic, disk, at64, disks = LOCATOR.unpack(
+                exactly(self._read, at, LOCATOR.size, self._name)
+            )
+            if magic == LOCATOR_MAGIC:
+                until = at - END64.size
+                if disk or disks != 1 or at64 != until:
+                    self.bad(at, "the place of the zip64 end record", until, at64)
+                magic, own, _, _, disk, disk2, here, count, length, start = END64.unpack(
+                    exactly(self._read, until, END64.size, self._name)
+                )
+                if magic != END64_MAGIC or own != END64.size - 12 or disk or disk2 or here != count:
+                    self.bad(until, "the zip64 end record", "one of 56 bytes", "other bytes")
+                wide = (min(count, LIMIT16), min(length, LIMIT32), min(start, LIMIT32))
+                if wide != narrow:
+                    self.bad(until, "the zip64 end record", narrow, wide)
+        if start + length != until:
+            self.bad(until, "the end of the directory", until, start + length)
+        if count * CENTRAL.size > length:
+            self.bad(until, "entries of the directory", f"{length} bytes at most", count)
+        return start, length, count
+
+    def _parsed(self, raw: bytes, count: int) -> Iterator[_Central]:
+        place = 0
+        for _ in range(count):
+            at = self._start + place
+            if len(raw) - place < CENTRAL.size:
+                self.bad(at, "an entry of the directory", f"{CENTRAL.size} bytes", len(raw) - place)
+            (
+                magic,
+                _,
+                _,
+                flags,
+                method,
+                _,
+                _,
+                crc,
+                stored,
+                length,
+                *lengths,
+                disk,
+                _,
+                _,
+                header_at,
+            ) = CENTRAL.unpack_from(raw, place)
+            ends = [place + CENTRAL.size]
+            for each in lengths:
+                ends.append(ends[-1] + each)
+            if magic != CENTRAL_MAGIC or disk or ends[-1] > len(raw):
+                self.bad(at, "an entry of the directory", "one of a zip file", "other bytes")
+            name = raw[ends[0] : ends[1]]
+            values = self._wide(raw[ends[1] : ends[2]], (length, stored, header_at), at)
+            length, stored, header_at = values
+            if method or flags & 1 or stored != length:
+                self.bad(at, "a record", "bytes as they are", "compressed or encrypted ones")
+            try:
+                text = name.decode()
+            except UnicodeDecodeError:
+                self.bad(at, "the name of a record", "UTF-8", name)
+            yield _Central(text, name, flags, length, crc, header_at, at)
+            place = ends[-1]
+        if place != len(raw):
+            self.bad(self._start + place, "the end of the directory", len(raw), place)
+
+    def _wide(self, extra: bytes, values: tuple[int, ...], at: int) -> list[int]:
+        """The sizes and the offset, from the zip64 field where 32 bits do not hold them."""
+        found = list(values)
+        needed = [index for index, value in enumerate(values) if value == LIMIT32]
+        place = 0
+        while needed and place + _EXTRA.size <= len(extra):
+            kind, length = _EXTRA.unpack_from(extra, place)
+            place += _EXTRA.size
+            if kind == ZIP64 and length >= 8 * len(needed) and place + length <= len(extra):
+                wide = struct.unpack_from(f"<{len(needed)}Q", extra, place)
+                for index, value in zip(needed, wide, strict=True):
+                    found[index] = value
+                needed = []
+            place += length
+        if needed:
+            self.bad(at, "an entry of the directory", "64-bit sizes", "none")
+        return found
+
+    def data(self) -> dict[str, int]:
+        """Where the data of each record begins. No two records overlap."""
+        found = {}
+        end = 0
+        for entry in sorted(self.entries, key=lambda entry: entry.header_at):
+            begin = self.begin(entry, end)
+            end = begin + entry.length
+            found[entry.name] = begin
+        return found
+
+    def begin(self, entry: _Central, least: int = 0) -> int:
+        """Where the data of a record begins, whose header is at ``least`` or behind it."""
+        at = entry.header_at
+        if at < least or at + LOCAL.size > self._start:
+            self.bad(entry.at, f"where {entry.name} begins", f"{least} to {self._start}", at)
+        begin = at + LOCAL.size + len(entry.raw_name)
+        header = exactly(self._read, at, begin - at, self._name)
+        magic, _, flags, method, *_, name, extra = LOCAL.unpack_from(header)
+        if (magic, flags, method, name) != (LOCAL_MAGIC, entry.flags, 0, len(entry.raw_name)):
+            self.bad(at, f"the header of {entry.name}", "that of its record", "other bytes")
+        if header[LOCAL.size :] != entry.raw_name:
+            self.bad(at, "the name of a record", entry.name, header[LOCAL.size :])
+        data = begin + int(extra)
+        end = data + entry.length
+        if end > self._start:
+            self.bad(entry.at, f"where {entry.name} ends", f"{self._start} at most", end)
+        return data
+
+    def verified(
+        self, central: _Central, record: ZipRecord, offset: Column, length: Column
+    ) -> Digests:
+        """The digests of all units, after everything but the storages was verified."""
+        where = f"{self._name}: byte {record.offset}"
+        payload = exactly(self._read, record.offset, record.length, self._name)
+        noted = unpacked(payload, self._size, length, where)
+        crc = zlib.crc32(payload).to_bytes(4, "little")
+        places = (record.offset + record.length + DESCRIPTOR_CRC, central.at + CENTRAL_CRC)
+        for place in places:
+            found = exactly(self._read, place, 4, self._name)
+            if found != crc:
+                self.bad(place, "the CRC32 of the digests", crc.hex(), found.hex())
+        covered = list(zip(offset.tolist(), length.tolist(), strict=True))
+        covered += [(record.offset, record.length), *((place, 4) for place in places)]
+        rest = xxhash.xxh3_128()
+        begin = 0
+        for place, bytes_there in [*sorted(covered), (self._size, 0)]:
+            for at in range(begin, place, _CHUNK):
+                rest.update(exactly(self._read, at, min(_CHUNK, place - at), self._name))
+            begin = place + bytes_there
+        if rest.digest() != noted.rest:
+            raise CorruptionError(
+                f"{self._name}: the pickle or the structure of the file does not match its digest"
+            )
+        return noted.digests

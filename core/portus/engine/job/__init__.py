@@ -1,0 +1,1 @@
+"""The settings of a run, and what it is told about its saves."""

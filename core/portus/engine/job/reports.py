@@ -1,0 +1,100 @@
+"""What a training hears of its saves: each failure once, as ``on_error`` says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from portus.engine.job.settings import OnError
+from portus.errors import AbandonedError, PortusError
+
+_log: Final = logging.getLogger("portus")
+
+
+class _Over(Protocol):
+    """A save that is over."""
+
+    reported: bool
+
+    @property
+    def error(self) -> PortusError | None: ...
+
+
+class Reports:
+    """Failures are noted by any thread, and told to who calls next.
+
+    Until a first save is committed a failure is raised, whatever ``on_error`` says: a run that
+    saves nothing must not look like one that did. Commits of earlier runs do not count: a run that
+    resumes on a full disk would train to its end for nothing.
+    """
+
+    def __init__(self, on_error: OnError) -> None:
+        self._on_error: Final = on_error
+        self._failed: Final[deque[_Over]] = deque()
+        self._given_up: AbandonedError | None = None
+        """The first save that was given up, if none was committed before it was logged."""
+        self._commits = 0
+        self._said_inexact = False
+
+    @property
+    def has_committed(self) -> bool:
+        """True once a save was committed."""
+        return self._commits > 0
+
+    def committed(self) -> None:
+        """A save was."""
+        self._commits += 1
+
+    def failed(self, save: _Over) -> None:
+        """Note a failed save, to be reported unless whoever holds its handle hears of it first."""
+        self._failed.append(save)
+
+    def tell(
+        self, first_may_commit: Callable[[], None], *, is_save: bool, is_heard_of: bool
+    ) -> None:
+        """Tell of failed saves that nobody heard of, each once: the first of them, if it is raised;
+        the next call has the next one. Called by who saves (``is_save``), waits or closes.
+
+        first_may_commit: waits for a save in flight, if it may be the first. is_heard_of: who
+        asked for a save raises its failure on all ranks, so it is not raised in here by a save, and
+        stays.
+        """
+        with contextlib.suppress(IndexError):
+            while True:  # ends: there are no more; the worker may add one at any time
+                save = self._failed.popleft()
+                error = save.error
+                if error is None or save.reported:
+                    continue
+                if not self.has_committed:
+                    first_may_commit()
+                goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
+                if self._on_error == "raise" or not goes_on:
+                    if is_save and is_heard_of:
+                        self._failed.appendleft(save)
+                        return
+                    raise error
+                if isinstance(error, AbandonedError) and not self.has_committed:
+                    self._given_up = self._given_up or error
+                _log.warning("portus: a save failed; training continues: %s", error)
+        given_up = None if is_save or self.has_committed else self._given_up
+        if given_up is not None:
+            self._given_up = None
+            raise given_up
+
+    def inexact(self, step: int, name: Callable[[int], str], changed: Sequence[int]) -> None:
+        """Warn, once, that another process wrote these storages while they were copied. name: of
+        each."""
+        if not self._said_inexact:
+            self._said_inexact = True
+            _log.warning(
+                "portus: step %d: another process wrote to %s%s while it was copied. The "
+                "copied bytes are saved, and the version is marked inexact. This warning is "
+                "given once; SaveStats.inexact_bytes reports it for each save. Have that process "
+                "write at other times",
+                step,
+                name(changed[0]),
+                f" and {len(changed) - 1} more" if len(changed) > 1 else "",
+            )

@@ -1,0 +1,130 @@
+"""The checkpoint file at a path, or the one in a pool that a pointer there leads to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from portus.engine.extensions import USE_POINTER, extension
+from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
+from portus.engine.image.stored import StoredFile
+from portus.engine.loading.open_file import OpenFile, opened, reads
+from portus.engine.loading.over import Rename
+from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.recognized import (
+    has_digests_in,
+    load_opened,
+    note_of,
+    outlined_in,
+    verify_opened,
+)
+from portus.engine.loading.torch_file import restore_torch
+from portus.errors import UsageError, printable
+
+Result = TypeVar("Result")
+
+
+def load_file(
+    path: str | os.PathLike[str],
+    names: Patterns = None,
+    *,
+    verify: bool = True,
+    **settings: Any,
+) -> Any:
+    """Return what is in the file at ``path``, verified if the file has digests: of a safetensors
+    file the tensors by their names, else what ``torch.load`` returns.
+
+    names: shell patterns of key paths: only the storages of what matches are read, and of dicts,
+        lists and tuples only that is returned, with None for what a list or tuple lacks.
+    verify: False compares no digests of storages.
+    settings: those of ``torch.load``. With ``mmap`` the whole file is read and verified first.
+
+    Blocks. Raises ``CorruptionError``, ``MediumError``, ``UsageError`` for a pattern that matches
+    nothing, and what ``torch.load`` raises.
+    """
+    where = os.fspath(path)
+    if os.path.isdir(where):
+        raise UsageError(
+            f"{printable(where)}: expected a file of torch.save, found a directory; portus.open "
+            "reads a pool"
+        )
+    return use_file(
+        where, lambda file: load_opened(file, where, names, verify=verify, settings=dict(settings))
+    )
+
+
+def restore_file(
+    path: str | os.PathLike[str],
+    state: object,
+    *,
+    strict: bool = True,
+    names: Patterns = None,
+    rename: Rename = None,
+    weights_only: bool | None = None,
+    verify: bool = True,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy the file of torch at ``path`` over the tensors of ``state``, and set its other leaves;
+    see ``over.restore_over``, also for what is returned and raised.
+
+    Storages are read straight into tensors that are plain blocks of memory. weights_only: as for
+    ``torch.load``. verify: False compares no digests of storages.
+    """
+    where = os.fspath(path)
+    return use_file(
+        where,
+        lambda file: restore_torch(
+            file,
+            where,
+            state,
+            strict=strict,
+            names=names,
+            rename=rename,
+            weights_only=weights_only,
+            verify=verify,
+        ),
+    )
+
+
+def read_note(path: str | os.PathLike[str]) -> bytes | None:
+    """Return what whoever saved a file noted in it; None if nothing. Reads little of the file.
+    Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
+    where = os.fspath(path)
+    return use_file(where, lambda file: note_of(file, where))
+
+
+def has_digests(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file has digests of its storages, as one that Portus saved. Reads little of
+    it. Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
+    where = os.fspath(path)
+    return use_file(where, lambda file: has_digests_in(file, where), as_torch=False)
+
+
+def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | None = None) -> int:
+    """Read every byte of a file and compare it with the digests in it; how many bytes. Of a stock
+    file of torch the CRCs of the zip are compared; one of safetensors has nothing to compare with.
+
+    pace: called after each piece with its bytes, and waits as long as it likes; what is cached of
+    the file is read from the disk then. Raises ``CorruptionError``, ``MediumError``.
+    """
+    where = os.fspath(path)
+    return use_file(where, lambda file: verify_opened(file, where, pace), as_torch=False)
+
+
+def outlined(path: str | os.PathLike[str]) -> StoredFile:
+    """Return where everything is in a file of safetensors, or of torch 1.6 or newer. Raises
+    ``CorruptionError``, ``MediumError``."""
+    where = os.fspath(path)
+    return use_file(
+        where, lambda file: outlined_in(reads(file), file.size, printable(where)), as_torch=False
+    )
+
+
+def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:
+    """Return what ``act`` gives for the file at a path, or for the file in a pool that a pointer
+    there leads to. as_torch: see ``opened``."""
+    with opened(where, as_torch=as_torch) as file:
+        if file.size > POINTER_MAX or not is_pointer(reads(file)(0, file.size)):
+            return act(file)
+    found: Result = extension(USE_POINTER)(where, act)
+    return found

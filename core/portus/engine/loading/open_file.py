@@ -1,0 +1,78 @@
+"""Checkpoint files that are open for reading, and ``DiskFile``: one on a disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
+
+from portus.engine.image.stored import Read
+from portus.engine.media.base import Medium
+from portus.engine.media.process import Descriptor
+from portus.engine.media.read_file import ReadFile
+from portus.engine.spec import Extent
+from portus.errors import MediumError, printable
+
+
+class DiskFile:
+    """See ``OpenFile``."""
+
+    def __init__(self, file: ReadFile, number: int) -> None:
+        self.medium: Final = file
+        self.number: Final[int | None] = number
+
+    @property
+    def size(self) -> int:
+        return self.medium.size
+
+    def extents(self, offset: int, length: int) -> Sequence[Extent]:
+        return (Extent(offset, length),)
+
+    def load(self, offset: int, target: memoryview) -> None:
+        self.medium.load(offset, target)
+
+
+class OpenFile(Protocol):
+    """A file of ``size`` bytes. ``number``: its descriptor; None for one that has none."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def number(self) -> int | None: ...
+
+    @property
+    def medium(self) -> Medium:
+        """What has its bytes."""
+
+    def extents(self, offset: int, length: int) -> Sequence[Extent]:
+        """Return where on the medium the bytes of a storage are."""
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``; all of it is in the file."""
+
+
+@contextlib.contextmanager
+def opened(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
+    """A file at a path. as_torch: of a missing one, raise what torch raises."""
+    try:
+        descriptor = Descriptor(where, os.O_RDONLY)
+    except OSError as error:
+        if as_torch and isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
+    with contextlib.closing(ReadFile(descriptor)) as file:
+        yield DiskFile(file, descriptor.number)
+
+
+def reads(file: OpenFile) -> Read:
+    """Return what reads an open file."""
+
+    def read(offset: int, length: int) -> bytes:
+        target = memoryview(bytearray(max(0, min(length, file.size - offset))))
+        if target:
+            file.load(offset, target)
+        return bytes(target)
+
+    return read

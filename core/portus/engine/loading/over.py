@@ -1,0 +1,304 @@
+"""A stored state, copied over the tensors of a state that is there.
+
+Everything is verified before anything is copied, and hashed again where it arrives: if it does not
+verify, the tensors are untouched. What stores it, a pool or a file, is a ``StoredState``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+
+from portus.engine.loading.overlap import contradiction, copy_over, overlapping
+from portus.engine.loading.patterns import Patterns, matcher
+from portus.engine.pipeline.plan import Column
+from portus.engine.spec import TensorSpec
+from portus.engine.state.elsewhere import Elsewhere
+from portus.engine.state.merge import Merge
+from portus.engine.state.walk import DTYPES, Walked, refuse_freed, walked
+from portus.errors import UsageError
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+
+_INTEGERS: Final = frozenset(
+    DTYPES[f"{sign}int{bits}"] for sign in ("", "u") for bits in (8, 16, 32, 64)
+)
+
+
+class Stored(Protocol):
+    """Storages that are stored."""
+
+    @property
+    def lengths(self) -> Column:
+        """The length of each, in bytes."""
+
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        """Copy these storages to memory, and raise ``CorruptionError`` unless what arrived there is
+        what was saved."""
+
+
+class StoredState(Stored, Protocol):
+    """A state that is stored, and the bytes of its storages."""
+
+    @property
+    def outline(self) -> object:
+        """The state, whose plain tensors have memory that nobody has filled."""
+
+    @property
+    def walked(self) -> Walked:
+        """What is in it; storages are those of this."""
+
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+
+    def check(self, wanted: Column) -> None:
+        """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
+
+
+def fetched(stored: Stored, wanted: Column) -> list[torch.UntypedStorage | None]:
+    """Return fresh storages with the verified bytes of ``wanted``; None for the rest."""
+    lengths = stored.lengths
+    storages: list[torch.UntypedStorage | None] = [None] * len(lengths)
+    address = np.zeros(len(wanted), np.int64)
+    for position, index in enumerate(wanted.tolist()):
+        length = int(lengths[index])
+        storage = torch.empty(length, dtype=torch.uint8, device="cpu").untyped_storage()
+        storages[index] = storage
+        address[position] = storage.data_ptr()
+    stored.fetch_into(wanted, address)
+    return storages
+
+
+def restore_over(
+    stored: StoredState, state: object, *, strict: bool, names: Patterns, rename: Rename
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy what is stored over the tensors of ``state``, and set its other leaves. Return the
+    tensors of ``state`` that it lacks, and those of it that ``state`` lacks.
+
+    Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
+    shapes always), for tensors that share memory and have different values stored, for a table
+    that is in another pool, for a pattern that matches nothing; ``CorruptionError``; then ``state``
+    is untouched.
+    """
+    keep = matcher(names)
+    complete = strict and keep is None and rename is None
+    pairs = _Pairs(stored, state, keep, rename)
+    pairs.refuse_elsewhere(keep, rename)
+    pairs.complain(strict)
+    wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
+    stored.check(wanted[wanted >= 0])
+    if keep is not None:
+        for path, _ in stored.walked.others:
+            keep(path)
+        keep.complain(stored.where)
+    _check_shared(stored, pairs.found)
+    _fill(stored, pairs.found)
+    Merge(complete=complete, keep=keep).merged(state, stored.outline)
+    return tuple(pairs.missing), tuple(pairs.unexpected)
+
+
+def _check_shared(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
+    """Raise ``UsageError`` if one place in memory would have to hold different values."""
+
+    def values_of(spec: TensorSpec) -> torch.Tensor:
+        storage = fetched(stored, np.array([spec.storage], np.int64))[spec.storage]
+        assert storage is not None
+        return resolved(spec, view_of(spec, storage))
+
+    if found := contradiction(pairs, values_of):
+        one, other = found
+        what = f"{one} and {other} share" if one != other else f"elements of {one} share"
+        raise UsageError(
+            f"{stored.where} does not fit the state, which is untouched: {what} "
+            "memory in the state, and the version has different values for them; restore into "
+            "tensors of their own, such as clone() makes, and tie them afterwards"
+        )
+
+
+class _Pairs:
+    """Pairs of a tensor of a version and the tensor of a state that it is copied over."""
+
+    def __init__(
+        self, stored: StoredState, state: object, keep: Callable[[str], bool] | None, rename: Rename
+    ) -> None:
+        here = walked(state)
+        targets = {spec.name: spec for spec in here.tensors}
+        self.found: list[tuple[TensorSpec, torch.Tensor]] = []
+        self.unexpected: list[str] = []
+        self._misshapen: list[str] = []
+        self._elsewhere: Final = _places_in(stored.walked), _places_in(here)
+        seen = set()
+        for spec in stored.walked.tensors:
+            if keep is not None and not keep(spec.name):
+                continue
+            name = _renamed(spec.name, rename)
+            target = targets.get(name)
+            if target is None or target.storage < 0 or spec.storage < 0:
+                self.unexpected.append(name)
+                continue
+            seen.add(name)
+            refuse_freed(target, here.storages[target.storage])
+            if target.shape != spec.shape:
+                self._misshapen.append(
+                    f"size mismatch for {name}: the version has {list(spec.shape)}, the state "
+                    f"{list(target.shape)}"
+                )
+            elif not _takes(target.dtype, spec.dtype):
+                self._misshapen.append(
+                    f"dtype mismatch for {name}: the version has {spec.dtype}, of which the "
+                    f"state's {target.dtype} would keep a part; restore into {spec.dtype}, and "
+                    "convert that"
+                )
+            elif not _repeated(target) <= _repeated(spec):
+                self._misshapen.append(
+                    f"{name} is expanded in the state: several of its elements are one place in "
+                    "memory, and the version has a value for each; restore into what it was "
+                    "expanded from, or into a contiguous() copy"
+                )
+            self.found.append((spec, _shown(target, here.storages[target.storage])))
+        self.missing = [
+            name for name in targets if name not in seen and (keep is None or keep(name))
+        ]
+        self._where = stored.where
+
+    def refuse_elsewhere(self, keep: Callable[[str], bool] | None, rename: Rename) -> None:
+        """Raise ``UsageError`` if what is asked for, or its place in the state, is a table in
+        another pool: it would stay as it is, beside what is copied."""
+        saved, here = self._elsewhere
+        into = {*self.unexpected, *(_renamed(spec.name, rename) for spec, _ in self.found)}
+        found = [
+            *((path, place) for path, place in saved.items() if keep is None or keep(path)),
+            *(
+                (f"{path} in the state", place)
+                for path, place in here.items()
+                if path in into or keep is None or keep(path)
+            ),
+        ]
+        if found:
+            path, place = found[0]
+            raise UsageError(
+                f"{self._where} was not restored, and the state is untouched: {path} is a "
+                f"protected table, which is in {place.pool}, and would stay as it is now; `load` "
+                "the version instead, and pass its parts to `load_state_dict` of the model and "
+                "the optimizers, or leave the tables out with names="
+            )
+
+    def complain(self, strict: bool) -> None:
+        """Raise ``UsageError`` if they do not fit."""
+        lines = list(self._misshapen)
+        if strict and self.missing:
+            lines.append(f"missing in the version: {', '.join(self.missing)}")
+        if strict and self.unexpected:
+            lines.append(f"unexpected, not in the state: {', '.join(self.unexpected)}")
+        if lines:
+            raise UsageError(
+                f"{self._where} does not fit the state, which is untouched: " + "; ".join(lines)
+            )
+
+
+def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor that looks at ``storage`` as ``spec`` says; no copy, no gradient."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    blank = torch.empty(0, dtype=dtype, device=storage.device)
+    return blank.set_(storage, spec.offset, spec.shape, spec.strides)
+
+
+def _shown(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The same, with lazy bits: what is copied to it reads back as it was."""
+    tensor = view_of(spec, storage)
+    tensor = tensor.conj() if spec.conjugate else tensor
+    return torch._neg_view(tensor) if spec.negative else tensor
+
+
+def _takes(target: str, saved: str) -> bool:
+    """True if a tensor of dtype ``target`` may be filled with values of ``saved``, rounded at most:
+    no fraction, imaginary part, or high byte is dropped."""
+    if target == saved or saved not in DTYPES:
+        return True
+    ours, theirs = DTYPES[target], DTYPES[saved]
+    if ours in _INTEGERS and theirs in _INTEGERS:
+        at_most, needed = torch.iinfo(ours), torch.iinfo(theirs)
+        return at_most.min <= needed.min and needed.max <= at_most.max
+    return torch.can_cast(theirs, ours)
+
+
+def _repeated(spec: TensorSpec) -> set[int]:
+    """Dimensions along which all elements are one place in memory."""
+    rows = enumerate(zip(spec.shape, spec.strides, strict=True))
+    return {index for index, (size, stride) in rows if size > 1 and stride == 0}
+
+
+def _fill(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
+    """Copy storages over tensors: straight where one tensor is the whole storage."""
+    users_of = _by_storage(pairs)
+    filled = _fill_blocks(stored, users_of)
+    for index, users in users_of.items():
+        if index not in filled:
+            storage = fetched(stored, np.array([index], np.int64))[index]
+            assert storage is not None
+            for spec, target in users:
+                copy_over(target, resolved(spec, view_of(spec, storage)))
+
+
+def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
+    """Fetch straight to where they go the storages whose every tensor is the whole of it, at one
+    place that is no other's; which these were."""
+    lengths = stored.lengths
+    blocks = {
+        index: users[0][1]
+        for index, users in users_of.items()
+        if all(_is_whole(spec, target, int(lengths[index])) for spec, target in users)
+        and len({target.data_ptr() for _, target in users}) == 1
+    }
+    wanted = np.array(list(blocks), np.int64)
+    address = np.array([target.data_ptr() for target in blocks.values()], np.int64)
+    alone = ~overlapping(address, lengths[wanted])
+    stored.fetch_into(wanted[alone], address[alone])
+    return set(wanted[alone].tolist())
+
+
+_Users = dict[int, list[tuple[TensorSpec, torch.Tensor]]]
+
+
+def _by_storage(pairs: list[tuple[TensorSpec, torch.Tensor]]) -> _Users:
+    """Return the tensors of each storage, by its index."""
+    found: _Users = {}
+    for spec, target in pairs:
+        found.setdefault(spec.storage, []).append((spec, target))
+    return found
+
+
+def resolved(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with the conjugate and negative bits of ``spec`` carried out."""
+    tensor = tensor.conj().resolve_conj() if spec.conjugate else tensor
+    return -tensor if spec.negative else tensor
+
+
+def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
+    """True if ``target`` is a plain block of memory with just the bytes of the storage. Of another
+    class than torch's own, memory may be elsewhere."""
+    return (
+        type(target) is torch.Tensor
+        and target.device.type == "cpu"
+        and target.layout is torch.strided
+        and str(target.dtype) == f"torch.{spec.dtype}"
+        and target.nbytes == length
+        and tuple(target.stride()) == spec.strides
+        and target.is_contiguous()
+        and not (spec.conjugate or spec.negative or target.is_conj() or target.is_neg())
+    )
+
+
+def _places_in(found: Walked) -> dict[str, Elsewhere]:
+    """Return each ``Elsewhere`` in a state, by key path."""
+    return {path: value for path, value in found.others if isinstance(value, Elsewhere)}
+
+
+def _renamed(name: str, rename: Rename) -> str:
+    if rename is None:
+        return name
+    return rename(name) if callable(rename) else rename.get(name, name)

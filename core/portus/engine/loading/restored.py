@@ -1,0 +1,17 @@
+"""What a restore in place did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from portus.engine.spec import VersionInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What ``restore_into`` did. ``missing``: tensors of the state that the version lacks, left as
+    they were. ``unexpected``: tensors of the version that the state lacks."""
+
+    version: VersionInfo
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]

@@ -1,0 +1,253 @@
+"""Files of ``torch.save``, loaded by torch, every byte of them verified on the way.
+
+torch reads through a file object of ours, which fills the memory that torch has made for a storage
+and compares it with the digests in the file, in one pass. So classes, devices and ``weights_only``
+are torch's own affair. All bytes come from one descriptor: a file that is replaced meanwhile
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from portus.engine.copying.segments import Column, memory
+from portus.engine.image.key_paths import storage_places
+from portus.engine.image.stored import Read
+from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
+from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
+from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.loading.over import Rename, restore_over
+from portus.engine.loading.patterns import Patterns, matcher, part_of
+from portus.engine.loading.stored_bytes import StoredBytes
+from portus.engine.state.walk import walked
+from portus.errors import CorruptionError, PortusError, UsageError, printable
+
+_PICKLE: Final = b"\x80"
+_TAR: Final = (257, b"ustar")
+"""By what the files of torch before 1.6 and 0.4 are known, and where."""
+
+
+def load_torch(
+    file: OpenFile,
+    where: str,
+    names: Patterns,
+    *,
+    verify: bool,
+    settings: dict[str, Any],
+) -> Any:
+    """What ``torch.load`` returns of the open file at ``where``; see ``load_file``. Of a file in a
+    pool ``mmap`` is ignored."""
+    keep, found = matcher(names), _read(file, where, verify=verify)
+    if found is None:
+        if keep is not None:
+            raise UsageError(
+                f"{printable(where)}: names={names!r} needs a file of torch.save in the format "
+                "of torch 1.6 or newer"
+            )
+        return torch.load(where, **settings)
+    wanted = None if keep is None else _wanted(found, keep)
+    if settings.pop("mmap", False) and file.number is not None:
+        StoredBytes(file, found).check_all()
+        same = f"/proc/self/fd/{file.number}"
+        there = same if os.path.exists(same) else where
+        state = torch.load(there, mmap=True, **settings)
+    else:
+        state = _loaded(_Verified(file, found, wanted), settings)
+    if keep is None:
+        return state
+    part = part_of(state, keep)
+    keep.complain(printable(where))
+    return part
+
+
+def restore_torch(
+    file: OpenFile,
+    where: str,
+    state: object,
+    *,
+    strict: bool,
+    names: Patterns,
+    rename: Rename,
+    weights_only: bool | None,
+    verify: bool,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy the open file at ``where`` over ``state``; see ``checkpoint_file.restore_file``."""
+    settings: dict[str, Any] = {"map_location": "cpu"}
+    if weights_only is not None:
+        settings["weights_only"] = weights_only
+    found = _read(file, where, verify=verify)
+    verified = None if found is None else _Verified(file, found, _wanted(found, lambda _: False))
+    outline = torch.load(where, **settings) if verified is None else _loaded(verified, settings)
+    stored = _FileState(printable(where), outline, verified)
+    return restore_over(stored, state, strict=strict, names=names, rename=rename)
+
+
+def note_of_torch(file: OpenFile, where: str) -> bytes | None:
+    """Return the note of an open file of torch. Reads little of it. Raises ``CorruptionError``."""
+    if _is_old(reads(file)):
+        return None
+    return read_record(reads(file), file.size, printable(where), NOTE)
+
+
+def has_digests_of_torch(file: OpenFile, where: str) -> bool:
+    """Return whether an open file of torch has digests. Reads little of it. Raises
+    ``CorruptionError``."""
+    if _is_old(reads(file)):
+        return False
+    return read_record(reads(file), file.size, printable(where), DIGESTS) is not None
+
+
+def _read(file: OpenFile, where: str, *, verify: bool = True) -> TorchFile | None:
+    """What is in a file; None for one of an old format, which torch knows."""
+    read = reads(file)
+    try:
+        found = read_torch(read, file.size, printable(where))
+        return found if verify else replace(found, digests=None)
+    except CorruptionError as error:
+        begin = read(0, len(ZIP))
+        if begin == ZIP:
+            raise
+        if _is_old(read):
+            return None
+        raise CorruptionError(
+            f"{printable(where)}: expected a file of torch.save, found {file.size} bytes that "
+            f"begin with {begin!r}; what wrote it may not have finished. Load another checkpoint"
+        ) from error
+
+
+def _is_old(read: Read) -> bool:
+    """True for a file of torch before 1.6."""
+    return read(0, len(_PICKLE)) == _PICKLE or read(_TAR[0], len(_TAR[1])) == _TAR[1]
+
+
+def _loaded(verified: _Verified, settings: dict[str, Any]) -> Any:
+    try:
+        return torch.load(verified, **settings)  # type: ignore[arg-type]  # it reads, and no more
+    except Exception:
+        if verified.failure is not None:  # torch may have made another error of it
+            raise verified.failure from None
+        raise
+
+
+def _wanted(found: TorchFile, keep: Callable[[str], bool]) -> set[str]:
+    """The keys of storages that are to be read: those of what matches, and those without which
+    torch may not even make what they are in."""
+    places = storage_places(found.pickle)
+    followed = {place.storage for place in places}
+    return {place.storage for place in places if not place.is_plain or keep(place.dotted)} | {
+        key for key in found.keys if key not in followed
+    }
+
+
+class _Verified(StoredBytes):
+    """A file object that hands out what is as it was saved, and nothing else.
+
+    wanted: the keys of storages to read; what memory for another one is filled with is undefined.
+    """
+
+    def __init__(self, file: OpenFile, found: TorchFile, wanted: set[str] | None) -> None:
+        super().__init__(file, found)
+        self.failure: PortusError | None = None
+        """Why the last read failed."""
+        self._wanted: Final = wanted
+        self._position = 0
+        filled = np.flatnonzero(found.length > 0)
+        order = filled[np.argsort(found.offset[filled], kind="stable")]
+        self._order: Final = order
+        self.filled_at: Final[dict[int, int]] = {}
+        """Storages that were asked for, by the address that they were to be read to."""
+        self._starts: Final = found.offset[order]
+        self._ends: Final = self._starts + found.length[order]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._stored.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def read(self, length: int = -1) -> bytes:
+        left = max(0, self._stored.size - self._position)
+        data = bytearray(left if length is None or length < 0 else min(length, left))
+        self.readinto(data)
+        return bytes(data)
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        view = view[: max(0, min(len(view), self._stored.size - self._position))]
+        try:
+            self._fill(self._position, view)
+        except PortusError as error:
+            self.failure = error
+            raise
+        self._position += len(view)
+        return len(view)
+
+    def _fill(self, offset: int, view: memoryview) -> None:
+        begin = int(np.searchsorted(self._ends, offset, "right"))
+        end = int(np.searchsorted(self._starts, offset + len(view), "left"))
+        if begin >= end:
+            self._file.load(offset, view)
+            return
+        start, stop = int(self._starts[begin]), int(self._ends[begin])
+        if (offset, offset + len(view)) == (start, stop):
+            address, index = np.frombuffer(view, np.uint8).ctypes.data, int(self._order[begin])
+            self.filled_at[address] = index
+            if not self._is_unwanted(begin):
+                self.fetch(np.array([index]), np.array([address]))
+            return
+        self._file.load(offset, view)
+        if offset < start or stop < offset + len(view):
+            return  # torch looks for the end of the file; it takes no bytes of a tensor from this
+        index = int(self._order[begin])
+        whole = np.empty(int(self._stored.length[index]), np.uint8)
+        self.fetch(np.array([index]), np.array([whole.ctypes.data]))
+        view[:] = whole[offset - start : offset - start + len(view)].data
+
+    def _is_unwanted(self, place: int) -> bool:
+        return self._wanted is not None and (
+            self._stored.keys[int(self._order[place])] not in self._wanted
+        )
+
+
+class _FileState:
+    """A file as a ``StoredState``. outline: what is in it, whose plain tensors have memory that
+    nobody has filled. verified: the file; None if ``outline`` has all of it."""
+
+    def __init__(self, where: str, outline: object, verified: _Verified | None) -> None:
+        self.where: Final = where
+        self.outline: Final = outline
+        self.walked: Final = walked(outline)
+        self._storages: Final = self.walked.storages
+        self.lengths: Final = np.array([each.nbytes() for each in self._storages], np.int64)
+        self._verified: Final = verified
+        at = {} if verified is None else verified.filled_at
+        in_file = [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in self._storages]
+        self._in_file: Final = np.array(in_file, np.int64)
+        """The storage of the file that each is; -1 for one that is in memory."""
+
+    def check(self, wanted: Column) -> None:
+        found = self._in_file[wanted]
+        if self._verified is not None:
+            self._verified.check(found[found >= 0])
+
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        found = self._in_file[wanted]
+        if self._verified is not None:
+            self._verified.fetch(found[found >= 0], address[found >= 0])
+        for index, at in zip(wanted[found < 0].tolist(), address[found < 0].tolist(), strict=True):
+            length = int(self.lengths[index])
+            memory(at, length)[:] = memory(self._storages[index].data_ptr(), length)

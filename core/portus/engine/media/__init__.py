@@ -1,0 +1,1 @@
+"""What a file can be stored to, and persisted. Knows bytes, not tensors."""

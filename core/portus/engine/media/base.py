@@ -1,0 +1,130 @@
+"""What a medium promises. Read this before you write one.
+
+1. After ``persist(ranges)`` returns, the bytes stored in those ranges before the call survive
+   power loss, as far as the medium can promise (``MediumInfo.volatile`` says when it cannot).
+2. Nothing else. A store not yet persisted may survive, or not, in any order, torn at any 512
+   bytes (a file) or any 8 bytes (memory); no store is atomic: who needs that puts a checksum
+   around it.
+3. After ``grow(size)`` returns, every byte below ``size`` can be stored without running out of
+   space, reads as zero until stored, and the new size survives power loss.
+4. After a failed ``persist`` or ``grow`` that may have lost bytes, the medium is *poisoned*: every
+   later ``grow``, ``store`` and ``persist`` raises ``MediumError``; ``load`` goes on. Durability
+   is unknown, so nobody retries. So it is once its user said so (``poison``): what is there was
+   changed by somebody else, whom no store of ours may harm.
+
+All methods raise ``MediumError`` for what the machine refuses and ``UsageError`` for a range
+outside the medium. ``load`` and ``store`` may be called from several threads on disjoint ranges.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from portus.engine.spec import Extent
+from portus.errors import MediumError
+
+
+class MediumKind(enum.Enum):
+    """How bytes reach the medium."""
+
+    FILE_MAPPED = "file, mapped"
+    FILE_PLAIN = "file, pwrite"
+    FSDAX = "file, DAX"
+    DEVDAX = "DAX device"
+    MEMORY = "memory"
+    HOST = "storage host"
+    MIRROR = "mirror"
+
+
+@dataclass(frozen=True, slots=True)
+class MediumInfo:
+    """What a medium is. ``name`` is its path, or a word; ``granularity`` in bytes is the unit
+    that can tear apart on power loss; ``volatile``: its bytes do not survive power loss at all
+    (tmpfs, plain memory)."""
+
+    kind: MediumKind
+    name: str
+    granularity: int
+    volatile: bool
+    writable: bool
+
+
+class Medium(Protocol):
+    """Bytes that can be read, stored and persisted. See the module for the promise."""
+
+    @property
+    def info(self) -> MediumInfo:
+        """What it is; the same as long as it is open."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that can be addressed now. A reader sees growth by another process."""
+
+    @property
+    def poisoned(self) -> bool:
+        """True once it accepts no more writes; see 4."""
+
+    def grow(self, size: int) -> None:
+        """Make the medium ``size`` bytes long, allocated and durable; never shrinks it."""
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Put ``data`` (contiguous bytes) at ``offset``; not durable until persisted."""
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` (writable, contiguous) from ``offset``. Sees every earlier store."""
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        """Return when every byte stored before in ``ranges`` survives power loss."""
+
+    def close(self) -> None:
+        """Let go of everything. A second call does nothing. Does not persist."""
+
+    def poison(self, reason: str) -> None:
+        """Take no stores any more, for good; see 4. reason: for messages, as a clause."""
+
+
+class ReadOnlyMedium(abc.ABC):
+    """What a medium refuses that is loaded from and no more. ``_refused``: what it says."""
+
+    def grow(self, size: int) -> None:
+        raise self._refused()
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        raise self._refused()
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        raise self._refused()
+
+    def poison(self, reason: str) -> None:
+        raise self._refused()
+
+    @abc.abstractmethod
+    def _refused(self) -> MediumError: ...
+
+
+@runtime_checkable
+class MappedMedium(Medium, Protocol):
+    """A medium whose bytes also have addresses in this process, while it is open."""
+
+    def address(self, extent: Extent) -> int:
+        """The address of ``extent``, writable if the medium is; valid until ``close``.
+
+        It stays valid across ``grow``. Raises ``UsageError`` outside the medium, and
+        ``MediumError`` when poisoned.
+        """
+
+    def expect(self, extent: Extent) -> None:
+        """Say that bytes of ``extent`` are about to be changed through its address.
+
+        The medium may make their pages present, and changes none of them. Only a hint.
+        """
+
+    def wrote(self, extent: Extent) -> None:
+        """Say that bytes of ``extent`` were changed through its address.
+
+        The medium may start to write them back; it does not wait. They count as stored.
+        """

@@ -1,0 +1,100 @@
+"""Calls on open files, and what their errors mean."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Final
+
+from portus.engine.media import linux
+from portus.errors import MediumError
+
+_ZEROS: Final = bytes(1 << 20)
+
+OUT_OF_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that space would mend."""
+
+_ADVICE: Final = {
+    errno.ENOSPC: "free space on it, or put the pool elsewhere",
+    errno.EDQUOT: "raise the quota, or put the pool elsewhere",
+    errno.EFBIG: "raise `ulimit -f`, or put the pool on a file system that allows larger files",
+    errno.EIO: "the device failed: see the kernel's log",
+    errno.EROFS: "mount it for writing, or put the pool elsewhere",
+    errno.EACCES: "check owner and mode of the file and its directory",
+    errno.EPERM: "check owner, mode and attributes of the file and its directory",
+    errno.ENOENT: "check the path",
+    errno.ENXIO: "no driver serves it: `daxctl reconfigure-device --mode=devdax`, for a DAX device",
+    errno.EEXIST: "choose another name",
+}
+
+Sync = Callable[[int], None]
+"""Given a descriptor, return when its data is on the medium; raises ``OSError``."""
+
+data_sync: Final[Sync] = getattr(os, "fdatasync", os.fsync)
+
+
+def file_error(operation: str, path: str, cause: OSError, what: str = "") -> MediumError:
+    """``cause`` as a ``MediumError`` that says where it happened, and what to do."""
+    text = f"{path}: cannot {operation}" + (f" {what}" if what else "")
+    return MediumError(cause.errno, f"{text}: {cause.strerror or cause}; {advice(cause)}")
+
+
+def advice(cause: OSError) -> str:
+    """What the operator can do about ``cause``."""
+    return _ADVICE.get(cause.errno or 0, "see the kernel's log, and check that it is still mounted")
+
+
+def allocate(number: int, offset: int, length: int) -> None:
+    """Lengthen a file by zeros that have their blocks; raises ``OSError``, then maybe half done.
+
+    What cannot fit is refused at once: tmpfs would take all memory before it noticed.
+    """
+    status = os.fstatvfs(number)
+    if status.f_blocks > 0 and status.f_bfree * status.f_frsize < length:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        linux.allocate(number, offset, length)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        _write_zeros(number, offset, length)
+
+
+def fill_holes(number: int, size: int, *, every_block_counts: bool) -> None:
+    """Give every byte its block: a pool that was copied is sparse where it was never written to.
+
+    every_block_counts: of tmpfs, whose count of blocks is exact, and whose fallocate is slow.
+    """
+    if size == 0 or (every_block_counts and os.fstat(number).st_blocks * 512 >= size):
+        return
+    try:
+        linux.allocate(number, 0, size)
+    except OSError as error:
+        # Without fallocate (ext2) there are no blocks that look like holes: this is exact.
+        if error.errno != errno.EOPNOTSUPP or os.lseek(number, 0, os.SEEK_HOLE) < size:
+            raise
+
+
+def _write_zeros(number: int, offset: int, length: int) -> None:
+    end = offset + length
+    while offset < end:
+        piece = memoryview(_ZEROS)[: end - offset]
+        write_all(number, piece, offset)
+        offset += len(piece)
+
+
+def write_all(number: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset`` of an open file. Raises ``OSError``."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(number, data[done:], offset + done)
+
+
+def free_bytes(number: int) -> int | str:
+    """What an unprivileged process may still allocate on the file system, for messages."""
+    try:
+        status = os.fstatvfs(number)
+    except OSError as error:
+        return f"unknown ({error.strerror})"
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,110 @@
+"""``ReadFile``: a regular file that is loaded from, and no more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import Final
+
+from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
+from portus.engine.media.file_calls import file_error
+from portus.engine.media.process import Descriptor
+from portus.errors import MediumError, UsageError
+
+SECTOR: Final = 512
+"""Bytes that a disk writes as one; a larger store can tear at any multiple of it."""
+
+
+class ReadFile(ReadOnlyMedium):
+    """See ``Medium``. Owns its descriptor. Loads use preadv, so a bad sector or a truncated file
+    is an error, not a signal."""
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        self._descriptor: Final = descriptor
+        self._lock: Final = threading.Lock()
+        self._known = 0
+        self._known = self.size
+
+    @property
+    def path(self) -> str:
+        """The name it was opened by."""
+        return self._descriptor.path
+
+    @property
+    def info(self) -> MediumInfo:
+        return MediumInfo(MediumKind.FILE_PLAIN, self.path, SECTOR, False, False)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now, also after another process made it grow. ``MediumError``."""
+        return self._status().st_size
+
+    @property
+    def poisoned(self) -> bool:
+        """Return False: nothing is written."""
+        return False
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Load with preadv. Raises ``MediumError`` if somebody truncated the file meanwhile."""
+        self._check_range(offset, target.nbytes)
+        if target.readonly or not target.c_contiguous:
+            raise UsageError(f"{self.path}: load into memory that is read-only or has gaps")
+        if target.nbytes == 0:
+            return
+        try:
+            found = self._read(offset, target.cast("B"))
+        except OSError as error:
+            raise file_error(
+                "load", self.path, error, f"{target.nbytes} bytes at {offset}"
+            ) from error
+        if found < target.nbytes:
+            raise self._truncated(offset + target.nbytes)
+
+    def close(self) -> None:
+        """Close the descriptor. Nobody may be inside another call."""
+        self._descriptor.close()
+
+    def _refused(self) -> MediumError:
+        return MediumError(errno.EBADF, f"{self.path}: opened for reading")
+
+    def _check_range(self, offset: int, length: int) -> None:
+        end = offset + length
+        if end > self._known:
+            self._known = max(self._known, self.size)
+        if offset < 0 or end > self._known:
+            raise UsageError(
+                f"{self.path}: bytes {offset} to {end} are outside the file of {self._known} bytes"
+            )
+
+    def _truncated(self, expected: int) -> MediumError:
+        found = self._status().st_size
+        return MediumError(
+            errno.EIO,
+            f"{self.path}: expected bytes up to {expected}, found the end at {found}: another "
+            "program truncated the file; restore it from a copy",
+        )
+
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._descriptor.number)
+        except OSError as error:
+            raise file_error("look at", self.path, error) from error
+
+    def _read(self, offset: int, target: memoryview) -> int:
+        """Fill ``target``; returns the bytes found, fewer at the end of the file."""
+        done = count = self._read_once(offset, target)
+        while count and done < len(target):
+            count = self._read_once(offset + done, target[done:])
+            done += count
+        return done
+
+    def _read_once(self, offset: int, target: memoryview) -> int:
+        number = self._descriptor.number
+        if hasattr(os, "preadv"):
+            return os.preadv(number, [target], offset)
+        with self._lock:  # Windows: one file position for all threads.
+            os.lseek(number, offset, os.SEEK_SET)
+            data = os.read(number, len(target))
+        target[: len(data)] = data
+        return len(data)

@@ -1,0 +1,219 @@
+"""The memory of this process that was written since a moment, and the memory that other processes
+share: told by the kernel.
+
+Linux 6.7 and later: pages are protected (userfaultfd with ``WP_ASYNC``); a write to one continues
+at once, and leaves a note that ``PAGEMAP_SCAN`` finds. Nothing is missed, whoever writes in this
+process, or the kernel for it; devices that write memory by themselves are not seen. Memory that
+other processes may map is not watched: of their writes this process's pages know nothing.
+
+Cost: nearly nothing for huge pages; for pages of 4 KiB about as much as half of copying them. So
+``make_huge`` asks for huge ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.media import linux, process
+
+Column = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Run = tuple[int, int]
+"""Start and end, in bytes, of memory."""
+
+PAGE: Final = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
+"""Bytes of a page of this processor; that of a pool may be another."""
+
+HUGE: Final = 2 << 20
+
+_MAPS: Final = "/proc/self/maps"
+_MAPS_MAX: Final = "/proc/sys/vm/max_map_count"
+_SHARED: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
+
+
+class WriteWatch:
+    """What is written to some pages from now on, until ``close``. Made by ``watch``."""
+
+    def __init__(self, kernel: _Kernel, runs: list[Run]) -> None:
+        self._kernel: Final = kernel
+        self._runs: Final = runs
+        self._ended: Final = threading.Lock()
+
+    def begin(self) -> None:
+        """Raises ``OSError``; it is to be closed then all the same."""
+        for run in self._runs:
+            self._kernel.protect(run)
+
+    def written(self) -> Column:
+        """The runs of pages that were written, in order: (n, 2). Raises ``OSError``."""
+        runs = [each for run in self._runs for each in self._kernel.written(run)]
+        return np.array(runs, np.int64).reshape(-1, 2)
+
+    def close(self) -> None:
+        """Writes are not noted any more, and cost nothing more. A second call does nothing."""
+        if self._ended.acquire(blocking=False):
+            for run in self._runs:
+                self._kernel.unprotect(run)
+            self._kernel.busy.release()
+
+
+def watch(address: Column, length: Column) -> WriteWatch | None:
+    """Watch the pages of some memory. None if the kernel refuses, it is not private memory, or
+    something else is watched: one at a time, for what ends one would blind the other."""
+    kernel = _here()
+    if kernel is None or not kernel.busy.acquire(blocking=False):
+        return None
+    made = WriteWatch(kernel, pages_of(address, length))
+    try:
+        made.begin()
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def can_watch() -> bool:
+    """True if the kernel does it at all."""
+    return _here() is not None
+
+
+def pages_of(address: Column, length: Column) -> list[Run]:
+    """The pages that hold some memory, as runs in order; neighbours joined."""
+    order = np.argsort(address, kind="stable")
+    start = address[order] // PAGE * PAGE
+    end = np.maximum.accumulate(-(-(address[order] + length[order]) // PAGE) * PAGE)
+    first = np.flatnonzero(np.append(True, start[1:] > end[:-1])) if len(order) else order
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    return list(zip(start[first].tolist(), end[last].tolist(), strict=True))
+
+
+def exposed(address: Column, length: Column) -> Flags:
+    """Return a mask of the memory that other processes may have too, by a shared mapping, and may
+    write at any moment. None of it where the system does not say. Address 0: there is none."""
+    # The kernel is asked, not torch: ``is_shared()`` does not know of memory that numpy or mmap
+    # made, and says yes for private mappings of files.
+    there = address[address > 0]
+    if not len(there):
+        return np.zeros(len(address), np.bool_)
+    shared = _shared(int(there.min()), int((address + length).max()))
+    runs = np.array(shared, np.uint64).reshape(-1, 2)
+    low = np.minimum(runs, np.iinfo(np.int64).max).astype(np.int64)
+    return meet(low, address, address + length)
+
+
+def _shared(start: int, end: int) -> list[Run]:
+    """All of it that has bytes from ``start`` to before ``end``. The text has a line for each
+    mapping, hundreds with torch, so it is the last resort: a millisecond, in each save."""
+    try:
+        with open(_MAPS, "rb", buffering=0) as maps:
+            with contextlib.suppress(OSError):
+                return linux.shared_maps(maps.fileno(), start, end)
+            found = [(int(low, 16), int(high, 16)) for low, high in _SHARED.findall(maps.read())]
+            return [(low, high) for low, high in found if low < end and start < high]
+    except OSError:
+        return []
+
+
+def meet(runs: Column, start: Column, end: Column) -> Flags:
+    """Return a mask of the ranges that meet a run; runs (n, 2) are in order, and apart."""
+    if not len(runs):
+        return np.zeros(len(start), np.bool_)
+    first = np.searchsorted(runs[:, 1], start, "right")
+    starts = np.append(runs[:, 0], np.iinfo(np.int64).max)
+    meets: Flags = (starts[first] < end) & (start < end)
+    return meets
+
+
+def make_huge(address: Column, length: Column, wanted: Callable[[], bool]) -> bool:
+    """Ask for huge pages under some memory, one page at a time, as long as ``wanted``. False if
+    that ended it. What is refused stays as it is. Blocks."""
+    for start, end in pages_of(address, length):
+        for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):
+            if not wanted():
+                return False
+            with contextlib.suppress(OSError):
+                linux.advise_pages(page, HUGE, linux.MADV_COLLAPSE)
+    return True
+
+
+class _Kernel:
+    """The two descriptors by which it is asked; of this process alone."""
+
+    def __init__(self) -> None:
+        """Raises ``OSError``."""
+        self.busy: Final = threading.Lock()
+        with process.unforked():
+            self._watch = linux.open_write_watch()
+            process.leave_in_child(self)
+        self._pagemap: Final = process.Descriptor("/proc/self/pagemap", os.O_RDONLY)
+
+    def protect(self, run: Run) -> None:
+        """Note writes to these pages. Raises ``OSError``."""
+        try:
+            linux.protect_pages(self._watch, *_span(run), on=True)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            _check_may_register(run)
+            linux.register_pages(self._watch, *_span(run))
+            linux.protect_pages(self._watch, *_span(run), on=True)
+
+    def unprotect(self, run: Run) -> None:
+        """Note none any more. Raises nothing: what was unmapped meanwhile is not protected."""
+        with contextlib.suppress(OSError):
+            linux.protect_pages(self._watch, *_span(run), on=False)
+
+    def written(self, run: Run) -> list[Run]:
+        """Return the runs of pages in ``run`` that were written since they were protected."""
+        return linux.written_pages(self._pagemap.number, *_span(run))
+
+    def leave(self) -> None:
+        """Close the watch in a forked child, where its descriptor is about the parent's memory."""
+        global _opened
+        os.close(self._watch)
+        _opened = None
+
+
+def _span(run: Run) -> tuple[int, int]:
+    return run[0], run[1] - run[0]
+
+
+def _check_may_register(run: Run) -> None:
+    """Raise ``OSError`` unless all of it is private memory, and there is room for more mappings:
+    what is registered is a mapping of its own."""
+    count, at = 0, run[0]
+    with open(_MAPS, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            count += 1
+            span, access, _, _, inode, *_ = line.split(maxsplit=5)
+            start, end = (int(number, 16) for number in span.split("-"))
+            if start <= at < end and access[3] == "p" and inode == "0":
+                at = end
+    with open(_MAPS_MAX, encoding="utf-8") as limit:
+        if at < run[1] or count > int(limit.read()) // 2:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+_opening: Final = threading.Lock()
+_opened: _Kernel | OSError | None = None
+
+
+def _here() -> _Kernel | None:
+    """The kernel's way in this process; asked for once."""
+    global _opened
+    with _opening:
+        if _opened is None:
+            try:
+                _opened = _Kernel()
+            except OSError as error:
+                _opened = error
+        return _opened if isinstance(_opened, _Kernel) else None

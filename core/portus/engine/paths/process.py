@@ -1,0 +1,145 @@
+"""What this process writes files with: made at its first save, closed at its exit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from typing import Final, Protocol
+
+from portus.engine.directory.waiting import bases_of
+from portus.engine.files.pending import PENDING
+from portus.engine.job.settings import Settings
+from portus.engine.media import calls
+from portus.engine.paths.saver import FileSaver, SharedWriter, recover
+from portus.errors import MediumError, PortusError, UsageError
+
+_log: Final = logging.getLogger("portus")
+
+BLOCKING: Final = "PORTUS_BLOCKING"
+"""A variable; set to something other than 0, it makes each ``save`` return when the file is there.
+"""
+
+_SHARE: Final = 4
+"""One in so many bytes of the machine's memory may be staged."""
+
+
+class Closable(Protocol):
+    """What saves, and has to be closed before the process ends."""
+
+    def close(self) -> None: ...
+
+
+_making = threading.RLock()
+_writers: Final[list[SharedWriter]] = []
+"""The one of this process, once it saved."""
+_savers: Final[list[FileSaver]] = []
+"""That of ``portus.save``."""
+_open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
+
+
+@calls.marked
+def join(owner: Closable) -> SharedWriter:
+    """Return what all savers of this process share, until ``leave``. At the exit of the process
+    ``owner`` is closed, if it is still there. Raises ``UsageError`` where files are not written."""
+    with _making:
+        shared = _writer()
+        _open.add(owner)
+        return shared
+
+
+@calls.marked
+def saver() -> FileSaver:
+    """Return the saver of ``portus.save``."""
+    if not _savers:
+        with _making:
+            if not _savers:
+                made = FileSaver(_writer(), Settings(), raises_wrong_path=True)
+                _open.add(made)
+                _savers.append(made)
+    return _savers[0]
+
+
+@calls.marked
+def leave(owner: Closable) -> None:
+    """End the use by ``owner``. Neither spare nor hold outlasts it, and the last owner ends the
+    thread."""
+    _open.discard(owner)
+    if not any(each.queue.on_worker() for each in list(_writers)):
+        with _making:
+            _close_unused()
+    # The garbage collector may end an owner on the worker, while another thread holds the lock and
+    # waits for the worker to end: that thread closes the writer.
+    elif _making.acquire(blocking=False):
+        try:
+            _close_unused()
+        finally:
+            _making.release()
+
+
+def _close_unused() -> None:
+    for each in _writers:
+        each.publisher.close()
+    if _writers and not _open:
+        try:
+            _writers[0].close()
+        finally:
+            _writers.clear()  # not before: ``leave`` finds there on which thread it is
+
+
+def _writer() -> SharedWriter:
+    if sys.platform != "linux":
+        raise UsageError(
+            f"portus.save: files are written on Linux only; on {sys.platform} use torch.save"
+        )
+    if not _writers:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        _writers.append(SharedWriter(memory // _SHARE))
+        atexit.unregister(_finish)
+        atexit.register(_finish)
+    return _writers[0]
+
+
+def is_blocking() -> bool:
+    """Return whether each save is to return when its file is there."""
+    return os.environ.get(BLOCKING, "0") not in ("", "0")
+
+
+@calls.marked
+def recover_left(directory: str) -> None:
+    """Put back what a process that was killed had removed too early, if there was one."""
+    if bases_of(directory):
+        with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
+            recover(directory)
+
+
+@calls.marked
+def _finish() -> None:
+    """Finish what is in flight, at the exit."""
+    with PENDING.exempt():
+        for owner in list(_open):
+            try:
+                owner.close()
+            except PortusError as error:
+                _log.error("portus: a save failed: %s", error)
+        _open.clear()
+        _savers.clear()
+        while _writers:
+            _writers.pop().close()
+
+
+def _forget_in_child() -> None:
+    """The saves in flight are those of the parent, and so is whoever holds the lock."""
+    global _making
+    _making = threading.RLock()
+    _savers.clear()
+    _writers.clear()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

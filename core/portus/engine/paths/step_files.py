@@ -1,0 +1,128 @@
+"""The checkpoints of a directory: one real torch file for each step, ``step-00000100.pt``.
+
+Each has a note with the time of its save and its metrics. The time says which is the newest, also
+after a run went back to an earlier step, and in a copy of the directory, where files have other
+times. A file without a note, such as one by stock ``torch.save``, has the time of its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from typing import Final
+
+import msgspec
+
+from portus.engine.loading.checkpoint_file import read_note
+from portus.engine.settings.keep import Keep
+from portus.engine.spec import VersionInfo, checked_step
+from portus.errors import CorruptionError, MediumError, printable
+
+_NAME: Final = re.compile(r"step-(\d{8,19})\.pt")
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """What a file notes of its save."""
+
+    time_ns: int
+    metrics: dict[str, float]
+
+
+class StepFiles:
+    """The files of the steps in one directory, which may not exist yet. Threads may share it."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory: Final = directory
+        self._known: dict[tuple[int, ...], VersionInfo | None] = {}
+        """What files say, by what tells that they are the same; None for one that is cut off."""
+
+    def path_of(self, step: int) -> str:
+        """Return where the file of a step is. Raises ``UsageError`` for what is no step."""
+        number = checked_step(step)
+        return os.path.join(self.directory, f"step-{number:08d}.pt")
+
+    def note(self, time_ns: int, metrics: dict[str, float]) -> bytes:
+        """Return what a file is to note of its save."""
+        return msgspec.json.encode(_Note(time_ns, metrics))
+
+    def committed(self, step: int, note: bytes) -> None:
+        """A file with ``note`` was just put there: it need not be read for that."""
+        path = self.path_of(step)
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            noted = msgspec.json.decode(note, type=_Note)
+            self._known[_mark(step, status)] = self._info(step, noted, status.st_size)
+
+    def found(self) -> list[VersionInfo]:
+        """Return what is there, oldest save first; files that are cut off too, by the times of the
+        files. Raises ``MediumError``."""
+        return [info for info, _ in self._listed()]
+
+    def surplus(self, keep: Keep) -> list[str]:
+        """Return the files that ``keep`` lets go of. Files that are cut off do not count, and stay.
+        Raises ``MediumError``."""
+        sound = [info for info, is_sound in self._listed() if is_sound]
+        staying = {info.step for info in keep.staying(sound)}
+        return [self.path_of(info.step) for info in sound if info.step not in staying]
+
+    def newest_ns(self) -> int:
+        """Return the time of the newest save; 0 without any. Raises ``MediumError``."""
+        return max((info.time_ns for info, _ in self._listed()), default=0)
+
+    def _listed(self) -> list[tuple[VersionInfo, bool]]:
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            where = printable(self.directory)
+            raise MediumError(error.errno, f"{where}: {error.strerror}") from error
+        known: dict[tuple[int, ...], VersionInfo | None] = {}
+        found = []
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is None or name != os.path.basename(self.path_of(int(match[1]))):
+                continue
+            path = os.path.join(self.directory, name)
+            try:
+                status, step = os.stat(path), int(match[1])
+                mark = _mark(step, status)
+                known[mark] = (
+                    self._known[mark] if mark in self._known else self._read(path, step, status)
+                )
+            except FileNotFoundError:
+                continue  # it was removed meanwhile
+            except OSError as error:
+                raise MediumError(error.errno, f"{printable(path)}: {error.strerror}") from error
+            outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
+            found.append((known[mark] or outside, known[mark] is not None))
+        self._known = known
+        return sorted(found, key=lambda each: (each[0].time_ns, each[0].step))
+
+    def _read(self, path: str, step: int, status: os.stat_result) -> VersionInfo | None:
+        """Return what a file says of itself; None if it is cut off or cannot be read."""
+        try:
+            noted, note = read_note(path), _Note(status.st_mtime_ns, {})
+            if noted is not None:
+                note = msgspec.json.decode(noted, type=_Note)
+        except (CorruptionError, MediumError, PermissionError, msgspec.DecodeError):
+            return None
+        return self._info(step, note, status.st_size)
+
+    def _info(self, step: int, note: _Note, size: int) -> VersionInfo:
+        return VersionInfo(
+            model=os.path.basename(self.directory),
+            id=0,
+            commit=0,
+            step=step,
+            token=b"",
+            time_ns=note.time_ns,
+            size=size,
+            metrics=note.metrics,
+        )
+
+
+def _mark(step: int, status: os.stat_result) -> tuple[int, ...]:
+    """What tells that a file is the same still."""
+    return step, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,335 @@
+"""Whether a version is the state at the call: what was stored, against what was there then (V7).
+
+The fence keeps known writers out while a storage is read late. Against unknown ones, something is
+noted of every late storage at the call, and compared with what was stored once the copy has ended
+and before the fence opens:
+
+- its digests (``Hashed``): exact, on every system;
+- that the kernel is to tell of writes to its pages (``Watched``): exact too, and nearly free where
+  pages are huge;
+- 64 bytes of each 64 KiB, and torch's counts of changes (``Probed``): sees storages that are
+  swapped, clamped, or have noise added, and not one row.
+
+``Auditor`` chooses by price.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import hash_sources
+from portus.engine.copying.segments import (
+    PROBE,
+    PROBE_EACH,
+    Digests,
+    Sources,
+    Stop,
+    bytes_at,
+    equal_storages,
+    memory,
+    ranges,
+)
+from portus.engine.format.checksum import UNIT, unit_counts
+from portus.engine.media import written
+from portus.engine.pipeline.plan import Column, Flags
+
+_log: Final = logging.getLogger("portus")
+
+Guard = Literal["auto", "exact", "probe"]
+
+
+PRICE_S: Final = 5e-3
+"""Seconds that an exact audit may cost training, or else ``SHARE`` of the time between saves."""
+
+SHARE: Final = 0.01
+
+HUGE_PAGES_S: Final = 0.1
+"""Seconds that the worker asks for huge pages after a save."""
+
+WATCHED_MIN: Final = 1 << 20
+"""Bytes of a storage from which the kernel is asked about it."""
+
+_UNKNOWN_S_PER_BYTE: Final = 1e-10
+"""What watching costs until it was timed: as with pages of 4 KiB."""
+
+_TIMED_MIN: Final = 4 << 20
+"""Bytes from which the time that they took says something about others."""
+
+
+class AuditMethod(str, enum.Enum):
+    """How a save was audited."""
+
+    KERNEL = "kernel"
+    HASH = "hash"
+    PROBE = "probe"
+
+
+def no_changes() -> Column:
+    """Where nobody counts."""
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The late storages of a save that have an address here, a row for each. ``changes``: a count
+    for each, which grows with every write that torch counts; none if there are no counts."""
+
+    address: Column
+    length: Column
+    changes: Callable[[], Column] = no_changes
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return int(self.length.sum())
+
+    def part(self, rows: Column) -> Late:
+        """Some of them, without their counts."""
+        return Late(self.address[rows], self.length[rows])
+
+
+class Stored(Protocol):
+    """What was stored of the late storages."""
+
+    @property
+    def digests(self) -> Digests:
+        """The digests of all units of these storages, in order."""
+
+    def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Bytes at ``offset`` of some of them, end to end; None if they are out of sight."""
+
+
+class Audit(Protocol):
+    """What was noted at the call."""
+
+    @property
+    def way(self) -> AuditMethod: ...
+
+    def torn(self, stored: Stored) -> Flags:
+        """Return which storages were not stored as they were at the call. Blocks."""
+
+    def close(self) -> None:
+        """Nothing is noted any more. A second call does nothing."""
+
+
+class Hashed:
+    """Digests at the call."""
+
+    way: Final = AuditMethod.HASH
+
+    def __init__(self, late: Late, stop: Stop) -> None:
+        self._lengths: Final = late.length
+        nowhere = Sources.in_memory(late.address, late.length)
+        self._at_call: Final = hash_sources(nowhere, stop)
+
+    def torn(self, stored: Stored) -> Flags:
+        return self.differ(stored.digests)
+
+    def differ(self, stored: Digests) -> Flags:
+        """Return which storages have other digests than at the call."""
+        differs = np.ones(len(self._lengths), np.bool_)
+        differs[equal_storages(self._at_call, stored, self._lengths)] = False
+        return differs
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Watched:
+    """The kernel's word for big storages, digests for the others.
+
+    Others may have bytes in the first and the last page of a storage. What it has there itself is
+    kept, so where such a page was written, its digest at the call can still be told.
+    """
+
+    way: Final = AuditMethod.KERNEL
+
+    def __init__(self, late: Late, stop: Stop, watch: written.WriteWatch, big: Column) -> None:
+        """watch: of the storages in the rows ``big``, since before this is made."""
+        self._watch: Final = watch
+        self._big: Final = big
+        self._start: Final = late.address[big]
+        self._end: Final = self._start + late.length[big]
+        self._inner_start: Final = -(-self._start // written.PAGE) * written.PAGE
+        self._inner_end: Final = self._end // written.PAGE * written.PAGE
+        self._heads: Final = _kept(self._start, self._inner_start)
+        self._tails: Final = _kept(self._inner_end, self._end)
+        self._units: Final = unit_counts(late.length)
+        self._small: Final = np.setdiff1d(np.arange(len(late.length)), big)
+        self._rest: Final = Hashed(late.part(self._small), stop)
+
+    def torn(self, stored: Stored) -> Flags:
+        digests, runs = stored.digests, self._watch.written()
+        torn = np.zeros(len(self._units), np.bool_)
+        torn[self._small] = self._rest.differ(digests[self._rows_of(self._small)])
+        inside = written.meet(runs, self._inner_start, self._inner_end)
+        torn[self._big[inside]] = True
+        for number in np.flatnonzero(written.meet(runs, self._start, self._end) & ~inside).tolist():
+            row = self._big[number : number + 1]
+            torn[row] = not self._held(number, digests[self._rows_of(row)])
+        return torn
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _rows_of(self, storages: Column) -> Column:
+        return ranges((np.cumsum(self._units) - self._units)[storages], self._units[storages])
+
+    def _held(self, number: int, stored: Digests) -> bool:
+        """True if the units at the ends of a big storage were stored as they were. Its pages
+        inside are as they were."""
+        start, end = int(self._start[number]), int(self._end[number])
+        inner_start, inner_end = int(self._inner_start[number]), int(self._inner_end[number])
+        for unit in {0, (inner_end - start) // UNIT, len(stored) - 1} & set(range(len(stored))):
+            low, high = start + unit * UNIT, min(start + (unit + 1) * UNIT, end)
+            hasher = xxhash.xxh3_128(self._heads[number][low - start : high - start])
+            if (middle := max(low, inner_start)) < min(high, inner_end):
+                hasher.update(memory(middle, min(high, inner_end) - middle))
+            tail = slice(max(low - inner_end, 0), max(high - inner_end, 0))
+            hasher.update(self._tails[number][tail])
+            if hasher.digest() != stored[unit].tobytes():
+                return False
+        return True
+
+
+class Probed:
+    """Some bytes of each storage, and its count of changes, at the call."""
+
+    way: Final = AuditMethod.PROBE
+
+    def __init__(self, late: Late) -> None:
+        self._late: Final = late
+        count = -(-late.length // PROBE_EACH)
+        row = np.repeat(np.arange(len(count)), count)
+        each = (np.arange(len(row)) - (np.cumsum(count) - count)[row]) * PROBE_EACH
+        last = (late.length - 1) // PROBE * PROBE  # to the end: that may be all that is torn
+        rows = np.concatenate([row, np.arange(len(count))])
+        offset = np.concatenate([each, last])
+        length = np.minimum(PROBE, late.length[rows] - offset)
+        order = np.argsort(length, kind="stable")
+        self._row: Final = rows[order]
+        self._offset: Final = offset[order]
+        self._length: Final = length[order]
+        self._at_call: Final = self._now()
+        self._changes: Final = late.changes()
+
+    def torn(self, stored: Stored) -> Flags:
+        """What was stored out of sight (on a storage host) is taken to be what is here now."""
+        found = stored.bytes_of(self._row, self._offset, self._length)
+        different = (self._now() if found is None else found) != self._at_call
+        torn = np.zeros(len(self._late.length), np.bool_)
+        torn[np.repeat(self._row, self._length)[different]] = True
+        if len(self._changes):
+            torn |= self._late.changes() != self._changes
+        return torn
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _now(self) -> NDArray[np.uint8]:
+        return bytes_at(self._late.address[self._row] + self._offset, self._length)
+
+
+class Auditor:
+    """Audits the saves of one run, at the price that ``guard`` allows. For one thread at a time,
+    but ``use_huge_pages`` and ``close`` of an audit run on another."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard: Final = guard
+        self._last_s = time.monotonic()
+        self._bytes_per_s = 8e9
+        self._watch_s_per_byte = _UNKNOWN_S_PER_BYTE
+        self._dear: Late | None = None
+        self._made_huge = b""
+        self._said = False
+
+    def begin(self, late: Late, stop: Stop) -> Audit:
+        """Note what is there now. Raises ``StoppedError``."""
+        now_s = time.monotonic()
+        since_s, self._last_s = now_s - self._last_s, now_s
+        if self._guard == "probe":
+            return Probed(late)
+        limit_s = math.inf if self._guard == "exact" else max(PRICE_S, SHARE * since_s)
+        big = np.flatnonzero(late.length >= WATCHED_MIN)
+        hash_s = late.size / self._bytes_per_s
+        watch_s = self._watch_s(late, big)
+        if len(big) and watch_s <= min(hash_s, limit_s):
+            watched = self._watched(late, stop, big)
+            if watched is not None:
+                return watched
+        if hash_s <= limit_s:
+            return self._hashed(late, stop)
+        self._say(since_s, hash_s)
+        self._make_huge_soon(late.part(big))
+        return Probed(late)
+
+    def use_huge_pages(self, wanted: Callable[[], bool]) -> None:
+        """Ask for huge pages where watching is expensive, while ``wanted`` returns True, and for
+        ``HUGE_PAGES_S`` at most. Later audits then cost less. Blocks."""
+        late, until_s = self._dear, time.monotonic() + HUGE_PAGES_S
+        if late is None:
+            return
+        if written.make_huge(
+            late.address, late.length, lambda: wanted() and time.monotonic() < until_s
+        ):
+            self._dear, self._watch_s_per_byte = None, 0.0
+
+    def _watch_s(self, late: Late, big: Column) -> float:
+        """What watching costs training."""
+        small = late.size - late.part(big).size
+        return small / self._bytes_per_s + late.part(big).size * self._watch_s_per_byte
+
+    def _watched(self, late: Late, stop: Stop, big: Column) -> Watched | None:
+        part = late.part(big)
+        start = time.perf_counter()
+        watch = written.watch(part.address, part.length)
+        if watch is None:
+            return None
+        took_s = 2 * (time.perf_counter() - start)  # to end it costs as much
+        self._watch_s_per_byte = took_s / part.size
+        if took_s > PRICE_S / 2:
+            self._make_huge_soon(part)
+        return Watched(late, stop, watch, big)
+
+    def _make_huge_soon(self, part: Late) -> None:
+        """Have ``use_huge_pages`` ask for huge pages there, once."""
+        known = part.address.tobytes()
+        if known != self._made_huge and written.can_watch():
+            self._made_huge, self._dear = known, part
+
+    def _hashed(self, late: Late, stop: Stop) -> Hashed:
+        start = time.perf_counter()
+        audit = Hashed(late, stop)
+        if late.size >= _TIMED_MIN:
+            rate = late.size / (time.perf_counter() - start)
+            self._bytes_per_s = (self._bytes_per_s + rate) / 2
+        return audit
+
+    def _say(self, since_s: float, price_s: float) -> None:
+        if not self._said:
+            self._said = True
+            _log.debug(
+                "portus: saves %.2f s apart are audited with probes, because an exact audit "
+                "would take %.0f ms of each: probes may miss a write that no fence guards. "
+                "Save less often, or set guard='exact'. SaveStats.guard reports the way of "
+                "each save",
+                since_s,
+                price_s * 1e3,
+            )
+
+
+def _kept(start: Column, end: Column) -> list[bytes]:
+    """The bytes between each two addresses, as they are now."""
+    return [
+        bytes(memory(*each)) for each in zip(start.tolist(), (end - start).tolist(), strict=True)
+    ]

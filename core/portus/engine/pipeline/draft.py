@@ -1,0 +1,83 @@
+"""A version that is being made: where the bytes of one save go, until the commit or ``release``.
+
+This is the seam between a save and the place that it goes to. ``Save`` decides what is copied,
+what is shared, and whether it still counts; a draft places bytes, and makes them a version.
+``FileDraft`` does it in a directory, and ``PoolDraft`` in a pool that this process writes. The
+client of a storage host has another one, and on that host it is a ``PoolDraft`` again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.segments import Digests, Stop
+from portus.engine.pipeline.plan import Column, Feed, Previous
+from portus.engine.spec import VersionInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What a version says of itself, besides its bytes. ``inexact``, ``metrics``: see
+    ``VersionInfo``."""
+
+    model: str
+    step: int
+    token: bytes
+    layout: bytes
+    tree: bytes
+    inexact: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class CommittedVersion(Protocol):
+    """What a commit made."""
+
+    @property
+    def info(self) -> VersionInfo:
+        """What it is."""
+
+
+class Draft(Protocol):
+    """See the module. One thread at a time; ``release`` may be called by any, and again.
+
+    All raise what the place raises: ``MediumError``, ``TransportError``, ``StoppedError``.
+    """
+
+    @property
+    def name(self) -> str:
+        """The place, for messages."""
+
+    @property
+    def bounced_bytes(self) -> int:
+        """Bytes so far that did not go straight from where they lie to the pool."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what was copied so far that were in their places already."""
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        """Place storages, by index, and copy them from their addresses; what was stored."""
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        """The same for storages that have no addresses."""
+
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
+        """Let the version reach the bytes that ``before`` has for these storages, if they are
+        still there and are those at ``address``. False: nothing changed; copy them."""
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Bytes of storages that were copied or shared, a short piece at each offset, end to end;
+        None if they are out of sight."""
+
+    def commit(
+        self, labels: Labels, before: Previous | None, retire: Collection[int]
+    ) -> CommittedVersion:
+        """Persist and commit. ``retire``: versions to let go of in the same commit."""
+
+    def release(self) -> None:
+        """Give up what is not committed. Raises nothing."""

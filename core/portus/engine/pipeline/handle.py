@@ -1,0 +1,158 @@
+"""What the caller of save receives: a handle on one save, and its cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from portus.engine.media import calls
+from portus.engine.spec import VersionInfo
+from portus.errors import PortusError
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """The cost of one save. Times are in seconds, sizes in bytes.
+
+    ``call_s``: the duration of the call of save, including the wait for a place in the queue
+    (``queue_s``). ``fence_s``: how long optimizers and other writers waited for the copy; threads
+    that wait at the same time each count. ``copy_s``: hashing and copying, in whichever thread.
+    ``commit_s``: persists and index. ``total_s``: from the start of the call to the commit; 0 until
+    then. ``state_bytes``: all storages; of these, ``copied_bytes`` were written and
+    ``shared_bytes`` found in an older version, or in the removed file whose space is used again.
+    ``hashed_bytes``: hashed before the copy, to find unchanged storages. ``bounced_bytes``: of the
+    bytes copied to a storage host, those that went through a buffer or a socket, not straight from
+    memory to pool. ``guard``: what verified that late copies are the state at the call: the
+    "kernel" or a "hash", which are exact, or a "probe"; "" if nothing was copied late.
+    ``inexact_bytes``: storages that another process wrote during the copy; the version has the
+    copied bytes. ``mirror_lag_s``: at the commit, the age of the newest mirrored version; None
+    without a mirror, and before it has any version.
+    """
+
+    call_s: float = 0.0
+    queue_s: float = 0.0
+    fence_s: float = 0.0
+    copy_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    state_bytes: int = 0
+    copied_bytes: int = 0
+    shared_bytes: int = 0
+    hashed_bytes: int = 0
+    bounced_bytes: int = 0
+    inexact_bytes: int = 0
+    guard: str = ""
+    mirror_lag_s: float | None = None
+
+    @property
+    def blocked_s(self) -> float:
+        """How long training waited: ``call_s`` plus ``fence_s``.
+
+        This is less than ``total_s``, unless several threads wait at the fence, or a synchronous
+        call also makes room for the next save after its commit. It does not include the processor
+        time of copying in the background.
+        """
+        return self.call_s + self.fence_s
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers that loggers and trackers receive for one save, by name;
+        ``docs/statistics.md`` explains each."""
+        lag = {} if self.mirror_lag_s is None else {"portus/mirror_lag_s": self.mirror_lag_s}
+        return {
+            **lag,
+            "portus/blocked_ms": self.blocked_s * 1e3,
+            "portus/fence_ms": self.fence_s * 1e3,
+            "portus/total_ms": self.total_s * 1e3,
+            "portus/save_gb_per_s": self.state_bytes / 1e9 / self.total_s if self.total_s else 0.0,
+            "portus/copied_gb": self.copied_bytes / 1e9,
+            "portus/shared_gb": self.shared_bytes / 1e9,
+        }
+
+
+class SavePending(Protocol):
+    """The part of a save that a handle uses."""
+
+    @property
+    def stats(self) -> SaveStats: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def error(self) -> PortusError | None: ...
+
+    def result(self, timeout_s: float | None) -> VersionInfo: ...
+
+    def join(self) -> None: ...
+
+
+class RefusedSave:
+    """A save that never began; ``error`` is the reason."""
+
+    over: Final = True
+
+    def __init__(self, error: PortusError, stats: SaveStats) -> None:
+        self.error: Final = error
+        self.stats: Final = stats
+        self.reported = False
+
+    def join(self) -> None:
+        """Return at once: a save that never began is over."""
+
+    def result(self, timeout_s: float | None) -> VersionInfo:
+        """Raises ``error``."""
+        self.reported = True
+        raise self.error
+
+
+class SaveHandle:
+    """One save, from its call on."""
+
+    def __init__(self, save: SavePending) -> None:
+        self._save = save
+
+    @property
+    def of(self) -> SavePending:
+        """The save. For Portus itself."""
+        return self._save
+
+    def _wait_nested(self, timeout: float | None = None) -> VersionInfo:
+        if not self._save.over:
+            raise calls.refused("wait for a save")
+        return self._save.result(0)
+
+    @calls.entry_or(_wait_nested)
+    def wait(self, timeout: float | None = None) -> VersionInfo:
+        """Block until the version is durable, and return it.
+
+        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and the
+        error of a failed save: ``MediumError``, ``AbandonedError`` and others; older versions stay
+        loadable. In a signal handler that interrupted Portus, raises ``UsageError`` if the save is
+        not over.
+        """
+        return self._save.result(timeout)
+
+    def _join_nested(self) -> None:
+        """Nothing can be waited for."""
+
+    @calls.entry_or(_join_nested)
+    def join(self) -> None:
+        """Block until the save is over. Raises nothing; ``committed`` tells how it ended, and a
+        failure will still be reported. In a signal handler that interrupted Portus, returns at
+        once."""
+        self._save.join()
+
+    @property
+    def done(self) -> bool:
+        """True when the save is over: committed, failed or given up."""
+        return self._save.over
+
+    @property
+    def committed(self) -> bool:
+        """True when the version is durable."""
+        return self._save.over and self._save.error is None
+
+    @property
+    def stats(self) -> SaveStats:
+        """The cost of the save so far."""
+        return self._save.stats

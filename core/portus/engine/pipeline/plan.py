@@ -1,0 +1,93 @@
+"""What one save is made of, and where its bytes go, before a byte moves. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from portus.engine.copying.segments import Digests
+
+Column = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Memory of a device: its number, and the address there. ``owner``: the object whose life is
+    that of the memory."""
+
+    device: int
+    address: int
+    owner: object
+
+
+class Feed(Protocol):
+    """A storage that has no address here (it is on a device), fetched a unit at a time."""
+
+    @property
+    def there(self) -> OnDevice:
+        """Where a network card finds it, after ``await_device``."""
+
+    def await_device(self) -> None:
+        """Return when the device has carried out what the storage's bytes come from."""
+
+    def units(self) -> AbstractContextManager[Iterator[tuple[int, int]]]:
+        """(address, length) of each unit (16 MiB, the last one shorter) in host memory, in order.
+
+        A unit is valid until the next one is asked for. When the last one was handed out, the
+        device's memory is not read any more.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state at the call of save, as the pipeline sees it.
+
+    ``address`` and ``length``: of each storage, in this process, in bytes (address 0 if empty or
+    fed). ``late``: the storage stays as it is until the fence lets go, so it may be copied late;
+    the others are copied before the save returns. ``steady``: it probably equals what the
+    version before holds, so it is hashed before anything is copied. ``guarded``: the data
+    pointers of the late ones, by which a fence knows them. ``feeds``: by index, those on a
+    device. ``alive``: held until the save is over, so that no address is used again. ``owners``:
+    the object of each storage whose life is that of its memory; empty: nobody says. ``changes``:
+    a count for each storage, which grows with the writes to it that are counted. ``exposed``: the
+    indices of those in memory that other processes may have too; none of them is late.
+    ``metrics``: what the version is saved with, see ``VersionInfo``.
+    """
+
+    model: str
+    step: int
+    token: bytes
+    tree: bytes
+    layout: bytes
+    address: Column
+    length: Column
+    late: Flags
+    steady: Flags
+    guarded: frozenset[int] = frozenset()
+    feeds: Mapping[int, Feed] = field(default_factory=dict)
+    changes: Callable[[], Column] | None = None
+    alive: object = None
+    owners: Sequence[object] = ()
+    exposed: Column = field(default_factory=lambda: np.empty(0, np.int64))
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Previous(Protocol):
+    """The newest committed version of the same model, as far as a save compares its storages."""
+
+    @property
+    def length(self) -> Column:
+        """The bytes of each storage."""
+
+    @property
+    def may_share(self) -> Flags:
+        """True for each storage that another version may share."""
+
+    def digests(self, indices: Column) -> Digests:
+        """Return the digests of the units of some storages."""

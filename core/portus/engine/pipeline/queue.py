@@ -1,0 +1,293 @@
+"""One queue, one worker (V5): saves and removals happen in the order in which they were asked for.
+
+One save in flight and one queued; more if they are small, but of two steps of one training at most,
+which a kill loses. The next call waits. The worker thread is started by the first work and ends
+when there has been none for a while, so an idle program has no thread of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Final, Protocol
+
+from portus.engine.pipeline.waiting import Changed
+from portus.errors import UsageError
+
+SAVES_MAX: Final = 2
+"""Saves that are not over yet: one in flight, one queued."""
+
+_IDLE_S: Final = 10.0
+_NEWS_S: Final = 10.0
+
+_log: Final = logging.getLogger("portus")
+
+
+class Work(Protocol):
+    """A save, a removal. ``run`` keeps its own errors; ``fail`` ends it when ``run`` did not;
+    ``hurry`` is told that somebody waits for it, before or while it runs."""
+
+    def run(self) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def hurry(self) -> None: ...
+
+
+class Chore:
+    """Work that nobody waits for, and that needs no cleaning up."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing to end."""
+
+    def hurry(self) -> None:
+        """Do nothing: the work takes no longer than it must."""
+
+
+class Turn:
+    """A place for one save of ``size`` bytes, of the thread that asks for it. Given back by the
+    worker once its work is over, or by ``dismiss``.
+
+    saver, step: who saves, and of which step: of each saver ``SAVES_MAX`` steps have places.
+    """
+
+    def __init__(self, size: int = 0, saver: object = None, step: int = 0) -> None:
+        self.size: Final = size
+        self.saver: Final = saver
+        self.step: Final = step
+        self.by: Final = threading.current_thread()
+
+
+class Queue:
+    """Runs work one after another on a thread of its own.
+
+    Ctrl-C may come out of any call. Then work is either put, and will run, or it is not; places
+    are objects, not a count, so that giving one back twice or too early does no harm. The lock is
+    entered by itself: ``with`` on a ``Condition`` may be left holding it.
+    """
+
+    def __init__(self, name: str, bytes_max: int = 0) -> None:
+        """bytes_max: more than ``SAVES_MAX`` saves have places if they have no more bytes."""
+        self._name: Final = name
+        self._bytes_max: Final = bytes_max
+        self._lock: Final = threading.RLock()
+        self._changed: Final = Changed(self._lock)
+        self._waiting: deque[tuple[Work, Turn | None]] = deque()
+        self._turns: set[Turn] = set()
+        self._running: Work | None = None
+        self._running_on: Turn | None = None
+        self._running_by: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def admit(self, turn: Turn, timeout_s: float | None = None) -> bool:
+        """Take one of the places for saves; waits for one. False if time ran out. Raises
+        ``UsageError`` once it is closed."""
+        with self._lock:
+            self._check_open()
+            if not self._has_place(turn):
+                self._hurry(1)
+            if not self._changed.wait_for(
+                lambda: self._closing or self._has_place(turn), timeout_s
+            ):
+                return False
+            self._check_open()
+            self._turns.add(turn)
+            return True
+
+    def _has_place(self, turn: Turn) -> bool:
+        if len(self._turns) < SAVES_MAX:
+            return True
+        steps = {each.step for each in self._turns if each.saver is turn.saver}
+        if len(steps | {turn.step}) > SAVES_MAX:
+            return False
+        total = sum(each.size for each in self._turns) + turn.size
+        return self._bytes_max > 0 and total <= self._bytes_max
+
+    def dismiss(self, turn: Turn) -> bool:
+        """Give the place back, if it was taken. False if work was put on it: that will run."""
+        with self._lock:
+            if any(own is turn for _, own in self._waiting) or turn is self._running_on:
+                return False
+            self._turns.discard(turn)
+            self._changed.notify_all()
+            return True
+
+    def put(self, work: Work, turn: Turn | None = None) -> None:
+        """Run ``work`` after all that was put before. ``turn``: what a save was admitted to.
+
+        Returns at once; but where no thread can be started any more (the interpreter is ending)
+        it runs everything here.
+        """
+        with self._lock:
+            self._waiting.append((work, turn))
+            self._changed.notify_all()
+        self._see_to_it()
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left to do; False if time ran out."""
+        self._see_to_it()
+        with self._lock:
+            self._hurry()
+            return self._changed.wait_for(self.idle, timeout_s)
+
+    def catch_up(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was put so far is over, whatever is put meanwhile; False if time ran
+        out."""
+        self._see_to_it()
+        with self._lock:
+            self._hurry()
+            asked = self._left()
+            return self._changed.wait_for(
+                lambda: not any(each is work for each in self._left() for work in asked), timeout_s
+            )
+
+    def put_all(self, saver: object, timeout_s: float) -> bool:
+        """Wait until no other thread is in a save of ``saver``; False if time ran out."""
+        with self._lock:
+            return self._changed.wait_for(lambda: self._has_put_all(saver), timeout_s)
+
+    def has_more(self) -> bool:
+        """True if something waits behind what runs now, or a save is about to."""
+        return bool(self._waiting) or len(self._turns) > 1
+
+    def idle(self) -> bool:
+        """True if nothing is left to do."""
+        with self._lock:
+            return not self._waiting and self._running is None
+
+    def close(self) -> None:
+        """Admit nobody any more, finish what was admitted and put, and end the thread. Says every
+        ten seconds that it waits."""
+        self._closing = True
+        try:
+            self._finish()
+        except BaseException:  # Ctrl-C
+            self._closing = False
+            raise
+
+    def _finish(self) -> None:
+        start = time.monotonic()
+        with self._lock:
+            self._hurry()
+            self._changed.notify_all()
+            while not self._changed.wait_for(self._has_put_all, _NEWS_S):
+                self._say_since(start)
+        self._see_to_it()
+        if self.on_worker():
+            return
+        with self._lock:
+            thread = self._thread
+            # Not by join: Ctrl-C in it makes Python take a thread for ended that still runs.
+            while not self._changed.wait_for(self._has_ended, _NEWS_S):
+                self._say_since(start)
+        if thread is not None:
+            thread.join()
+
+    def _has_ended(self) -> bool:
+        return self._thread is None and self._running is None and not self._waiting
+
+    def _has_put_all(self, saver: object = None) -> bool:
+        """True if no other thread is in a save: between its admission and its work. saver: whose;
+        None: anybody's."""
+        placed = {own for _, own in self._waiting} | {self._running_on}
+        here = threading.current_thread()
+        left = [each for each in self._turns - placed if saver in (None, each.saver)]
+        return not any(turn.by is not here and turn.by.is_alive() for turn in left)
+
+    def _say_since(self, start: float) -> None:
+        waited = time.monotonic() - start
+        _log.warning(
+            "%s: still finishing saves after %.0f s. If this goes on, look at the disk, or the "
+            "storage host, that they go to",
+            self._name,
+            waited,
+        )
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise UsageError("this Checkpointer is closed")
+
+    def on_worker(self) -> bool:
+        """True in the thread that works now."""
+        return threading.current_thread() in (self._thread, self._running_by)
+
+    def _see_to_it(self) -> None:
+        """Have a thread if there is work for it. Ctrl-C may have come before one was started."""
+        with self._lock:
+            alive = self._thread is not None and self._thread.is_alive()
+            if alive or not self._waiting or self.on_worker():
+                return
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = thread
+            try:
+                thread.start()
+                return
+            except RuntimeError:
+                self._thread = None
+        self._work()
+
+    def _hurry(self, first: int | None = None) -> None:
+        """Tell work that somebody waits for it: the ``first`` so many, all by default."""
+        for work in self._left()[:first]:
+            work.hurry()
+
+    def _left(self) -> list[Work]:
+        """What is not over: the first of it runs, perhaps."""
+        running = [] if self._running is None else [self._running]
+        return [*running, *(work for work, _ in self._waiting)]
+
+    def _work(self) -> None:
+        try:
+            while (next_work := self._next()) is not None:
+                self._run(*next_work)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _run(self, work: Work, turn: Turn | None) -> None:
+        error: BaseException = RuntimeError("the worker thread ended")
+        try:
+            work.run()
+        except BaseException as unexpected:  # a thread's top: kept in the work, never lost
+            error = unexpected
+            if not isinstance(unexpected, Exception):
+                raise
+        finally:
+            work.fail(error)  # changes nothing if it is over already
+            with self._lock:
+                self._end(turn)
+
+    def _end(self, turn: Turn | None) -> None:
+        self._running = self._running_on = self._running_by = None
+        if turn is not None:
+            self._turns.discard(turn)
+        self._changed.notify_all()
+
+    def _give_up(self, error: BaseException) -> None:
+        """The thread is dying: nothing that waits for it may wait for ever."""
+        with self._lock:
+            left, self._waiting = self._waiting, deque()
+            self._thread = None
+            self._changed.notify_all()
+            for _, turn in left:
+                self._end(turn)
+        for work, _ in left:
+            work.fail(error)
+
+    def _next(self) -> tuple[Work, Turn | None] | None:
+        """The next work; None ends the thread. Never while other work runs."""
+        with self._lock:
+            if threading.current_thread() is self._thread:
+                self._changed.wait_for(lambda: bool(self._waiting) or self._closing, _IDLE_S)
+            self._changed.wait_for(lambda: self._running is None)
+            if not self._waiting:
+                if threading.current_thread() is self._thread:
+                    self._thread = None
+                    self._changed.notify_all()
+                return None
+            self._running, self._running_on = self._waiting.popleft()
+            self._running_by = threading.current_thread()
+            return self._running, self._running_on

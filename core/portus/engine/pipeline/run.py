@@ -1,0 +1,456 @@
+"""One save, from the call to the commit.
+
+    PLANNED -> COPYING -> COPIED -> COMMITTED
+        \\________\\__________\\_____-> FAILED (also: given up)
+
+The caller's thread plans and copies what may not wait (``copy_now``); the worker copies the rest,
+audits, persists and commits (``run``). A fence waits for COPIED (``release``), and gives the save
+up when its time runs out: from then on the save never commits. Each change of stage is made
+under one lock, so that a save is either copied before the fence lets go or given up, never both.
+
+The audit (V7) tells, once the copy has ended and before the fence opens, which storages were not
+stored as they were at the call. One such storage voids the save.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import hash_sources
+from portus.engine.copying.segments import Digests, Sources, Stop, equal_storages, ranges
+from portus.engine.format.checksum import unit_counts
+from portus.engine.media import calls
+from portus.engine.pipeline.audit import Audit, Late, no_changes
+from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
+from portus.engine.pipeline.handle import SaveStats
+from portus.engine.pipeline.plan import Column, Flags, Previous, Snapshot
+from portus.engine.pipeline.waiting import Changed
+from portus.engine.spec import VersionInfo
+from portus.errors import AbandonedError, PortusError
+
+_LEAVE_S: Final = 1.0
+"""The longest that a writer waits, after a save was given up, for the copier to stop reading."""
+
+
+class Stage(enum.IntEnum):
+    """How far a save is. Order matters: from COPIED on the source is not read any more."""
+
+    PLANNED = 0
+    COPYING = 1
+    COPIED = 2
+    COMMITTED = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What a save asks of whoever started it.
+
+    ``retire``: versions to let go of in the same commit. ``describe``: the name of a storage,
+    for messages. ``audit``: notes what is there of the late storages; None: no audit.
+    ``committed``: told after the commit, before anybody who waits, with which storages equalled
+    those of the version before (or the hint that was given, if there was none to compare with).
+    ``guilty``: told the addresses of storages that an audit found torn. ``changed``: told the
+    indices of storages that another process wrote while they were copied. Nothing here may hold on
+    to the state.
+    """
+
+    retire: Callable[[], Collection[int]] = tuple
+    describe: Callable[[int], str] = str
+    audit: Callable[[Late, Stop], Audit | None] = lambda late, stop: None
+    committed: Callable[[CommittedVersion, Flags], None] = lambda version, steady: None
+    guilty: Callable[[Sequence[int]], None] = lambda indices: None
+    changed: Callable[[Sequence[int]], None] = lambda indices: None
+
+
+class Save:
+    """One save in flight, into ``draft``. ``before``: asked for the model's newest version."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        draft: Draft,
+        before: Callable[[], Previous | None],
+        policy: Policy,
+    ) -> None:
+        self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
+        self.reported = False
+        """True once somebody was told why it failed."""
+        self.is_in_doubt = False
+        """Of a save that failed: True if its commit had begun, so that its version may be there."""
+        self.token: Final = snapshot.token
+        self.step: Final = snapshot.step
+        self.model: Final = snapshot.model
+        self.metrics: Final = snapshot.metrics
+        self._snapshot = snapshot
+        self._steady = snapshot.steady
+        self._draft: Final = draft
+        self._before: Final = before
+        self._policy: Final = policy
+        self._lock: Final = threading.RLock()
+        # Two, so that who waits for the end is woken once: each time takes Python's lock from the
+        # worker.
+        self._copied: Final = Changed(self._lock)
+        self._ended: Final = Changed(self._lock)
+        self._stop: Final = Stop(awaited=False)
+        self._stage = Stage.PLANNED
+        self._reading = False
+        self._error: PortusError | None = None
+        self._info: VersionInfo | None = None
+        self._stored: list[tuple[Column, Digests]] = []
+        self._audit: Audit | None = None
+        self._born = time.perf_counter()
+        self.storages: Final = snapshot.guarded
+
+    # The caller's thread.
+
+    def copy_now(self) -> None:
+        """Copy what may change as soon as this returns. Raises ``MediumError`` (no space), and
+        the save is over then."""
+        late = self._snapshot.late
+        if self._comparable() is not None:
+            self._steady = np.zeros(len(late), np.bool_)
+        self._stop.awaited = True
+        try:
+            self._audit = self._begin_audit()
+            self._stats.guard = self._audit.way.value if self._audit is not None else ""
+            self._copy(np.flatnonzero(~late))
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._stop.awaited = False
+
+    # The worker's thread.
+
+    def run(self) -> None:
+        """Copy the rest, audit, commit. What goes wrong is kept for ``result``."""
+        try:
+            self._advance(Stage.COPYING)
+            try:
+                self._copy(np.flatnonzero(self._snapshot.late))
+                self._end_audit()
+            finally:
+                self._stop_reading()
+            self._advance(Stage.COPIED)
+            self._commit()
+        except PortusError as error:
+            self.fail(error)
+
+    def asked_at(self, moment_s: float) -> None:
+        """The call of save began at ``moment_s``, by ``time.perf_counter``, before this was made:
+        ``total_s`` counts from there."""
+        with self._lock:
+            earlier_s = max(0.0, self._born - moment_s)
+            self._born -= earlier_s
+            if self._stats.total_s:
+                self._stats.total_s += earlier_s
+
+    def fail(self, error: BaseException) -> None:
+        """The save is over, without a version. Changes nothing if it was over before."""
+        with self._lock:
+            if self._stage < Stage.COMMITTED:
+                self._stage = Stage.FAILED
+                self._error = error if isinstance(error, PortusError) else _unexpected(error)
+            self._copied.notify_all()
+            self._ended.notify_all()
+        self._let_go()
+
+    # Any thread.
+
+    def hurry(self) -> None:
+        """Note that somebody waits: the save may take a second processor from the training."""
+        self._stop.awaited = True
+
+    def release(self, timeout_s: float) -> bool:
+        """Wait until the sources may change; False if time ran out and the save was given up."""
+        start = time.perf_counter()
+        try:
+            return self._released(timeout_s)
+        finally:
+            self._stats.fence_s += time.perf_counter() - start
+
+    def _released(self, timeout_s: float) -> bool:
+        with self._lock:
+            self.hurry()
+            if self._copied.wait_for(lambda: self._stage >= Stage.COPIED, timeout_s):
+                return True
+            self._stage = Stage.FAILED
+            self._error = AbandonedError(
+                f"save of step {self._snapshot.step} given up: its copy did not finish within "
+                f"the fence_timeout of {timeout_s:g} s ({self._stop.done} of "
+                f"{self._stats.state_bytes} bytes done). Older versions are untouched; check "
+                f"the medium {self._draft.name}"
+            )
+            self._stop.set()
+            self._copied.notify_all()
+            self._ended.notify_all()
+            # The copier sees the stop within milliseconds. Until then it reads memory that the
+            # caller may be about to free (a resize); but a stuck medium may hold it for ever.
+            self._copied.wait_for(lambda: not self._reading, _LEAVE_S)
+            return False
+
+    @property
+    def over(self) -> bool:
+        """True when it is committed, failed or given up."""
+        return self._stage >= Stage.COMMITTED
+
+    @property
+    def stats(self) -> SaveStats:
+        """What it cost so far."""
+        return self._stats
+
+    @property
+    def error(self) -> PortusError | None:
+        """Why it failed, if it did."""
+        return self._error
+
+    @calls.marked
+    def join(self) -> None:
+        """See ``SaveHandle.join``."""
+        with self._lock:
+            self.hurry()
+            self._ended.wait_for(lambda: self.over)
+
+    @calls.marked
+    def result(self, timeout_s: float | None) -> VersionInfo:
+        """See ``SaveHandle.wait``."""
+        with self._lock:
+            if timeout_s != 0:
+                self.hurry()
+            if not self._ended.wait_for(lambda: self.over, timeout_s):
+                raise TimeoutError(
+                    f"save of step {self._snapshot.step}: not durable within {timeout_s:g} s"
+                )
+            if self._error is not None:
+                self.reported = True
+                raise self._error
+        assert self._info is not None
+        return self._info
+
+    # Copying.
+
+    def _copy(self, indices: Column) -> None:
+        if not len(indices):
+            return
+        start = time.perf_counter()
+        rest = self._share(indices)
+        ways = np.zeros(len(self._snapshot.length), np.int8)
+        ways[self._snapshot.exposed] = 1
+        ways[list(self._snapshot.feeds)] = 2
+        moves = (self._copy_from_here, self._copy_exposed, self._copy_from_feeds)
+        for way, move in enumerate(moves):
+            some = rest[ways[rest] == way]
+            if len(some):
+                move(some)
+        self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
+        self._stats.bounced_bytes = self._draft.bounced_bytes
+        self._stats.copy_s += time.perf_counter() - start
+
+    def _copy_from_here(self, indices: Column) -> None:
+        address = self._snapshot.address[indices]
+        self._note(indices, self._draft.copy(indices, address, self._stop))
+
+    def _copy_exposed(self, indices: Column) -> None:
+        """No fence keeps another process out. What was copied counts; if the source is not the same
+        any more, it may be of several moments."""
+        self._copy_from_here(indices)
+        address, lengths = self._snapshot.address[indices], self._snapshot.length[indices]
+        found = hash_sources(Sources.in_memory(address, lengths), self._stop)
+        equal = equal_storages(found, self._digests_of(indices), lengths)
+        changed = np.delete(indices, equal)
+        if len(changed):
+            self._stats.inexact_bytes += int(self._snapshot.length[changed].sum())
+            self._policy.changed(changed.tolist())
+
+    def _copy_from_feeds(self, indices: Column) -> None:
+        feeds = [self._snapshot.feeds[index] for index in indices.tolist()]
+        self._note(indices, self._draft.copy_fed(indices, feeds, self._stop))
+
+    def _note(self, indices: Column, digests: Digests) -> None:
+        self._stored.append((indices, digests))
+        self._note_steady(indices, digests)
+
+    # Sharing.
+
+    def _comparable(self) -> Previous | None:
+        """The version before, if it has as many storages."""
+        before = self._before()
+        fits = before is not None and len(before.length) == len(self._snapshot.length)
+        return before if fits else None
+
+    def _share(self, indices: Column) -> Column:
+        """Share what equals the version before, and return the rest."""
+        before, snapshot = self._comparable(), self._snapshot
+        if before is None:
+            return indices
+        fits = (
+            snapshot.steady[indices]
+            & (before.length[indices] == snapshot.length[indices])
+            & before.may_share[indices]
+            & (snapshot.address[indices] != 0)
+        )
+        candidates = indices[fits]
+        if not len(candidates):
+            return indices
+        equal = candidates[self._find_equal(before, candidates)]
+        if not len(equal):
+            return indices
+        self._steady[equal] = True
+        self._stored.append((equal, before.digests(equal)))
+        self._stats.shared_bytes += int(snapshot.length[equal].sum())
+        return np.setdiff1d(indices, equal)
+
+    def _find_equal(self, before: Previous, candidates: Column) -> Column:
+        """Positions of candidates that have the same digests and the same bytes; reached then."""
+        lengths = self._snapshot.length[candidates]
+        address = self._snapshot.address[candidates]
+        self._stats.hashed_bytes += int(lengths.sum())
+        found = hash_sources(Sources.in_memory(address, lengths), self._stop)
+        equal = equal_storages(found, before.digests(candidates), lengths)
+        if not len(equal):
+            return equal
+        # Equal digests are not enough: rot in the stored bytes would be shared, and reported late.
+        same = self._draft.share(before, candidates[equal], address[equal], self._stop)
+        return equal if same else equal[:0]
+
+    def _note_steady(self, indices: Column, digests: Digests) -> None:
+        """Remember what was copied although it had not changed: next time it is hashed first."""
+        before = self._comparable()
+        if before is None:
+            return
+        lengths = self._snapshot.length[indices]
+        if not np.array_equal(lengths, before.length[indices]):
+            return
+        equal = equal_storages(digests, before.digests(indices), lengths)
+        self._steady[indices[equal]] = True
+
+    # The audit.
+
+    def _begin_audit(self) -> Audit | None:
+        late = self._late_here()
+        return self._policy.audit(self._late(late), self._stop) if len(late) else None
+
+    def _end_audit(self) -> None:
+        """Raise ``AbandonedError`` if a late storage was not stored as it was at the call."""
+        if self._audit is None:
+            return
+        late = self._late_here()
+        torn = late[self._audit.torn(_Stored(late, self._digests_of(late), self._draft))]
+        if len(torn):
+            self._policy.guilty(self._snapshot.address[torn].tolist())
+            raise AbandonedError(self._verdict(torn.tolist()))
+
+    def _late(self, rows: Column) -> Late:
+        snapshot = self._snapshot
+        changes = snapshot.changes
+        return Late(
+            snapshot.address[rows],
+            snapshot.length[rows],
+            (lambda: changes()[rows]) if changes is not None else no_changes,
+        )
+
+    def _digests_of(self, indices: Column) -> Digests:
+        """The unit digests that were stored for some storages."""
+        lengths = self._snapshot.length
+        units = np.zeros((int(unit_counts(lengths).sum()), 16), np.uint8)
+        first = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
+        for placed, digests in self._stored:
+            units[ranges(first[placed], unit_counts(lengths[placed]))] = digests
+        return units[ranges(first[indices], unit_counts(lengths[indices]))]
+
+    def _late_here(self) -> Column:
+        """Late storages with an address in this process."""
+        snapshot = self._snapshot
+        return np.flatnonzero(snapshot.late & (snapshot.address != 0))
+
+    def _verdict(self, guilty: list[int]) -> str:
+        names = [self._policy.describe(index) for index in guilty[:3]]
+        more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
+        return (
+            f"save of step {self._snapshot.step} given up: {', '.join(names)}{more} changed "
+            "while being saved, by a writer that no fence guards. The next save copies them, "
+            "and the rest of the same optimizer, before it returns; later saves copy them in "
+            "the background again. Older versions are untouched"
+        )
+
+    # The end.
+
+    def _commit(self) -> None:
+        start = time.perf_counter()
+        snapshot = self._snapshot
+        labels = Labels(
+            model=snapshot.model,
+            step=snapshot.step,
+            token=snapshot.token,
+            layout=snapshot.layout,
+            tree=snapshot.tree,
+            inexact=self._stats.inexact_bytes > 0,
+            metrics=self.metrics,
+        )
+        self._stats.copied_bytes -= self._draft.kept_bytes
+        self._stats.shared_bytes += self._draft.kept_bytes
+        self.is_in_doubt = True
+        committed = self._draft.commit(labels, self._before(), self._policy.retire())
+        self._stats.commit_s = time.perf_counter() - start
+        with self._lock:
+            self._stats.total_s = time.perf_counter() - self._born
+        self._let_go()
+        self._policy.committed(committed, self._steady)
+        with self._lock:
+            self._info = committed.info
+            self._stage = Stage.COMMITTED
+            self._ended.notify_all()
+
+    def _advance(self, stage: Stage) -> None:
+        with self._lock:
+            if self._stage is Stage.FAILED:
+                raise self._error or AbandonedError("given up")
+            self._stage = stage
+            self._reading = stage is Stage.COPYING
+            if stage is Stage.COPIED:
+                self._forget_sources()
+            self._copied.notify_all()
+
+    def _stop_reading(self) -> None:
+        if self._audit is not None:
+            self._audit.close()
+        with self._lock:
+            self._reading = False
+            self._copied.notify_all()
+
+    def _forget_sources(self) -> None:
+        """The caller's memory is not read any more: do not keep it alive."""
+        self._snapshot = replace(self._snapshot, alive=None, owners=(), feeds={}, changes=None)
+
+    def _let_go(self) -> None:
+        """The end of ``run``, however it ended."""
+        self._stop_reading()
+        self._forget_sources()
+        self._draft.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a draft has of the late storages ``index``, as the audit wants it."""
+
+    index: Column
+    digests: Digests
+    draft: Draft
+
+    def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        return self.draft.stored(self.index[row], offset, length)
+
+
+def _unexpected(error: BaseException) -> PortusError:
+    wrapped = AbandonedError(f"save given up: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

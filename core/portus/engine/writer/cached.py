@@ -1,0 +1,159 @@
+"""``CachedWay``: an image is written through the page cache, and the disk has it later.
+
+For a spare, whose pages are in memory, it costs little more than a copy to memory, and the fence
+opens before the disk has anything. So it does on tmpfs. And it is what every file system can do:
+with writes, from a small buffer that stays warm. ``MappedWay`` copies to the pages themselves.
+
+What a spare has already is not written again: the frozen part of a model, say. Bytes are compared
+with the file, not with what is remembered of it: others may have written to it while it had a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import BATCH, FIRST, Engine
+from portus.engine.copying.segments import Column, Crcs, Digests, Segments, Stop
+from portus.engine.image.image import Image, Literal
+from portus.engine.media import linux
+from portus.engine.media.addresses import AddressRange
+from portus.engine.media.file_calls import fill_holes, write_all
+from portus.engine.spec import Extent
+from portus.engine.writer.ring import RingTasks, StagingRing
+from portus.engine.writer.ways import Way
+
+COMPARED_MIN: Final = 64 << 10
+"""Bytes of a unit from which a look into the spare pays."""
+
+_SPARSE: Final = 4
+"""So many times as much of the file as is copied is not worth mapping."""
+
+
+class CachedWay:
+    """The way into the open file ``number``. volatile: it is in memory alone. is_spare: it has old
+    bytes. ``kept``: how many of these were what was to be written, and are left alone."""
+
+    kind: Final = Way.CACHED
+
+    def __init__(
+        self, number: int, image: Image, ring: StagingRing, *, volatile: bool, is_spare: bool
+    ) -> None:
+        self._tasks: Final = RingTasks(ring)
+        self._number: Final = number
+        self._size: Final = image.size
+        self._volatile: Final = volatile
+        self._is_spare: Final = is_spare
+        self._kept: Final = ctypes.c_int64(0)
+
+    @property
+    def kept(self) -> int:
+        """See the class."""
+        return self._kept.value
+
+    def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:
+        """Runs of the file for bytes at ``offset``: as they are."""
+        return offset, length
+
+    def move(
+        self, engine: Engine, segments: Segments, digests: Digests, crcs: Crcs, stop: Stop
+    ) -> None:
+        """Copy segments, each a unit, to their offsets."""
+        seem = self._seem_there(segments)
+        for some, move in ((~seem, self._move), (seem, self._keep)):
+            for batch in segments.where(some).batches(BATCH):
+                move(engine, batch, digests, crcs, stop)
+                if not self._volatile:
+                    self._tasks.run(partial(self._start_writeback, batch.box()))
+
+    def _move(
+        self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
+    ) -> None:
+        engine.move(batch, batch.offset, digests, stop, crcs, self._number)
+
+    def _keep(
+        self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
+    ) -> None:
+        """The same, of what the file may have."""
+        engine.move(batch, batch.offset, digests, stop, crcs, self._number, self._kept)
+
+    def _seem_there(self, segments: Segments) -> NDArray[np.bool_]:
+        """A mask of those that begin as the spare does there."""
+        seem = np.zeros(len(segments), np.bool_)
+        if not self._is_spare:
+            return seem
+        rows = np.flatnonzero(segments.length >= COMPARED_MIN)
+        columns = rows, segments.address[rows], segments.offset[rows]
+        for row, address, offset in zip(*(each.tolist() for each in columns), strict=True):
+            with contextlib.suppress(OSError):  # what cannot be read is written
+                begin = os.pread(self._number, FIRST, offset)
+                seem[row] = begin == ctypes.string_at(address, FIRST)
+        return seem
+
+    def _start_writeback(self, extent: Extent) -> None:
+        """Start to write ``extent`` back, on a thread of the ring: whoever waits for the copy does
+        not wait for the disk."""
+        linux.start_writeback(self._number, extent.offset, extent.length)
+
+    def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Bytes that were stored, at offsets of the file."""
+        pieces = zip(length.tolist(), offset.tolist(), strict=True)
+        found = b"".join([os.pread(self._number, size, place) for size, place in pieces])
+        return np.frombuffer(found, np.uint8)
+
+    def put(self, literal: Literal) -> None:
+        """Write bytes."""
+        write_all(self._number, memoryview(literal.data), literal.offset)
+
+    def finish(self) -> None:
+        """Return when all of it is on the medium."""
+        self._tasks.drain()
+        os.ftruncate(self._number, self._size)
+        os.fdatasync(self._number)
+
+    def close(self) -> None:
+        """Return when nothing is in flight."""
+        self._tasks.drain()
+
+
+class MappedWay(CachedWay):
+    """The same through addresses, for spares of file systems that overwrite blocks in place.
+
+    Writes to one file wait for each other, and have the kernel copy what was just copied; this
+    does neither. Nothing may truncate the file meanwhile; nobody else knows its name.
+    """
+
+    def __init__(self, number: int, path: str, image: Image, ring: StagingRing) -> None:
+        """Raises ``OSError``: a store where no block is would be SIGBUS."""
+        super().__init__(number, image, ring, volatile=False, is_spare=True)
+        fill_holes(number, image.size, every_block_counts=False)
+        self._addresses: Final = AddressRange(path, image.size)
+        try:
+            self._addresses.map(image.size, number)
+        except BaseException:
+            self._addresses.close()
+            raise
+
+    def _move(
+        self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
+    ) -> None:
+        box = batch.box()
+        if box.length > _SPARSE * int(batch.length.sum()):
+            super()._move(engine, batch, digests, crcs, stop)
+            return
+        self._addresses.populate(box)
+        engine.move(batch, self._addresses.start + batch.offset, digests, stop, crcs)
+
+    def _start_writeback(self, extent: Extent) -> None:
+        self._addresses.release(extent)
+        super()._start_writeback(extent)
+
+    def close(self) -> None:
+        super().close()
+        self._addresses.close()

@@ -1,0 +1,221 @@
+"""``ImageFile``: the file of an image while it is written.
+
+Each byte of a storage is loaded once, and copied, hashed and summed in one pass. There are two
+ways to the medium (``cached``, ``staged``); ``ways`` says which one is faster for such a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import best_engine
+from portus.engine.copying.segments import (
+    Column,
+    Crcs,
+    Digests,
+    Sources,
+    Stop,
+    cut,
+    ranges,
+    unit_spans,
+)
+from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
+from portus.engine.image.image import Image, Literal
+from portus.engine.media import linux
+from portus.engine.media.file_calls import OUT_OF_SPACE, advice
+from portus.engine.media.file_system import file_system_of
+from portus.engine.writer import crc
+from portus.engine.writer.cached import CachedWay, MappedWay
+from portus.engine.writer.ring import StagingRing
+from portus.engine.writer.staged import StagedWay, set_direct
+from portus.engine.writer.ways import Kind, Way, Ways
+from portus.errors import MediumError
+
+_NO_BLOCKS_AHEAD: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+_CANNOT_MAP: Final = _NO_BLOCKS_AHEAD | {errno.ENOMEM, errno.ENODEV}
+"""Why a spare is written by calls: no blocks ahead (ext2), no addresses (``ulimit -v``)."""
+
+
+class ImageFile:
+    """See the module. One thread at a time; ``close`` by any.
+
+    Nothing is allocated before the first call. All raise ``MediumError`` with the path and what to
+    do, and a write that failed is told by a later call, ``finish`` at the latest.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        path: str,
+        image: Image,
+        *,
+        is_spare: bool,
+        ring: StagingRing,
+        ways: Ways,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
+        the file has old bytes, and blocks. ways: which way it goes, and told how long it took.
+        make_room: asked on a full disk, until it gives back no more."""
+        self._fd: Final = fd
+        self._path: Final = path
+        self.image: Final = image
+        self._is_spare: Final = is_spare
+        self._ring: Final = ring
+        self._ways: Final = ways
+        self._make_room: Final = make_room
+        self._spent_s = 0.0
+        self.kept_bytes = 0
+        """Bytes of storages that the spare had already, and that were not written again."""
+        with self._translated():
+            self._kind: Final = Kind(os.fstat(fd).st_dev, is_spare)
+        self._way: CachedWay | StagedWay | None = None
+        units = unit_counts(image.length)
+        self._first: Final = np.cumsum(units) - units
+        self._units: Final = units
+        self._digests: Final = np.zeros((int(units.sum()), DIGEST_SIZE), np.uint8)
+        self._crcs: Final = np.zeros(int(units.sum()), np.uint32)
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        """Copy storages from their addresses; the digests of what was stored. Returns when the
+        sources are not needed any more. Raises ``StoppedError``."""
+        with self._translated():
+            length, offset = self.image.length[indices], self.image.offset[indices]
+            digests, crcs = self._moved(np.ascontiguousarray(address), length, offset, stop)
+            self._note(indices, digests, crcs)
+            return digests
+
+    def copy_units(self, index: int, units: Iterable[tuple[int, int]], stop: Stop) -> Digests:
+        """Copy a storage that comes as the addresses and lengths of its units, each valid until
+        the next one is asked for."""
+        with self._translated():
+            offset, parts = int(self.image.offset[index]), []
+            for address, length in units:
+                source, size, place = np.array([[address], [length], [offset]], np.int64)
+                parts.append(self._moved(source, size, place, stop))
+                offset += length
+            digests, crcs = (np.concatenate(column) for column in zip(*parts, strict=True))
+            self._note(np.array([index]), digests, crcs)
+            return digests
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Short pieces of what was stored, end to end; None if they are out of sight."""
+        with self._translated():
+            return self._opened().bytes_at(self.image.offset[storage] + offset, length)
+
+    def finish(self) -> None:
+        """Write the rest of the image; return when all of it is on the medium."""
+        _, lengths = unit_spans(self.image.offset, self.image.length)
+        units = list(zip(self._crcs.tolist(), lengths.tolist(), strict=True))
+        ends = self._first + self._units
+        crcs = [
+            crc.joined(units[first:end])
+            for first, end in zip(self._first.tolist(), ends.tolist(), strict=True)
+        ]
+        literals = self.image.literals(self._digests, np.array(crcs, np.uint32))
+        with self._translated():
+            way = self._opened()
+            for literal in (*literals, *self._zeros(literals)):
+                way.put(literal)
+            way.finish()
+        self._ways.took(self._kind, way.kind, self.image.size, self._spent_s, self.kept_bytes)
+
+    def close(self) -> None:
+        """Give back what it has of the ring, and of addresses; the file stays open. Returns when
+        no write is in flight. A second call does nothing."""
+        way, self._way = self._way, None
+        if way is not None:
+            way.close()
+
+    def _moved(
+        self, address: Column, length: Column, offset: Column, stop: Stop
+    ) -> tuple[Digests, Crcs]:
+        """Copy storages to their offsets; the digests and the CRCs of their units."""
+        way, (begin, size) = self._opened(), unit_spans(offset, length)
+        places, lengths = way.cut(begin[size > 0], size[size > 0])
+        segments, digests = cut(
+            Sources(address=address, length=length, extent_offset=places, extent_length=lengths)
+        )
+        crcs = np.zeros(len(digests), np.uint32)
+        way.move(best_engine(), segments, digests, crcs, stop)
+        self.kept_bytes = way.kept
+        return digests, crcs
+
+    def _note(self, indices: Column, digests: Digests, crcs: Crcs) -> None:
+        row = ranges(self._first[indices], self._units[indices])
+        self._digests[row] = digests
+        self._crcs[row] = crcs
+
+    def _opened(self) -> CachedWay | StagedWay:
+        if self._way is None:
+            self._way = self._chosen()
+        return self._way
+
+    def _chosen(self) -> CachedWay | StagedWay:
+        """The way for this file."""
+        traits, is_in_place = file_system_of(self._fd, self._path)
+        if not self._is_spare:
+            self._allocate()
+        if not traits.volatile and self._ways.choose(self._kind, self.image.size) is Way.DIRECT:
+            if set_direct(self._fd, on=True):
+                return StagedWay(self._fd, self.image, self._ring)
+            self._ways.refused(self._kind.device)
+        if self._is_spare and is_in_place and not traits.volatile:
+            try:
+                return MappedWay(self._fd, self._path, self.image, self._ring)
+            except OSError as error:
+                if error.errno not in _CANNOT_MAP:
+                    raise
+        return CachedWay(
+            self._fd, self.image, self._ring, volatile=traits.volatile, is_spare=self._is_spare
+        )
+
+    def _allocate(self) -> None:
+        """Have its blocks now: a disk that is full is told before anything is copied."""
+        while True:  # ends: there is nothing left to give back
+            try:
+                linux.allocate(self._fd, 0, self.image.size)
+            except OSError as error:
+                if error.errno in OUT_OF_SPACE and self._make_room():
+                    continue
+                if error.errno not in _NO_BLOCKS_AHEAD:
+                    raise
+            return
+
+    def _zeros(self, literals: Iterable[Literal]) -> Iterator[Literal]:
+        """What nothing covers, where a spare has old bytes."""
+        if not self._is_spare:
+            return
+        image = self.image
+        spans = [(each.offset, each.end) for each in literals]
+        spans += zip(image.offset.tolist(), (image.offset + image.length).tolist(), strict=True)
+        reached = 0
+        for start, stop in sorted(spans):
+            if start > reached:
+                yield Literal(reached, bytes(start - reached))
+            reached = max(reached, stop)
+        if reached < image.size:
+            yield Literal(reached, bytes(image.size - reached))
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, MediumError):
+                raise
+            raise MediumError(
+                error.errno,
+                f"{self._path}: cannot be written: {error.strerror or error}; {advice(error)}",
+            ) from error
+        finally:
+            self._spent_s += time.perf_counter() - start

@@ -1,0 +1,240 @@
+"""``StagedWay``: an image is copied to the buffers of a ring, and written past the page cache.
+
+For fresh space: fresh pages of the cache cost more than the disk in virtual machines. Whole blocks
+of storages are written as soon as a buffer is full. What is left, the ends of storages and the
+bytes between them, is kept in memory, and written at the end, through the cache: only then is all
+of it known.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import Engine
+from portus.engine.copying.segments import (
+    PROBE,
+    PROBE_EACH,
+    Column,
+    Crcs,
+    Digests,
+    Segments,
+    Stop,
+    bytes_at,
+    ranges,
+    unit_spans,
+)
+from portus.engine.image.image import Image, Literal
+from portus.engine.media.file_calls import write_all
+from portus.engine.spec import PAGE
+from portus.engine.writer.ring import SLOT, RingTasks, Slot, StagingRing
+from portus.engine.writer.ways import Way
+
+_WHOLE_MIN: Final = 64 << 10
+"""Bytes of whole blocks of a unit from which they are written by themselves."""
+
+_O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+
+
+def set_direct(number: int, *, on: bool) -> bool:
+    """Have writes to an open file go past the page cache, or not; False if its file system cannot
+    do that."""
+    import fcntl  # not where Linux is missing
+
+    flags = fcntl.fcntl(number, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(number, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+    except OSError:
+        return False
+    return bool(_O_DIRECT)
+
+
+class StagedWay:
+    """The way into the open file ``number``, for which ``set_direct`` was done, through ``ring``.
+
+    Offset, length and memory of each direct write are multiples of a page.
+    """
+
+    kind: Final = Way.DIRECT
+    kept: Final = 0
+    """Nothing is compared with what the file had."""
+
+    def __init__(self, number: int, image: Image, ring: StagingRing) -> None:
+        self._number: Final = number
+        self._ring: Final = ring
+        self._size: Final = image.size
+        self._low, self._high = _whole(image)
+        starts = np.concatenate([[0], self._high])
+        ends = np.concatenate([self._low, [image.size]])
+        self._rest_offset: Final = starts
+        self._rest_length: Final = ends - starts
+        self._rest_at: Final = np.cumsum(self._rest_length) - self._rest_length
+        self._rest: Final = np.zeros(int(self._rest_length.sum()), np.uint8)
+        self._tasks: Final = RingTasks(ring)
+        self._failure: OSError | None = None
+        self._probes: Final[list[tuple[Column, NDArray[np.uint8]]]] = []
+        """Offsets in the file, and the bytes there, of what an audit may ask for."""
+        filled = np.flatnonzero(image.length)
+        filled = filled[np.argsort(image.offset[filled], kind="stable")]
+        self._starts: Final = image.offset[filled]
+        self._lengths: Final = image.length[filled]
+        self._is_probed: Final = not bool((self._starts % PROBE).any())
+
+    def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:
+        """Runs of the file for bytes at ``offset``, cut where whole blocks begin and end."""
+        rank, places = np.arange(len(offset)), offset
+        if len(self._low) and len(offset):
+            inside = np.concatenate([self._low, self._high])
+            order = np.argsort(offset, kind="stable")
+            owner = order[np.searchsorted(offset[order], inside, "right") - 1]
+            fits = (inside > offset[owner]) & (inside < offset[owner] + length[owner])
+            rank = np.concatenate([rank, owner[fits]])
+            places = np.concatenate([places, inside[fits]])
+        sequence = np.lexsort((places, rank))
+        places, rank = places[sequence], rank[sequence]
+        ends = (offset + length)[rank]
+        same = rank[1:] == rank[:-1]
+        ends[:-1][same] = places[1:][same]
+        return places, ends - places
+
+    def move(
+        self, engine: Engine, segments: Segments, digests: Digests, crcs: Crcs, stop: Stop
+    ) -> None:
+        """Copy segments, and have what is whole written."""
+        for batch in segments.batches(SLOT):
+            self._raise_failure()
+            index = np.searchsorted(self._low, batch.offset, "right") - 1
+            whole = index >= 0
+            whole[whole] = batch.offset[whole] < self._high[index[whole]]
+            target = np.empty(len(batch), np.int64)
+            target[~whole] = self._address_of_rest(batch.offset[~whole])
+            if not whole.any():
+                engine.move(batch, target, digests, stop, crcs)
+                self._probe(batch, target)
+                continue
+            slot = self._ring.take(lambda: stop.awaited, stop.check)
+            try:
+                length = batch.length[whole]
+                within = np.cumsum(length) - length
+                target[whole] = slot.address + within
+                engine.move(batch, target, digests, stop, crcs)
+                self._probe(batch, target)
+            except BaseException:
+                self._ring.give(slot)
+                raise
+            runs = list(
+                zip(batch.offset[whole].tolist(), within.tolist(), length.tolist(), strict=True)
+            )
+            self._tasks.run(partial(self._write, slot, runs))
+
+    def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Bytes that passed, at offsets of the file; None if they were not noted."""
+        if not self._probes:
+            return None
+        noted, data = (np.concatenate(column) for column in zip(*self._probes, strict=True))
+        order = np.argsort(noted, kind="stable")
+        place = np.minimum(np.searchsorted(noted[order], offset), len(noted) - 1)
+        if not np.array_equal(noted[order][place], offset) or int(length.max(initial=0)) > PROBE:
+            return None
+        rows = data[order[place]]
+        return rows[np.arange(PROBE) < length[:, None]]
+
+    def put(self, literal: Literal) -> None:
+        """Keep bytes for the end. No literal lies in whole blocks of a storage."""
+        if literal.data:
+            at = int(self._place_in_rest(np.array([literal.offset]))[0])
+            self._rest[at : at + len(literal.data)] = np.frombuffer(literal.data, np.uint8)
+
+    def finish(self) -> None:
+        """Write what is left; return when all of it is on the medium."""
+        self._tasks.drain()
+        self._raise_failure()
+        set_direct(self._number, on=False)
+        for offset, at, length in zip(
+            self._rest_offset.tolist(),
+            self._rest_at.tolist(),
+            self._rest_length.tolist(),
+            strict=True,
+        ):
+            write_all(self._number, self._rest[at : at + length].data, offset)
+        os.ftruncate(self._number, self._size)
+        os.fdatasync(self._number)
+
+    def close(self) -> None:
+        """Return when no write is in flight."""
+        self._tasks.drain()
+
+    def _address_of_rest(self, offset: Column) -> Column:
+        return self._rest.ctypes.data + self._place_in_rest(offset)
+
+    def _place_in_rest(self, offset: Column) -> Column:
+        run = np.searchsorted(self._rest_offset, offset, "right") - 1
+        place: Column = self._rest_at[run] + offset - self._rest_offset[run]
+        return place
+
+    def _probe(self, batch: Segments, target: Column) -> None:
+        """Note what an audit may ask for of what was just copied."""
+        if not self._is_probed:
+            return
+        owner = np.searchsorted(self._starts, batch.offset, "right") - 1
+        begin = batch.offset - self._starts[owner]
+        first = -(-begin // PROBE_EACH) * PROBE_EACH
+        count = np.maximum(0, -(-(begin + batch.length - first) // PROBE_EACH))
+        row = np.repeat(np.arange(len(batch)), count)
+        each = first[row] + ranges(np.zeros_like(count), count) * PROBE_EACH
+        last = (self._lengths[owner] - 1) // PROBE * PROBE
+        has_last = np.flatnonzero((begin <= last) & (last < begin + batch.length))
+        row, start = np.concatenate([row, has_last]), np.concatenate([each, last[has_last]])
+        length = np.minimum(PROBE, self._lengths[owner[row]] - start)
+        data = np.zeros((len(row), PROBE), np.uint8)
+        by_length = np.argsort(length, kind="stable")
+        found = bytes_at((target[row] + start - begin[row])[by_length], length[by_length])
+        data[by_length[:, None], np.arange(PROBE)] = _rows(found, length[by_length])
+        self._probes.append((self._starts[owner[row]] + start, data))
+
+    def _write(self, slot: Slot, runs: list[tuple[int, int, int]]) -> None:
+        """Write ``runs`` from ``slot``, then give the slot back; on a thread of the ring."""
+        try:
+            for offset, at, length in runs:
+                if self._failure is not None:
+                    break
+                self._write_run(slot.memory[at : at + length], offset)
+        except OSError as error:
+            self._failure = self._failure or error
+        finally:
+            self._ring.give(slot)
+
+    def _write_run(self, data: memoryview, offset: int) -> None:
+        try:
+            write_all(self._number, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # This file system takes the flag and refuses the write, maybe on several threads.
+            set_direct(self._number, on=False)
+            write_all(self._number, data, offset)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _whole(image: Image) -> tuple[Column, Column]:
+    """Where runs of whole blocks of units begin and end, in order."""
+    start, length = unit_spans(image.offset, image.length)
+    low, high = -(-start // PAGE) * PAGE, (start + length) // PAGE * PAGE
+    kept = high - low >= _WHOLE_MIN
+    order = np.argsort(low[kept], kind="stable")
+    return low[kept][order], high[kept][order]
+
+
+def _rows(found: NDArray[np.uint8], length: Column) -> NDArray[np.uint8]:
+    """Pieces of bytes as rows of ``PROBE``, with zeros behind shorter ones."""
+    rows = np.zeros((len(length), PROBE), np.uint8)
+    rows[np.arange(PROBE) < length[:, None]] = found
+    return rows

@@ -1,1 +1,0 @@
-"""What can be stored and persisted, and who may do it. Knows bytes, not tensors."""

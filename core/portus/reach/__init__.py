@@ -1,0 +1,1 @@
+"""Reach: other places (pools, storage hosts, mirrors), other formats and callers."""

@@ -1,0 +1,410 @@
+"""The operator's way into a running host: a unix socket, for its owner and root alone.
+
+What is asked, and the answer, are one line of JSON each. The socket is in the run directory of the
+service, or of the user, and named by the port of the first door that has one; or where the start of
+the host said. It is no way in for tenants: nothing that they know or say reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final, TypeAlias, TypedDict, cast
+
+import msgspec
+
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    TransportError,
+    UsageError,
+)
+from portus.reach.daemon.events import tell
+from portus.reach.daemon.pools import Hosted, free_bytes, taken_bytes
+from portus.reach.daemon.server import Server, listen_unix
+from portus.reach.protocol.address import Address, Scheme, is_address, parse
+
+LINE_MAX: Final = 16 << 20
+"""Bytes of an answer."""
+
+_ASKED_MAX: Final = 64 << 10
+_ASKED_S: Final = 5.0
+"""The longest that the question may take to come."""
+
+_HOST_AND_PORT: Final = re.compile(r"[^/]+:\d+")
+
+_AT_ONCE_MAX: Final = 8
+_ROOT: Final = 0
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """How the host is: ``HostStatus``."""
+
+
+class Kick(msgspec.Struct, frozen=True, tag=True):
+    """End the connections of a tenant, or one, by its peer."""
+
+    who: str
+
+
+class ReadOnly(msgspec.Struct, frozen=True, tag=True):
+    """Begin no save of a tenant, and retire nothing of it; or do again."""
+
+    tenant: str
+    on: bool
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """The same of all tenants; then wait until no save is under way, ``wait_s`` at most."""
+
+    on: bool
+    wait_s: float
+
+
+class Reopen(msgspec.Struct, frozen=True, tag=True):
+    """Open a pool again that accepts no more writes, if every byte of it is right."""
+
+    tenant: str
+
+
+class Reload(msgspec.Struct, frozen=True, tag=True):
+    """Read secrets, quotas and certificates again."""
+
+
+Asked: TypeAlias = Look | Kick | ReadOnly | Drain | Reopen | Reload
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool that is open. ``size``, ``on_disk``, ``free``, ``quota``: bytes; ``quota``: None:
+    none. ``claims``: the models that are saved. ``poisoned``: it accepts no more writes.
+    ``mirror``: where it is copied to, None: nowhere; ``mirror_missing``: how many versions are not
+    there, ``mirror_lag_s``: for how long, in seconds, and ``mirror_failure``: why."""
+
+    tenant: str
+    size: int
+    on_disk: int
+    free: int
+    quota: int | None
+    versions: int
+    connections: int
+    claims: list[str]
+    pins: int
+    saves: int
+    read_only: bool
+    poisoned: bool
+    mirror: str | None = None
+    mirror_missing: int = 0
+    mirror_lag_s: float = 0.0
+    mirror_failure: str = ""
+
+
+class _Mirrored(TypedDict, total=False):
+    mirror: str
+    mirror_missing: int
+    mirror_lag_s: float
+    mirror_failure: str
+
+
+class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``tenant``: empty until it is let in. ``seconds``: since it came. ``saving``: MODEL@STEP, or
+    empty."""
+
+    peer: str
+    tenant: str
+    seconds: float
+    claims: list[str]
+    pins: int
+    saving: str
+
+
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True, tag="Standing"):
+    """A host, as it is now."""
+
+    place: str
+    addresses: list[str]
+    draining: bool
+    tenants: list[Tenant]
+    connections: list[ConnectionStatus]
+
+
+class RequestDone(msgspec.Struct, frozen=True, tag="Done"):
+    """The host reports that it did what was asked. ``count``: connections that it ended, saves
+    still under way, or bytes that it read, depending on the request."""
+
+    count: int = 0
+
+
+class RequestRefused(msgspec.Struct, frozen=True, tag="Refused"):
+    """The host reports that it did not do what was asked. ``kind``: the class of the error."""
+
+    kind: str
+    text: str
+
+
+Answer: TypeAlias = HostStatus | RequestDone | RequestRefused
+
+_KINDS: Final = {
+    each.__name__: each for each in (UsageError, CorruptionError, TransportError, MediumError)
+}
+_BUSY: Final = BusyError.__name__
+
+
+class Desk:
+    """Where a host hears its operator, from ``start`` to ``stop``."""
+
+    def __init__(self, path: str, server: Server, reload: Callable[[], None]) -> None:
+        """Listens at ``path``. reload: reads the files of the host again. Raises ``MediumError``
+        if the system refuses."""
+        self.path: Final = path
+        self._server: Final = server
+        self._reload: Final = reload
+        self._ended: Final = threading.Event()
+        self._places: Final = threading.Semaphore(_AT_ONCE_MAX)
+        try:
+            self._socket: Final = listen_unix(path)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise MediumError(
+                error.errno or errno.EINVAL, f"{path}: cannot listen: {why}"
+            ) from error
+
+    def start(self) -> None:
+        """Answer, each on a thread of its own."""
+        threading.Thread(target=self._accept, name="portus-admin", daemon=True).start()
+
+    def stop(self) -> None:
+        """Answer nobody any more."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def _accept(self) -> None:
+        while True:
+            self._places.acquire()
+            try:
+                asking, _ = self._socket.accept()
+            except OSError:
+                self._places.release()
+                if self._ended.wait(0.1):  # else it is out of descriptors
+                    return
+                continue
+            threading.Thread(
+                target=self._hear, args=(asking,), name="portus-admin", daemon=True
+            ).start()
+
+    def _hear(self, asking: socket.socket) -> None:
+        try:
+            with asking, contextlib.suppress(OSError):
+                asking.settimeout(_ASKED_S)
+                if _user_of(asking) not in (_ROOT, os.geteuid()):
+                    return
+                answer = self._answer(_line(asking, _ASKED_MAX))
+                asking.sendall(msgspec.json.encode(answer) + b"\n")
+        finally:
+            self._places.release()
+
+    def _answer(self, line: bytes) -> Answer:
+        try:
+            asked = msgspec.json.decode(line, type=Asked)
+            answer = self._done(asked)
+        except msgspec.DecodeError as error:
+            return RequestRefused(UsageError.__name__, f"unknown request: {error}")
+        except PortusError as error:
+            text = error.strerror if isinstance(error, MediumError) else None
+            return RequestRefused(type(error).__name__, text or str(error))
+        if not isinstance(asked, Look):
+            what = type(asked).__name__.lower()
+            tell(logging.WARNING, "admin", f"by the operator: {asked}", request=what)
+        return answer
+
+    def _done(self, asked: Asked) -> Answer:
+        server, pools = self._server, self._server.house.pools
+        if isinstance(asked, Kick):
+            return RequestDone(server.kick(lambda facts: asked.who in (facts.tenant, facts.peer)))
+        if isinstance(asked, ReadOnly):
+            pools.hold(asked.tenant, on=asked.on)
+            return RequestDone()
+        if isinstance(asked, Drain):
+            pools.drain(on=asked.on)
+            return RequestDone(pools.quiet(asked.wait_s) if asked.on else 0)
+        if isinstance(asked, Reopen):
+            return RequestDone(pools.reopen(asked.tenant, server.end_use))
+        if isinstance(asked, Reload):
+            self._reload()
+            return RequestDone()
+        return self._standing()
+
+    def _standing(self) -> HostStatus:
+        server, pools = self._server, self._server.house.pools
+        found = server.facts()
+        connections = [
+            ConnectionStatus(
+                peer=each.peer,
+                tenant=each.tenant or "",
+                seconds=each.seconds,
+                claims=list(each.claims),
+                pins=each.pins,
+                saving=each.saving,
+            )
+            for each in found
+        ]
+        tenants = []
+        for hosted in pools.all():
+            own = [each for each in connections if each.tenant == hosted.tenant]
+            writer = hosted.writer
+            tenants.append(
+                Tenant(
+                    tenant=hosted.tenant,
+                    size=writer.medium.size,
+                    on_disk=taken_bytes(hosted),
+                    free=free_bytes(hosted),
+                    quota=writer.max_bytes,
+                    versions=len(writer.catalogue().ids()),
+                    connections=len(own),
+                    claims=sorted({model for each in own for model in each.claims}),
+                    pins=sum(each.pins for each in own),
+                    saves=hosted.saves,
+                    read_only=bool(hosted.standstill),
+                    poisoned=writer.medium.poisoned,
+                    **_mirrored(hosted),
+                )
+            )
+        return HostStatus(
+            place=pools.place,
+            addresses=[door.reached for door in server.doors],
+            draining=pools.draining,
+            tenants=sorted(tenants, key=lambda each: each.tenant),
+            connections=sorted(connections, key=lambda each: (each.tenant, each.peer)),
+        )
+
+
+def _mirrored(hosted: Hosted) -> _Mirrored:
+    mirror = hosted.copied
+    if mirror is None:
+        return {}
+    return {
+        "mirror": mirror.name,
+        "mirror_missing": len(mirror.missing()),
+        "mirror_lag_s": mirror.lag_s,
+        "mirror_failure": mirror.failure,
+    }
+
+
+def desk_path(server: Server) -> str:
+    """Where the socket is, if the start does not say. Raises ``UsageError`` if it has no place:
+    there is no run directory, or no port to name it by."""
+    directory = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or _of_user()
+    if not directory:
+        raise UsageError(
+            "neither $RUNTIME_DIRECTORY nor $XDG_RUNTIME_DIR is set. Start the host with "
+            "--admin PATH, or set one of them"
+        )
+    port = next((door.port for door in server.doors if door.port), None)
+    if port is None:
+        raise UsageError(
+            "the host listens at no port to name it by. Start the host with --admin PATH"
+        )
+    with contextlib.suppress(OSError):
+        os.makedirs(directory, 0o700, exist_ok=True)
+    return os.path.join(directory, f"{port}.sock")
+
+
+def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
+    """What a host of this machine answers.
+
+    where: its address, also as HOST:PORT, or the path of its socket. wait_s: the longest wait;
+    None: as long as it takes. Raises ``UsageError`` if there is no such host here,
+    ``TransportError`` if it does not answer, and what it refuses.
+    """
+    path = _path_of(where)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            asking.settimeout(wait_s)
+            asking.connect(path)
+            asking.sendall(msgspec.json.encode(asked) + b"\n")
+            line = _line(asking, LINE_MAX)
+            answer = cast(Answer, msgspec.json.decode(line, type=Answer))
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise UsageError(
+                f"{where}: no storage host of this machine listens at {path}; expected its "
+                "address, as portus://host:port, portus+tls://host:port or host:port, or the PATH "
+                "of its serve --admin"
+            ) from error
+        except PermissionError as error:
+            raise UsageError(f"{path}: only the host's user and root may use it") from error
+        except (OSError, msgspec.DecodeError) as error:
+            raise TransportError(f"{path}: no answer: {error}") from error
+    if isinstance(answer, RequestRefused):
+        if answer.kind in _KINDS and answer.kind != MediumError.__name__:
+            raise _KINDS[answer.kind](answer.text)
+        raise (BusyError if answer.kind == _BUSY else MediumError)(errno.EIO, answer.text)
+    return answer
+
+
+def _path_of(where: str) -> str:
+    if _HOST_AND_PORT.fullmatch(where) and not os.path.exists(where):
+        where = f"{Scheme.TCP.value}://{where}"
+    if not is_address(where):
+        return where
+    address = parse(where)
+    if address.scheme is Scheme.UNIX:
+        raise UsageError(f"{where}: give the path of its socket for operators (serve --admin PATH)")
+    if not _is_here(address):
+        raise UsageError(f"{address}: another machine; run this where the host runs")
+    places = ["/run/portus", *filter(None, [_of_user()])]
+    names = [os.path.join(place, f"{address.port}.sock") for place in places]
+    found = [name for name in names if os.path.exists(name)]
+    if not found:
+        unset = "" if len(names) > 1 else " ($XDG_RUNTIME_DIR is not set)"
+        raise UsageError(
+            f"{address}: there is no socket for the operator at {' or '.join(names)}{unset}. Is "
+            "the host running, and as which user? If it was started with serve --admin PATH, give "
+            "that PATH"
+        )
+    return found[0]
+
+
+def _is_here(address: Address) -> bool:
+    """True if that is an address of this machine: only these can be listened at."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(
+            address.host, 0, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(place)
+                return True
+    return False
+
+
+def _of_user() -> str:
+    """The run directory of this user; empty if there is none."""
+    place = os.environ.get("XDG_RUNTIME_DIR")
+    return os.path.join(place, "portus") if place else ""
+
+
+def _user_of(asking: socket.socket) -> int:
+    found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[1])
+
+
+def _line(asking: socket.socket, size_max: int) -> bytes:
+    """Up to the first end of a line. Raises ``OSError``."""
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        part = asking.recv(min(64 << 10, size_max + 1 - len(found)))
+        if not part or len(found) + len(part) > size_max:
+            raise OSError(errno.EPROTO, "no whole line")
+        found += part
+    return bytes(found)

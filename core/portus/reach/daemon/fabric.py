@@ -1,0 +1,240 @@
+"""Verbs on a storage host: its devices, the pools registered there, one end for each client.
+
+A ``Fabric`` is of a host, a ``HostLane`` of one connection. A lane posts reads and writes of the
+client's memory; nothing of the host's memory can be reached by the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+from portus.engine.copying.segments import Sources
+from portus.engine.media.base import MappedMedium
+from portus.errors import MediumError, TransportError, UsageError
+from portus.reach.daemon.events import tell
+from portus.reach.daemon.pools import Hosted
+from portus.reach.protocol.address import Transport
+from portus.reach.transport.onesided import (
+    Bounced,
+    Landing,
+    Moved,
+    PoolRegions,
+    Remote,
+    Rings,
+    Straight,
+    Watch,
+    is_pinnable,
+    pull,
+    push,
+)
+from portus.reach.transport.stream import EndedError, InterruptedByError, Link
+from portus.reach.transport.verbs import (
+    Domain,
+    Endpoint,
+    Port,
+    QueuePair,
+    RegisterError,
+    load,
+    port_for,
+)
+
+
+class Fabric:
+    """The devices of a host. Thread-safe."""
+
+    def __init__(self, wish: Transport = Transport.AUTO) -> None:
+        """Raises ``UsageError`` if verbs are wished for and cannot be had."""
+        self._wish: Final = wish
+        self._guard: Final = threading.Lock()
+        self._devices: Final[dict[Port, _Device]] = {}
+        if wish is Transport.VERBS:
+            try:
+                port_for("")
+                load()
+            except TransportError as error:
+                raise UsageError(f"verbs cannot be served: {error}") from error
+
+    def why_not(self, link: Link) -> str:
+        """Why the client at the other end of ``link`` cannot have verbs; "" if it can."""
+        if self._wish is Transport.TCP:
+            return "this host serves TCP only (--transport tcp)"
+        if link.secret:
+            return "this is a TLS connection, and verbs are not encrypted"
+        try:
+            port_for(link.host)
+            load()
+        except TransportError as error:
+            return str(error)
+        return ""
+
+    def lane(self, link: Link, hosted: Hosted, other: Endpoint) -> HostLane:
+        """Return this host's end of a queue pair, connected to the client's end ``other``. Raises
+        ``TransportError``."""
+        why = self.why_not(link)
+        if why:
+            raise TransportError(why)
+        device = self._device(port_for(link.host))
+        pair = device.domain.queue_pair()
+        try:
+            pair.connect(other, remote=False)
+        except BaseException:
+            pair.close()
+            raise
+        return HostLane(link, hosted, pair, device)
+
+    def give_back(self, hosted: Hosted) -> int:
+        """Give the free space of a pool back; bytes that came back. None while a device has its
+        pages pinned: it would go on with pages that are the pool's no more."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._guard)  # nobody begins to pin any meanwhile
+            for device in self._devices.values():
+                if stack.enter_context(device.pinning(hosted)):
+                    return 0
+            return hosted.writer.give_back()
+
+    def has_pinned(self, hosted: Hosted) -> bool:
+        """True if a device has pages of a pool pinned."""
+        with self._guard, contextlib.ExitStack() as stack:
+            return any(
+                stack.enter_context(device.pinning(hosted)) for device in self._devices.values()
+            )
+
+    def close(self) -> None:
+        """Let go of all devices; no lane is in use any more."""
+        with self._guard:
+            for device in self._devices.values():
+                with contextlib.suppress(TransportError):
+                    device.domain.close()
+            self._devices.clear()
+
+    def _device(self, port: Port) -> _Device:
+        with self._guard:
+            found = self._devices.get(port)
+            if found is None:
+                found = self._devices[port] = _Device(port)
+            return found
+
+
+class _Device:
+    """One device: what is registered with it, of all pools."""
+
+    def __init__(self, port: Port) -> None:
+        self.domain: Final = Domain(port)
+        self.rings: Final = Rings(self.domain)
+        self._guard: Final = threading.Lock()
+        self._pools: Final[dict[Hosted, PoolRegions | None]] = {}
+
+    def regions(self, hosted: Hosted) -> PoolRegions | None:
+        """Return the regions of a pool, or None if it has to be reached through a ring."""
+        with self._guard:
+            if hosted not in self._pools:
+                self._pools[hosted] = self._registered(hosted)
+            return self._pools[hosted]
+
+    @contextlib.contextmanager
+    def pinning(self, hosted: Hosted) -> Iterator[bool]:
+        """True if pages of a pool are pinned; that stays so inside."""
+        with self._guard:
+            yield self._pools.get(hosted) is not None
+
+    def _registered(self, hosted: Hosted) -> PoolRegions | None:
+        medium = hosted.writer.medium
+        if not is_pinnable(medium):
+            return None
+        assert isinstance(medium, MappedMedium)
+        return PoolRegions(self.domain, medium)
+
+    def give_up(self, hosted: Hosted, why: RegisterError) -> None:
+        """Reach that pool through rings from now on."""
+        with self._guard:
+            self._pools[hosted] = None
+        name = hosted.writer.medium.info.name
+        tell(
+            logging.WARNING,
+            "not_pinned",
+            f"{name}: {why} (systemd: LimitMEMLOCK=infinity). "
+            "Its bytes go through buffers from now on",
+            tenant=hosted.tenant,
+            place=name,
+            why=str(why),
+        )
+
+
+class HostLane:
+    """The host's end of the queue pair of one connection."""
+
+    def __init__(self, link: Link, hosted: Hosted, pair: QueuePair, device: _Device) -> None:
+        self._link: Final = link
+        self._hosted: Final = hosted
+        self._pair: Final = pair
+        self._device: Final = device
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The address of this end, which the client needs to connect its own."""
+        return self._pair.endpoint
+
+    @property
+    def closed(self) -> bool:
+        """True when it is of no more use: a transfer failed."""
+        return self._pair.closed
+
+    def pull(self, remote: Remote, moved: Sources) -> Moved:
+        """See ``onesided.pull``. Raises ``InterruptedByError`` and ``EndedError`` too: when the
+        client says something meanwhile, or goes."""
+        with self._landing() as landing:
+            return pull(self._pair, landing, remote, moved, self._watch)
+
+    def push(self, remote: Remote, moved: Sources) -> Moved:
+        """See ``onesided.push``; raises as ``pull``."""
+        with self._landing() as landing:
+            return push(self._pair, landing, remote, moved, self._watch)
+
+    def close(self) -> None:
+        """Nothing more is read or written."""
+        self._pair.close()
+
+    @contextlib.contextmanager
+    def _landing(self) -> Iterator[Landing]:
+        straight = self._straight()
+        if straight is not None:
+            try:
+                yield straight
+            except RegisterError as error:  # this transfer fails, and the next one takes a ring
+                self._device.give_up(self._hosted, error)
+                raise
+            return
+        with self._device.rings.borrowed(self._watch) as ring:
+            yield Bounced(self._hosted.writer.medium, ring)
+
+    def _straight(self) -> Straight | None:
+        """The pool itself, if it can be registered."""
+        regions = self._device.regions(self._hosted)
+        if regions is None:
+            return None
+        try:
+            return Straight(regions)
+        except MediumError:  # poisoned: it has no addresses any more, and can still be loaded from
+            return None
+        except RegisterError as error:
+            self._device.give_up(self._hosted, error)
+            return None
+
+    @property
+    def _watch(self) -> Watch:
+        link = self._link
+
+        def watch(since_s: float) -> None:
+            link.pause(since_s)
+            if link.has_word():
+                try:
+                    word = link.hear()
+                except EndedError as error:
+                    raise EndedError(f"{link.name}: the client is gone: {error}") from error
+                raise InterruptedByError(word)
+
+        return watch

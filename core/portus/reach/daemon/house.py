@@ -1,0 +1,94 @@
+"""What all connections of a host share, and what is known of each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    UsageError,
+)
+from portus.reach.daemon.counters import Counters
+from portus.reach.daemon.events import Few
+from portus.reach.daemon.fabric import Fabric
+from portus.reach.daemon.places import Places
+from portus.reach.daemon.pools import HASHERS, Pools
+from portus.reach.daemon.secrets import Secrets
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.messages import Fault, Refused
+from portus.reach.transport.budget import Budget
+
+MEMORY: Final = 1 << 30
+"""Bytes that all clients together make a host hold, at most, if it is not told otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTimeouts:
+    """The longest waits for a client, in seconds. ``idle_s``: between requests; ``silent_s``:
+    within one, payload included. ``claim_s``: for a model that another client saves. ``claimed_s``:
+    between requests, of who claimed one."""
+
+    idle_s: float = 900.0
+    claimed_s: float = 2 * 86400.0
+    silent_s: float = 60.0
+    claim_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """What all sessions of a host share."""
+
+    pools: Pools
+    secrets: Secrets
+    counters: Counters
+    patience: ClientTimeouts
+    fabric: Fabric = field(default_factory=Fabric)
+    strangers: Few = field(default_factory=Few)
+    """Tells of those that were not let in."""
+    budget: Budget = field(default_factory=lambda: Budget(MEMORY))
+    places: Places = field(default_factory=Places)
+    hashing: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(HASHERS))
+    """Held while a pool is hashed for a client."""
+
+
+def turned_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
+    """Count and log a client that is not let in."""
+    house.counters.add("refused")
+    text = f"{peer}: turned away: {why}"
+    house.strangers.tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts about one connection. ``tenant``: None until it is let in. ``claims``: the models that
+    it saves; ``pins``: how many versions it holds; ``saving``: MODEL@STEP, or empty."""
+
+    peer: str
+    tenant: str | None
+    seconds: float
+    claims: Sequence[str] = ()
+    pins: int = 0
+    saving: str = ""
+
+
+def refusal_of(error: PortusError) -> Refused:
+    """How a client is told of it."""
+    faults: tuple[tuple[type[PortusError], Fault], ...] = (
+        (BusyError, Fault.BUSY),
+        (MediumError, Fault.MEDIUM),
+        (UsageError, Fault.USAGE),
+        (StaleError, Fault.STALE),
+        (CorruptionError, Fault.CORRUPTION),
+    )
+    fault = next((fault for kind, fault in faults if isinstance(error, kind)), Fault.TRANSPORT)
+    number = error.errno if isinstance(error, OSError) else None
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return Refused(fault, number or 0, text[: said.TEXT_SIZE_MAX // 4])

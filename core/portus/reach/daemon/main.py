@@ -1,0 +1,348 @@
+"""``portus serve``: from options to a host that runs until it is told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from portus.errors import MediumError, PortusError, UsageError, masked
+from portus.reach.daemon.admin import Desk, desk_path
+from portus.reach.daemon.counters import Counters
+from portus.reach.daemon.events import tell
+from portus.reach.daemon.fabric import Fabric
+from portus.reach.daemon.house import MEMORY, ClientTimeouts, House
+from portus.reach.daemon.mirrors import WAIT_S, TenantMirrors
+from portus.reach.daemon.places import CONNECTIONS, Places
+from portus.reach.daemon.pools import Pools, Quotas, parse_rate, parse_size, read_quotas
+from portus.reach.daemon.replicas import OtherHost
+from portus.reach.daemon.scrubber import Scrubber
+from portus.reach.daemon.secrets import Secrets, read_secrets
+from portus.reach.daemon.server import Door, Server, open_door, shut, tls_context
+from portus.reach.mirror.address import parse as parse_store
+from portus.reach.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
+from portus.reach.transport.budget import Budget
+
+MEMORY_MIN: Final = 16 << 20
+"""Bytes that a host may be told to hold for its clients, at least: below there are no saves."""
+
+CONNECTIONS_MIN: Final = 8
+"""Connections that a host may be told to let in, at least: two trainers."""
+
+_FILES: Final = 2048
+"""Descriptors besides those of connections: two for each tenant."""
+
+_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+_M_ARENA_MAX: Final = -8
+_BLOCK: Final = 256 << 10
+_ARENAS: Final = 2
+
+_ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
+    [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
+    verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
+    may make it hold; ``connections``: how many of them there may be; ``admin_path``: of the socket
+    for the operator; ``mirror``: URL of a mirror; ``replica``: address of the host that
+    goes on if this one is lost; ``mirror_wait``: seconds that the end waits for either, at most."""
+
+    place: str
+    listen: Sequence[str] = ()
+    secret_path: str | None = None
+    cert_path: str | None = None
+    key_path: str | None = None
+    quota: str | None = None
+    quota_path: str | None = None
+    admin_path: str | None = None
+    metrics: str | None = None
+    transport: str = ""
+    scrub: str | None = None
+    memory: str | None = None
+    connections: int | None = None
+    mirror: str | None = None
+    replica: str | None = None
+    mirror_wait: float = WAIT_S
+
+
+def serve(options: ServeOptions) -> bool:
+    """Serve until SIGTERM or SIGINT; False if the end was not clean.
+
+    Raises what keeps it from starting: ``UsageError``, ``MediumError``, ``BusyError``,
+    ``CorruptionError``.
+    """
+    rate = parse_rate(options.scrub) if options.scrub else None
+    os.umask(0o077)  # what a host makes is its own: pools are 0600, directories 0700
+    _give_back_what_is_freed()
+    server = prepared(options)
+    scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
+    signals = _heard_signals()
+    desk, without_desk = _desk(options, server)
+    server.start()
+    for door in server.doors:
+        address = door.reached
+        tell(
+            logging.INFO,
+            "serving",
+            f"serving {options.place} on {address}{without_desk and f'; {without_desk}'}",
+            place=options.place,
+            address=address,
+            **({"no_admin": without_desk} if without_desk else {}),
+        )
+    notify("READY=1")
+    if scrubber is not None:
+        scrubber.start()
+    while (number := signals.recv(1)[0]) not in _ENDS:
+        if number == signal.SIGHUP:
+            notify("RELOADING=1")
+            with contextlib.suppress(PortusError):  # it is in the log
+                reload(options, server)
+            notify("READY=1")
+    notify("STOPPING=1")
+    tell(logging.INFO, "ending", "ending")
+    if desk is not None:
+        desk.stop()
+    if scrubber is not None:
+        scrubber.stop()
+    return server.stop()
+
+
+def _may_open(places: Places) -> None:
+    """Raise the limit on open descriptors to what ``places`` need, as far as the system allows."""
+    import resource  # not there on every system that imports this
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = places.count + places.strangers_max + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _give_back_what_is_freed() -> None:
+    """Have glibc give big blocks back to the system as soon as they are freed. By itself it keeps
+    them, for each of its arenas, so that a host would keep what many clients once took at a time.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library, with ways of its own
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
+        library.mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def _desk(options: ServeOptions, server: Server) -> tuple[Desk | None, str]:
+    """Where the operator is heard, or why nowhere. One that nobody asked for is done without, if it
+    cannot be."""
+    try:
+        path = options.admin_path or desk_path(server)
+    except UsageError as error:
+        return None, f"no socket for `portus admin`: {error}"
+    try:
+        desk = Desk(path, server, lambda: reload(options, server))
+    except MediumError as error:
+        if options.admin_path is not None:
+            server.stop()
+            raise
+        tell(logging.WARNING, "log", f"cannot listen for the operator: {error.strerror}")
+        return None, ""
+    desk.start()
+    return desk, ""
+
+
+def _heard_signals() -> socket.socket:
+    """Return a socket that receives the number of each signal from now on, a byte each.
+
+    An event that a handler sets is not enough: Python runs handlers only in the main thread, and
+    nothing wakes it while it waits, if the system gave the signal to another thread, or just before
+    the wait began.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    for number in _ENDS | {signal.SIGHUP}:
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+    return reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What is read from files, when a host starts and when it is told to read again."""
+
+    secrets: Secrets
+    quotas: Quotas
+    context: ssl.SSLContext | None
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> _Read:
+        if (options.cert_path is None) != (options.key_path is None):
+            raise UsageError("--tls-cert and --tls-key go together")
+        context = None
+        if options.cert_path is not None and options.key_path is not None:
+            context = tls_context(options.cert_path, options.key_path)
+        quotas = read_quotas(options.quota, options.quota_path)
+        return cls(read_secrets(options.secret_path), quotas, context)
+
+
+def reload(options: ServeOptions, server: Server) -> None:
+    """Read secrets, quotas and certificates again. They count for who comes from now on, quotas
+    for all: connections stay, and saves go on.
+
+    Raises ``UsageError`` if one of them cannot be read; then all stay as they were.
+    """
+    try:
+        read = _Read.of(options)
+        server.house.pools.limit(read.quotas)
+    except UsageError as error:
+        text = f"cannot reread secrets, quotas and certificates, so the old ones stay: {error}"
+        tell(logging.ERROR, "not_reloaded", text, why=str(error))
+        raise
+    server.house.secrets.become(read.secrets)
+    for door in server.doors:
+        if door.context is not None:
+            door.context = read.context
+    tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
+
+
+def prepared(options: ServeOptions) -> Server:
+    """A server that listens, and has not started."""
+    read = _Read.of(options)
+    context = read.context
+    memory = parse_size(options.memory) if options.memory else MEMORY
+    if memory < MEMORY_MIN:
+        raise UsageError(f"--memory {options.memory}: expected {MEMORY_MIN >> 20}M or more")
+    if options.connections is not None and options.connections < CONNECTIONS_MIN:
+        raise UsageError(f"--connections {options.connections}: expected {CONNECTIONS_MIN} or more")
+    places = Places(options.connections or CONNECTIONS)
+    _may_open(places)
+    addresses = [heard(text, tls=context is not None) for text in options.listen or ("127.0.0.1",)]
+    fabric = Fabric(Transport.of(options.transport, "--transport"))
+    mirrors = None
+    if options.mirror:
+        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"), options.mirror_wait)
+    other = (
+        None
+        if options.replica is None
+        else _other(options, options.replica, addresses, read.secrets)
+    )
+    pools = Pools(options.place, read.quotas, mirrors, other, options.mirror_wait)
+    house = House(
+        pools=pools,
+        secrets=read.secrets,
+        counters=Counters(),
+        patience=ClientTimeouts(),
+        fabric=fabric,
+        budget=Budget(memory),
+        places=places,
+    )
+    doors: list[Door] = []
+    try:
+        if mirrors is not None or other is not None:
+            pools.open_all()
+        for address in addresses:
+            tls = context if address.scheme is Scheme.TLS else None
+            doors.append(open_door(address, tls))
+        server = Server(doors, house)
+        if options.metrics:
+            host, _, port = options.metrics.rpartition(":")
+            from portus.reach.daemon.metrics import (
+                publish,  # what it needs is installed for it alone
+            )
+
+            publish(
+                house,
+                server.connections,
+                _number(port, options.metrics),
+                host.strip("[]") or "127.0.0.1",
+            )
+    except BaseException:
+        for door in doors:
+            shut(door)
+        pools.close()
+        raise
+    return server
+
+
+def _other(
+    options: ServeOptions, text: str, addresses: Sequence[Address], secrets: Secrets
+) -> OtherHost:
+    """The host that goes on if this one is lost. Raises ``UsageError`` if it cannot."""
+    if options.mirror:
+        raise UsageError("--mirror and --replica: what is saved is copied to one of them")
+    if not is_address(text):
+        raise UsageError(
+            f"--replica {masked(text, is_address=True)!r}: expected a storage host, portus://host:7117"
+        )
+    address = parse(text)
+    other = OtherHost(address, secrets)
+    ports = {each.port for each in addresses if each.scheme is not Scheme.UNIX}
+    paths = {each.path for each in addresses if each.scheme is Scheme.UNIX}
+    is_unix = address.scheme is Scheme.UNIX
+    if address.path in paths if is_unix else address.port in ports and _is_here(address.host):
+        shown = masked(text, is_address=True)
+        raise UsageError(f"--replica {shown}: this is the host itself; expected another one")
+    for tenant in secrets.tenants() or [TENANT]:
+        other.check(tenant)
+    return other
+
+
+def _is_here(host: str) -> bool:
+    """True if it is an address of this machine."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as plain:
+            plain.bind(address)
+            return True
+    return False
+
+
+def heard(text: str, *, tls: bool) -> Address:
+    """Where to listen: ``HOST[:PORT]``, ``unix:PATH``, or an address. Raises ``UsageError``."""
+    if is_address(text):
+        return parse(text)
+    if text.startswith("unix:"):
+        return parse(f"{Scheme.UNIX.value}://{os.path.abspath(text[5:])}")
+    if "@" in text or "%40" in text or "://" in text:
+        raise UsageError(
+            f"{masked(text, is_address=True)}: expected HOST[:PORT], unix:PATH or an address that "
+            "begins with portus"
+        )
+    scheme = Scheme.TLS if tls else Scheme.TCP
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"  # IPv6, and nothing else
+    if text.startswith(":"):
+        text = f"0.0.0.0{text}"
+    return parse(f"{scheme.value}://{text}")
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it started us (``Type=notify``)."""
+    place = os.environ.get("NOTIFY_SOCKET")
+    if not place:
+        return
+    if place.startswith("@"):
+        place = "\0" + place[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        try:
+            channel.connect(place)
+            channel.sendall(state.encode())
+        except OSError as error:
+            tell(logging.WARNING, "systemd", f"cannot tell systemd: {error}", why=str(error))
+
+
+def _number(port: str, text: str) -> int:
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(
+            f"--metrics {masked(text, is_address=True)!r}: expected a port, or an address of this "
+            "machine and a port"
+        )
+    return int(port)

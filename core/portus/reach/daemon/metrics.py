@@ -1,0 +1,188 @@
+"""What a host counts, as Prometheus reads it: the one module that knows prometheus_client."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from portus.errors import MediumError
+from portus.reach.daemon.counters import BOUNDS_S, COUNTED, TIMED
+from portus.reach.daemon.house import House
+from portus.reach.daemon.pools import Hosted, free_bytes, room_bytes
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+_SILENCE_S: Final = 10
+"""The longest that a reader may say nothing in the middle of a request."""
+
+Standing = tuple[str, type[CounterMetricFamily | GaugeMetricFamily], str, Callable[[Hosted], float]]
+"""Name, kind, help, and the number for a tenant."""
+
+_STANDING: Final[Sequence[Standing]] = (
+    ("pool_bytes", GaugeMetricFamily, "size of the pool", lambda each: each.writer.medium.size),
+    ("free_bytes", GaugeMetricFamily, "free in the pool, without growth", free_bytes),
+    (
+        "room_bytes",
+        GaugeMetricFamily,
+        "free in the pool, and what it may still grow by",
+        room_bytes,
+    ),
+    (
+        "versions",
+        GaugeMetricFamily,
+        "versions in the pool",
+        lambda each: len(each.writer.catalogue().ids()),
+    ),
+    ("saves_in_flight", GaugeMetricFamily, "saves under way", lambda each: each.saves),
+    (
+        "commits",
+        CounterMetricFamily,
+        "commits of the pool since it was made; several saves may share one",
+        lambda each: each.writer.catalogue().root.sequence,
+    ),
+    (
+        "persist_seconds",
+        CounterMetricFamily,
+        "time that commits spent in persists",
+        lambda each: each.writer.persist_s,
+    ),
+)
+
+
+class HostCollector(Collector):
+    """All the numbers of a host, as they are when they are read."""
+
+    def __init__(self, house: House, connections: Callable[[], int]) -> None:
+        self._house: Final = house
+        self._connections: Final = connections
+
+    def collect(self) -> Iterator[Metric]:
+        counted = self._house.counters.now()
+        for name, count in counted.counts.items():
+            yield CounterMetricFamily(f"portus_{name}", COUNTED[name], value=count)
+        failures = CounterMetricFamily(
+            "portus_failures", "requests that were refused, by fault", labels=["fault"]
+        )
+        for fault, count in counted.failures.items():
+            failures.add_metric([fault], count)
+        yield failures
+        rot = GaugeMetricFamily(
+            "portus_rot", "damaged places that the last scrub found", labels=["tenant"]
+        )
+        for tenant, number in counted.rot.items():
+            rot.add_metric([tenant], number)
+        yield rot
+        poisoned = GaugeMetricFamily(
+            "portus_poisoned",
+            "1: the pool accepts no more writes, after an error of its medium",
+            labels=["tenant"],
+        )
+        for tenant, is_ill in self._house.pools.poisoned().items():
+            poisoned.add_metric([tenant], is_ill)
+        yield poisoned
+        bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
+        for name, buckets in counted.buckets.items():
+            yield HistogramMetricFamily(
+                f"portus_{name}_duration_seconds",
+                TIMED[name],
+                buckets=list(zip(bounds, accumulate(buckets), strict=True)),
+                sum_value=counted.seconds[name],
+            )
+        yield from self._mirrored()
+        hosted = self._house.pools.all()
+        for name, kind, text, value in _STANDING:
+            family = kind(f"portus_{name}", text, labels=["tenant"])
+            for each in hosted:
+                family.add_metric([each.tenant], value(each))
+            yield family
+        yield GaugeMetricFamily(
+            "portus_connections_open", "connections there are", value=self._connections()
+        )
+
+    def _mirrored(self) -> Iterator[Metric]:
+        lag = GaugeMetricFamily(
+            "portus_mirror_lag_seconds",
+            "since the first version was saved that is not in the mirror, or replica; 0: all are",
+            labels=["tenant"],
+        )
+        missing = GaugeMetricFamily(
+            "portus_mirror_missing",
+            "versions not in the mirror or replica",
+            labels=["tenant"],
+        )
+        for each in self._house.pools.all():
+            if each.copied is not None:
+                lag.add_metric([each.tenant], each.copied.lag_s)
+                missing.add_metric([each.tenant], len(each.copied.missing()))
+        if lag.samples:
+            yield lag
+            yield missing
+
+
+def application(house: House, connections: Callable[[], int]) -> WSGIApplication:
+    """``/healthz``, and the numbers at any other path."""
+    registry = CollectorRegistry()
+    registry.register(HostCollector(house, connections))
+    numbers: WSGIApplication = make_wsgi_app(registry)
+
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/healthz":
+            return numbers(environ, start)
+        ill = [tenant for tenant, is_ill in house.pools.poisoned().items() if is_ill]
+        lines = [f"{tenant}: accepts no more writes\n" for tenant in ill] or ["ok\n"]
+        status = "503 Service Unavailable" if ill else "200 OK"
+        start(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return ["".join(lines).encode()]
+
+    return answer
+
+
+def publish(house: House, connections: Callable[[], int], port: int, host: str) -> None:
+    """Serve the numbers of ``house`` at ``http://host:port/metrics``, on a thread of its own; and
+    whether all its pools take stores at ``/healthz``: with the status 200, or 503.
+
+    ``connections`` says how many are open.
+
+    Raises ``MediumError`` if nothing can listen there.
+    """
+    pages = _Pages6 if ":" in host else _Pages
+    try:
+        page = make_server(host, port, application(house, connections), pages, _Silent)
+    except OSError as error:
+        raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
+    threading.Thread(target=page.serve_forever, name="portus-metrics", daemon=True).start()
+
+
+class _Pages(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a reader who hung up
+            raise
+
+
+class _Pages6(_Pages):
+    address_family = socket.AF_INET6
+
+
+class _Silent(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Nobody needs to know."""

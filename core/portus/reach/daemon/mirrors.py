@@ -1,0 +1,249 @@
+"""The mirror of a storage host: ``portus serve POOL --mirror URL``.
+
+What is committed to the pool of a tenant is copied below ``URL/TENANT``, each model by a copier of
+its own (``reach.mirror.copier``). The mirror has what the pool has, no more: clients decide what
+stays.
+
+A pool that is new gets all that its mirror has, when it is opened, so before anybody is let in: a
+version that the pool lacks would be removed from the mirror too. A
+model whose history went on elsewhere is named, and not saved here; the others are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Final, Protocol
+
+from portus.engine.spec import VersionInfo
+from portus.errors import MediumError, TransportError, UsageError
+from portus.reach.daemon.events import tell
+from portus.reach.index.pool import PoolWriter
+from portus.reach.mirror.address import StoreAddress
+from portus.reach.mirror.copier import Copier, Joined
+from portus.reach.mirror.mirror import models
+from portus.reach.mirror.opening import configured_key, open_store
+from portus.reach.mirror.store import Store, UnwritableError
+from portus.reach.protocol.address import is_tenant
+
+WAIT_S: Final = 60.0
+"""The longest that the end of a host waits for its mirror, if it is not told otherwise."""
+
+_ABREAST: Final = 4
+"""Models that are copied at once."""
+
+
+class CopiedPool(Protocol):
+    """What a copier needs of a tenant's pool."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that owns the pool."""
+
+    @property
+    def writer(self) -> PoolWriter:
+        """The writer of the pool, which is open."""
+
+
+class MirroredPool(CopiedPool, Protocol):
+    """What a mirror needs of a tenant's pool."""
+
+    mirror: TenantMirror | None
+
+
+class TenantMirrors:
+    """The mirrors of all tenants of a host. Thread-safe."""
+
+    def __init__(self, address: StoreAddress, wait_s: float = WAIT_S) -> None:
+        """Asks nobody. wait_s: the longest that ``close`` waits."""
+        self.address: Final = address
+        self._wait_s: Final = wait_s
+        self._turns: Final = threading.BoundedSemaphore(_ABREAST)
+        self._guard: Final = threading.Lock()
+        self._open: Final[list[TenantMirror]] = []
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that have something in the store. Raises what the store raises."""
+        found, after = [], ""
+        with contextlib.closing(open_store(self.address)) as store:
+            while (first := next(store.list("", after), None)) is not None:
+                name, slash, _ = first.name.partition("/")
+                if slash and is_tenant(name):
+                    found.append(name)
+                after = name + chr(ord("/") + 1) if slash else first.name
+        return found
+
+    def attach(self, hosted: MirroredPool) -> None:
+        """Fill a pool that was just opened, and mirror it from now on. Blocks while versions are
+        fetched. Raises ``UsageError`` for wrong credentials and the like, and if there are models
+        and the mirror may be read, not written; ``TransportError`` if the store cannot be asked and
+        the pool is empty."""
+        place = self.address
+        below = replace(place, prefix=f"{place.prefix}/{hosted.tenant}".lstrip("/"))
+        if place.prefix.startswith("/"):
+            below = replace(place, prefix=f"{place.prefix.rstrip('/')}/{hosted.tenant}")
+        mirror = TenantMirror(below, hosted, self._turn)
+        try:
+            mirror.join()
+        except BaseException:
+            mirror.close(0)
+            raise
+        hosted.mirror = mirror
+        with self._guard:
+            self._open.append(mirror)
+
+    def let_go(self, hosted: MirroredPool) -> None:
+        """Stop mirroring a pool that is being closed, without waiting until all is mirrored."""
+        mirror, hosted.mirror = hosted.mirror, None
+        if mirror is not None:
+            with self._guard:
+                self._open.remove(mirror)
+            mirror.close(0)
+
+    def close(self) -> None:
+        """Nothing is committed any more: wait until all is mirrored, for some seconds at most, and
+        say what is not. The pools are still open."""
+        until_s = time.monotonic() + self._wait_s
+        with self._guard:
+            opened = list(self._open)
+            self._open.clear()
+        for each in opened:
+            each.close(max(0.0, until_s - time.monotonic()))
+
+    def _turn(self) -> AbstractContextManager[object]:
+        return self._turns
+
+
+class TenantMirror:
+    """The mirror of one tenant's pool. Thread-safe."""
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        hosted: MirroredPool,
+        turn: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """turn: entered while a model is copied."""
+        self.name: Final = str(address)
+        self._hosted: Final = hosted
+        self._turn: Final = turn
+        self._store: Final[Store] = open_store(address)
+        self._key: Final = configured_key()
+        self._guard: Final = threading.Lock()
+        self._copiers: Final[dict[str, Copier]] = {}
+        self._refused: Final[dict[str, str]] = {}
+        hosted.writer.yields = self._yield_space
+
+    def join(self) -> None:
+        """See ``TenantMirrors.attach``."""
+        own = set(self._hosted.writer.catalogue().models)
+        try:
+            there = models(self._store, key=self._key)
+        except (TransportError, MediumError) as error:
+            if not own:
+                raise
+            text = f"{self._hosted.tenant}: {self.name} cannot be reached; retrying: "
+            tell(logging.WARNING, "log", f"{text}{error}")
+            for model in own:
+                self.claimed(model)
+            return
+        for model in sorted({*own, *there}):
+            copier = self._copier(model, there.get(model, 0))
+            try:
+                copier.begin(self._pool_of(model))
+            except UnwritableError:
+                raise  # it is so of all models
+            except UsageError as error:
+                self._refused[model] = str(error)
+                tell(logging.ERROR, "log", f"{self._hosted.tenant}: {error}")
+
+    def claimed(self, model: str) -> None:
+        """Somebody is about to save it. Raises ``UsageError`` if it went on elsewhere."""
+        why = self._refused.get(model)
+        if why is not None:
+            raise UsageError(why)
+        copier = self._copier(model)
+        if not copier.has_begun:
+            copier.follow(self._pool_of(model))
+
+    def changed(self, changed: Collection[str]) -> None:
+        """Something of these models was committed, or let go of, or what holds it."""
+        for model in changed:
+            copier = self._copiers.get(model)
+            if copier is not None:
+                copier.wake()
+
+    def missing(self) -> list[VersionInfo]:
+        """The versions that are in the pool alone."""
+        return [info for copier in self._all() for info in copier.unmirrored()]
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds since the first of them was saved; 0 if there is none."""
+        return lag_s(self.missing())
+
+    @property
+    def failure(self) -> str:
+        """Why it is behind; empty if nothing is wrong."""
+        failures = [*self._refused.values(), *(copier.failure for copier in self._all())]
+        return next(filter(None, failures), "")
+
+    def close(self, wait_s: float) -> None:
+        """Wait for what is not there, ``wait_s`` seconds at most, and end."""
+        until_s = time.monotonic() + wait_s
+        copiers = self._all()
+        for copier in copiers:
+            copier.finish(max(0.0, until_s - time.monotonic()))
+        for copier in copiers:
+            copier.end()
+        self._store.close()
+        for copier in copiers:
+            copier.ended()
+        self._hosted.writer.yields = _nothing
+
+    def _all(self) -> list[Copier]:
+        with self._guard:
+            return list(self._copiers.values())
+
+    def _copier(self, model: str, newest: int | None = None) -> Copier:
+        with self._guard:
+            copier = self._copiers.get(model)
+            if copier is None:
+                copier = self._copiers[model] = Copier(
+                    self._store,
+                    self.name,
+                    model,
+                    wait_s=0,
+                    turn=self._turn,
+                    newest=newest,
+                )
+            return copier
+
+    def _pool_of(self, model: str) -> TenantPool:
+        return TenantPool(model, self._hosted)
+
+    def _yield_space(self) -> bool:
+        ended = [copier.yield_space() for copier in self._all()]
+        return any(ended)
+
+
+class TenantPool(Joined):
+    """The pool of a tenant."""
+
+    def __init__(self, model: str, hosted: CopiedPool) -> None:
+        super().__init__(model, hosted.writer)
+
+
+def lag_s(missing: Collection[VersionInfo]) -> float:
+    """Seconds since the first of these versions was saved; 0 if there is none."""
+    first_ns = min((info.time_ns for info in missing), default=None)
+    return 0.0 if first_ns is None else max(0.0, time.time() - first_ns / 1e9)
+
+
+def _nothing() -> bool:
+    return False

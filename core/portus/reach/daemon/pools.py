@@ -1,0 +1,527 @@
+"""The pools of a host: one for each tenant, so that tenants are apart by construction.
+
+A tenant's connections reach the bytes of its own pool and no other. What a host serves is named as
+on the command line: a pool directory (a pool file for each tenant), one pool file (one tenant), or
+``memory:SIZE`` (plain memory for each tenant, gone when the host ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from portus.engine.media.base import MediumKind
+from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
+from portus.reach.daemon.mirrors import WAIT_S, TenantMirror, TenantMirrors
+from portus.reach.daemon.objects import MemoryStore, Objects
+from portus.reach.daemon.replicas import OtherHost, Replica
+from portus.reach.format.layout import DATA_START
+from portus.reach.index.check import CheckOptions, Severity, check_file
+from portus.reach.index.directory import (
+    create_pool,
+    is_at,
+    make_directory,
+    on_disk,
+    open_writer,
+    pools_at,
+    writer_of,
+)
+from portus.reach.index.place import Place
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.media.file import PlainFile
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.lock import DirectoryLock, LockTable, ProcessLocks
+from portus.reach.media.memory import Memory
+from portus.reach.mirror.folder import Folder
+from portus.reach.mirror.store import Store
+from portus.reach.protocol.address import TENANT, checked_tenant, is_tenant
+
+MEMORY: Final = "memory:"
+TENANTS_MAX: Final = 1024
+BUSY_S: Final = 10.0
+"""The longest wait for another writer to let go of a pool."""
+
+_OBJECTS: Final = ".objects"
+"""Behind the path of a pool: the directory of what others mirror to its tenant."""
+
+_LOCK: Final = ".host"
+"""In a directory that is served: whose process it is."""
+
+HASHERS: Final = max(2, os.cpu_count() or 0)
+"""Connections for which a host hashes at once; for those of one tenant half as many."""
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """How many bytes a pool may have: ``of`` each tenant, by name, and of all ``others``. None: as
+    many as there are."""
+
+    others: int | None = None
+    of: Mapping[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.others is not None or bool(self.of)
+
+    def for_tenant(self, tenant: str) -> int | None:
+        """Return the quota of ``tenant`` in bytes, or None if it is unlimited."""
+        return self.of.get(tenant, self.others)
+
+
+class Hosted:
+    """A pool, its tenant, and what is going on in it. Thread-safe."""
+
+    def __init__(self, tenant: str, writer: PoolWriter, path: str | None = None) -> None:
+        """path: of the pool; None: in memory."""
+        self.tenant: Final = tenant
+        self.writer: Final = writer
+        self.path: Final = path
+        self.mirror: TenantMirror | None = None
+        """Where it is copied to; None: nowhere."""
+        self.replica: Replica
+        """Leads its models; set before anybody is let in."""
+        self.hashing: Final = threading.Semaphore(max(1, HASHERS // 2))
+        """Held while one of its clients has the pool hashed."""
+        self._making: Final = threading.Lock()
+        self._objects: Objects | None = None
+        self._changed: Final = threading.Condition()
+        self._claims: Final[dict[str, tuple[bytes, int]]] = {}
+        self._saves = 0
+        self._standstill = ""
+        self._parting = False
+        """True once a client that had claims said goodbye, and none has claimed anything since."""
+
+    @property
+    def copied(self) -> TenantMirror | Replica | None:
+        """What copies it to somewhere else; None if nothing does."""
+        return self.mirror or (self.replica if self.replica.name else None)
+
+    @property
+    def objects(self) -> Objects:
+        """What others mirror here, made at the first use. Raises ``UsageError`` for a pool on a
+        device, which has all of it."""
+        with self._making:
+            if self._objects is None:
+                self._objects = Objects(self._store(), self._room_for_objects)
+            return self._objects
+
+    def _store(self) -> Store:
+        info = self.writer.medium.info
+        if self.path is None:
+            return MemoryStore(f"objects of {self.tenant}")
+        if info.kind is MediumKind.DEVDAX:
+            raise UsageError(
+                f"{self.path}: a pool on a device has no space for mirrored objects; serve a "
+                f"directory, or {MEMORY}SIZE"
+            )
+        return Folder(f"{self.path}{_OBJECTS}")
+
+    def _room_for_objects(self) -> int | None:
+        size_max = self.writer.max_bytes
+        return None if size_max is None else max(0, size_max - self.writer.medium.size)
+
+    def look(self) -> None:
+        """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
+        it next would not find what is committed here."""
+        if is_at(self.writer, self.path):
+            return
+        medium = self.writer.medium
+        assert isinstance(medium, PlainFile)
+        raise MediumError(
+            errno.ESTALE,
+            f"{self.path} was replaced or moved while this host has it open; its pool is at "
+            f"{medium.path_now()!r} now: nothing is committed there. Put it back, or restart the "
+            "host to serve what is at that path",
+        )
+
+    @property
+    def saves(self) -> int:
+        """Saves under way."""
+        return self._saves
+
+    @property
+    def standstill(self) -> str:
+        """Why no save may begin; empty if one may."""
+        return self._standstill
+
+    @standstill.setter
+    def standstill(self, why: str) -> None:
+        with self._changed:
+            self._standstill = why
+
+    def refuse(self) -> None:
+        """Raise ``BusyError`` if nothing is to change."""
+        if self._standstill:
+            raise BusyError(errno.EAGAIN, self._standstill)
+
+    def began(self) -> None:
+        """One more. Raises ``BusyError`` if none may begin."""
+        with self._changed:
+            self.refuse()
+            self._saves += 1
+
+    def ended(self) -> None:
+        """One less."""
+        with self._changed:
+            self._saves -= 1
+            self._changed.notify_all()
+
+    def quiet(self, timeout_s: float) -> int:
+        """How many saves are under way when there is none, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._saves, max(0.0, timeout_s))
+            return self._saves
+
+    def claim(self, model: str, client: bytes, timeout_s: float) -> None:
+        """One connection of ``client`` more: it alone saves ``model``. Waits for another client to
+        go, whose process may be ending. Raises ``BusyError``."""
+
+        def is_free() -> bool:
+            return self._claims.get(model, (client, 0))[0] == client
+
+        with self._changed:
+            if not self._changed.wait_for(is_free, timeout_s):
+                raise BusyError(
+                    errno.EAGAIN,
+                    f"another client has saved model {model!r} for {timeout_s:g} s at least; "
+                    "stop it, or give this one another model name",
+                )
+            self._claims[model] = client, self._claims.get(model, (client, 0))[1] + 1
+            self._parting = False
+
+    def disclaim(self, model: str, *, goodbye: bool) -> bool:
+        """One connection less; True if nobody saves here any more, and who did said ``goodbye`` on
+        one of his connections: a client that was cut off comes back."""
+        with self._changed:
+            client, count = self._claims.pop(model)
+            if count > 1:
+                self._claims[model] = client, count - 1
+            self._parting = self._parting or goodbye
+            self._changed.notify_all()
+            return self._parting and not self._claims
+
+
+class Pools:
+    """The pools of a host, opened when somebody asks, and then open until the end."""
+
+    def __init__(
+        self,
+        place: str,
+        quotas: Quotas | None = None,
+        mirrors: TenantMirrors | None = None,
+        other: OtherHost | None = None,
+        mirror_wait_s: float = WAIT_S,
+    ) -> None:
+        """place: see the module. quotas: None: none. mirrors: of what is opened. other: the host
+        that what is saved here is copied to. mirror_wait_s: the longest that ``close`` waits for
+        that.
+
+        Raises ``UsageError``, and what opening one pool, or making a directory for many, raises:
+        that ends the start, not the first save. So does a directory that another host serves:
+        ``BusyError``."""
+        in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
+        where = None if in_memory or not place else Place.named(place, "POOL")
+        if not place or (where is not None and where.local_path is None):
+            raise UsageError(
+                f"{place!r} cannot be served: expected a directory, a pool file, a DAX device or "
+                f"{MEMORY}SIZE"
+            )
+        self.place: Final = place
+        self._where: Final = where
+        self._memory: Final = 0 if where else parse_size(place.removeprefix(MEMORY))
+        self._quotas = quotas or Quotas()
+        self._mirrors: Final = mirrors
+        self._other: Final = other
+        self._mirror_wait_s: Final = mirror_wait_s
+        self._read_only: Final[set[str]] = set()
+        self._shut: Final[dict[str, str]] = {}
+        """Pools that are not opened by this process any more, by tenant, and why."""
+        self.draining = False
+        """True while no save may begin."""
+        self._guard: Final = threading.Lock()
+        self._open: dict[str, Hosted] = {}
+        self._opening: Final[dict[str, threading.Lock]] = {}
+        self._lock: DirectoryLock | None = None
+        if self._where is None:
+            if self._memory < 2 * DATA_START:
+                raise UsageError(f"{place}: expected {2 * DATA_START} bytes or more")
+        elif self._where.is_directory:
+            make_directory(self._where.path)
+            self._lock = DirectoryLock(os.path.join(self._where.path, _LOCK))
+        else:
+            self.of(TENANT)
+
+    def of(self, tenant: str) -> Hosted:
+        """The tenant's pool, made if there was none. Raises what opening raises."""
+        with self._guard:
+            if tenant not in self._opening and len(self._opening) >= TENANTS_MAX:
+                raise BusyError(errno.EAGAIN, f"{self.place}: the limit is {TENANTS_MAX} tenants")
+            opening = self._opening.setdefault(tenant, threading.Lock())
+        with opening:  # one at a time for each tenant; the others do not wait for it
+            hosted = self._open.get(tenant)
+            if tenant in self._shut:
+                raise MediumError(errno.EIO, self._shut[tenant])
+            if hosted is None:
+                where = self._where
+                pool = None if where is None else self._pool_of(where, tenant).path
+                hosted = Hosted(tenant, self._writer(tenant), pool)
+                self._attach(hosted)
+                with self._guard:
+                    self._open[tenant] = hosted
+                    hosted.writer.max_bytes = self._size_max(tenant)  # may be another by now
+                    hosted.standstill = self._standstill(tenant)
+            return hosted
+
+    def _attach(self, hosted: Hosted) -> None:
+        try:
+            if self._mirrors is not None:
+                self._mirrors.attach(hosted)
+            hosted.replica = Replica(hosted, self._other)
+        except BaseException:
+            hosted.writer.close()
+            raise
+
+    def open_all(self) -> None:
+        """Open the pools that there are, and those that the mirror has. Raises what opening one
+        raises."""
+        found = {tenant for tenant, _ in self.everywhere() if is_tenant(tenant)}
+        if self._mirrors is not None:
+            try:
+                found.update(self._mirrors.tenants())
+            except (TransportError, MediumError):
+                if not found:
+                    raise
+        for tenant in sorted(found):
+            if self._where is None or self._where.is_directory or tenant == TENANT:
+                self.of(tenant)
+
+    def all(self) -> list[Hosted]:
+        """Return the pools that are open."""
+        with self._guard:
+            return list(self._open.values())
+
+    def poisoned(self) -> dict[str, bool]:
+        """Whether they take no stores any more, by tenant: those that are open, or could not be
+        opened again."""
+        found = {hosted.tenant: hosted.writer.medium.poisoned for hosted in self.all()}
+        return {**found, **dict.fromkeys(self._shut, True)}
+
+    def everywhere(self) -> list[tuple[str, Place | PoolReader]]:
+        """Every pool that there is, with its tenant, also of those that nobody asked for yet: where
+        it is; of one in memory, who has it. Raises ``MediumError``."""
+        if self._where is None:
+            return [(hosted.tenant, hosted.writer) for hosted in self.all()]
+        if not self._where.is_directory:
+            return [(TENANT, self._where)]
+        return [(writer_of(each), each) for each in pools_at(self._where)]
+
+    def limit(self, quotas: Quotas) -> None:
+        """Other quotas from now on. A pool that has more keeps it, and grows no further. Raises
+        ``UsageError`` for a device, which has none; then nothing changed."""
+        with self._guard:
+            opened = list(self._open.values())
+            kinds = {hosted.writer.medium.info.kind for hosted in opened}
+            if quotas and MediumKind.DEVDAX in kinds:
+                raise UsageError(
+                    f"{self.place}: a pool on a device uses all of it, without a quota"
+                )
+            self._quotas = quotas
+            for hosted in opened:
+                hosted.writer.max_bytes = self._size_max(hosted.tenant)
+
+    def hold(self, tenant: str, *, on: bool) -> None:
+        """Begin no save of a tenant from now on, and retire nothing of it; or do again. Raises
+        ``UsageError`` for a name that is none."""
+        checked_tenant(tenant)
+        with self._guard:
+            (self._read_only.add if on else self._read_only.discard)(tenant)
+        self._say_standstill()
+
+    def drain(self, *, on: bool) -> None:
+        """The same of all tenants."""
+        self.draining = on
+        self._say_standstill()
+
+    def quiet(self, timeout_s: float) -> int:
+        """Wait until no save is under way: how many are, when the time is over."""
+        until_s = time.monotonic() + timeout_s
+        return sum(hosted.quiet(until_s - time.monotonic()) for hosted in self.all())
+
+    def _say_standstill(self) -> None:
+        with self._guard:
+            for hosted in self._open.values():
+                hosted.standstill = self._standstill(hosted.tenant)
+
+    def _standstill(self, tenant: str) -> str:
+        if self.draining:
+            return "the operator is draining this storage host: no new saves; try again later"
+        if tenant in self._read_only:
+            return f"the operator made tenant {tenant!r} read-only: it accepts no saves"
+        return ""
+
+    def reopen(self, tenant: str, end_use: Callable[[Hosted], None]) -> int:
+        """Open a pool again whose medium accepts no more writes, if every byte that its versions
+        reach is on the disk as it was written; how many bytes it has.
+
+        end_use: ends whatever uses it, or raises. Blocks for as long as reading all of it takes.
+        Raises ``UsageError`` if there is no such pool, or nothing is to be done,
+        ``CorruptionError`` if it is damaged, and what opening it raises.
+        """
+        hosted = self._open.get(tenant)
+        if hosted is None or hosted.path is None or not hosted.writer.medium.poisoned:
+            raise UsageError(
+                f"tenant {tenant!r} has no pool here, in a file or on a device, that accepts no "
+                "more writes"
+            )
+        files = LocalFiles()
+        # Past the page cache: after a failed sync it may hold bytes that the disk never got.
+        findings = check_file(hosted.path, CheckOptions(), cached=False)
+        wrong = [each for each in findings if each.severity is Severity.ERROR]
+        if wrong:
+            raise CorruptionError(
+                f"{hosted.path}: {wrong[0]} ({len(wrong)} in all): it is not opened again. "
+                "`portus rescue` extracts what is intact"
+            )
+        with self._opening[tenant]:
+            end_use(hosted)
+            with self._guard:
+                del self._open[tenant]
+            hosted.replica.close()
+            if self._mirrors is not None:
+                self._mirrors.let_go(hosted)
+            hosted.writer.close()
+            files.forget(hosted.path)
+            if not _same_fixed_pages(hosted.path, files):
+                self._shut[tenant] = (
+                    f"{hosted.path}: the system's cache of the first pages differs from the "
+                    "disk: stop this host, drop that cache (umount, or echo 1 > "
+                    "/proc/sys/vm/drop_caches), and start it again"
+                )
+        return self.of(tenant).writer.medium.size
+
+    def _size_max(self, tenant: str) -> int | None:
+        quota = self._quotas.for_tenant(tenant)
+        if self._where is not None:
+            return quota
+        return self._memory if quota is None else min(self._memory, quota)
+
+    def close(self) -> None:
+        """Let go of all, and of the mirror, which is waited for. Nobody may use them any more."""
+        if self._mirrors is not None:
+            self._mirrors.close()
+        with self._guard:
+            opened, self._open = self._open, {}
+        until_s = time.monotonic() + self._mirror_wait_s
+        for hosted in opened.values():
+            hosted.replica.close(max(0.0, until_s - time.monotonic()))
+            hosted.writer.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _writer(self, tenant: str) -> PoolWriter:
+        if self._where is None:
+            medium = Memory(DATA_START, name=f"{self.place} of {tenant}")
+            format_pool(medium)
+            locks = ProcessLocks(LockTable())
+            return PoolWriter(medium, locks, max_bytes=self._size_max(tenant))
+        path, files = self._pool_of(self._where, tenant).path, LocalFiles()
+        if not os.path.exists(path):
+            make_directory(os.path.dirname(path))
+            create_pool(path, files)
+        return open_writer(path, files, timeout_s=BUSY_S, max_bytes=self._size_max(tenant))
+
+    def _pool_of(self, where: Place, tenant: str) -> Place:
+        if not where.is_directory and tenant != TENANT:
+            raise UsageError(
+                f"{self.place} is one pool, of tenant {TENANT!r}; serve a directory for more"
+            )
+        return where.pool_of(tenant)
+
+
+def read_quotas(others: str | None, path: str | None) -> Quotas:
+    """others: a size, of each tenant that has no line in the file at ``path``; there, lines
+    ``TENANT SIZE``. None: none. Raises ``UsageError``."""
+    found: dict[str, int] = {}
+    if path is not None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                lines = [line.split() for line in file if line.strip() and line[0] != "#"]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: the quotas cannot be read: {error}") from error
+        for words in lines:
+            if len(words) != 2:
+                raise UsageError(f"{path}: expected lines TENANT SIZE, found {len(words)} words")
+            tenant = checked_tenant(words[0])
+            if tenant in found:
+                raise UsageError(f"{path}: tenant {tenant!r} has two quotas")
+            found[tenant] = parse_size(words[1])
+    return Quotas(parse_size(others) if others else None, found)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``64G``, ``512M``, ``4096``. Raises ``UsageError``."""
+    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
+    if number and number[-1] in _UNITS:
+        number, unit = number[:-1], number[-1]
+    if not number.isdecimal() or not int(number):
+        raise UsageError(f"{text!r}: expected a size, such as 64G or 512M")
+    return int(number) * _UNITS[unit]
+
+
+def parse_rate(text: str) -> int:
+    """Bytes a second: ``50M/s``, ``50MB/s``, ``50M``. Raises ``UsageError``."""
+    return parse_size(text.strip().removesuffix("/s"))
+
+
+def _same_fixed_pages(path: str, files: LocalFiles) -> bool:
+    """True if the disk has what the system hands out of superblock and root slots: a writer goes
+    by these, and after a persist that failed the two may differ."""
+    found = []
+    for medium in (files.open(path, writable=False), files.open_uncached(path)):
+        with contextlib.closing(medium):
+            pages = bytearray(DATA_START)
+            medium.load(0, memoryview(pages))
+            found.append(pages)
+    return found[0] == found[1]
+
+
+def room_bytes(hosted: Hosted) -> int:
+    """Bytes that a tenant can still save, growth of its pool included: what the quota leaves, and
+    the file system."""
+    writer = hosted.writer
+    growth = []
+    if writer.max_bytes is not None:
+        growth.append(max(0, writer.max_bytes - writer.medium.size) + hole_bytes(hosted))
+    if os.path.isfile(writer.medium.info.name):
+        status = os.statvfs(writer.medium.info.name)
+        growth.append(status.f_bavail * status.f_frsize)
+    return free_bytes(hosted) + min(growth, default=0)
+
+
+def taken_bytes(hosted: Hosted) -> int:
+    """Bytes that the pool takes of its file system; 0 if it is on none."""
+    return on_disk(hosted.writer.medium.info.name)
+
+
+def free_bytes(hosted: Hosted) -> int:
+    """Bytes that a tenant can still save, without growth of its pool."""
+    try:
+        return hosted.writer.free_bytes()
+    except MediumError:
+        return 0
+
+
+def hole_bytes(hosted: Hosted) -> int:
+    """Bytes of the pool that are free, and were given back to the file system."""
+    try:
+        return hosted.writer.hole_bytes()
+    except MediumError:
+        return 0

@@ -1,0 +1,289 @@
+"""The other host of a storage host: ``portus serve POOL --replica portus://other``.
+
+Each model has one log, among the objects that the other host, its home, keeps for the tenant
+(``REPLICA``). The first host copies there what is committed. Whoever grants a claim leads the
+model (``reach.mirror.leading``): the first host by requests, as any mirror; the home by itself,
+when a client claims a model there that has a log. While a client has a claim there, the home lets
+nobody else append to the log of the model. Any host is the home of what is copied to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Final, Protocol
+
+from portus.engine.spec import VersionInfo
+from portus.errors import BusyError, PortusError, TransportError, UsageError
+from portus.reach.daemon.events import tell
+from portus.reach.daemon.mirrors import CopiedPool, TenantPool, lag_s
+from portus.reach.daemon.objects import Objects
+from portus.reach.daemon.secrets import Secrets
+from portus.reach.mirror.hosted import HostStore
+from portus.reach.mirror.leading import REPLICA, Follower, Leader
+from portus.reach.mirror.objects import LOG, entry_number, prefix_of
+from portus.reach.mirror.store import MissingError, Store
+from portus.reach.protocol.address import TENANT, Address
+from portus.reach.transport.dial import AUTHORITY_VARIABLE, Credentials
+
+_ANSWER_S: Final = 10.0
+"""The longest that the other host may say nothing: a client waits for its claim meanwhile."""
+
+_ABREAST: Final = 4
+"""Models that are copied at once."""
+
+
+class ReplicatedPool(CopiedPool, Protocol):
+    """What is needed of a tenant's pool."""
+
+    @property
+    def objects(self) -> Objects:
+        """What others mirror here. Raises ``UsageError`` where there is no place for any."""
+
+
+class OtherHost:
+    """Where a first host copies to: all its tenants, by the secrets that they have here."""
+
+    def __init__(self, address: Address, secrets: Secrets) -> None:
+        """Asks nobody. Raises ``UsageError`` for an address with a tenant, or of two hosts."""
+        if address.tenant != TENANT or address.second is not None:
+            raise UsageError(
+                f"--replica {address}: expected one host, portus://host:7117, without a tenant: "
+                "each tenant is copied to the tenant of its name there"
+            )
+        self.address: Final = address
+        self._secrets: Final = secrets
+        self._turns: Final = threading.BoundedSemaphore(_ABREAST)
+
+    def name(self, tenant: str) -> str:
+        """Return the address of ``tenant`` at the other host, as text."""
+        return str(replace(self.address, tenant=tenant))
+
+    def store(self, tenant: str) -> Store:
+        """The logs of a tenant there. Asks nobody yet. Whoever asked for it closes it."""
+        credentials = Credentials(
+            self._secrets.first_of(tenant), os.environ.get(AUTHORITY_VARIABLE) or None
+        )
+        return HostStore(self.name(tenant), REPLICA, credentials, _ANSWER_S)
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Entered while a model is copied."""
+        return self._turns
+
+    def check(self, tenant: str) -> None:
+        """Raise ``UsageError`` if the host there cannot keep the logs of a tenant: it refuses the
+        secret, is too old, or has no place for objects. One that does not answer is said."""
+        with contextlib.closing(self.store(tenant)) as store:
+            try:
+                next(iter(store.list("")), None)
+            except TransportError as error:
+                text = f"{tenant}: --replica {self.address} does not answer, and is tried again: "
+                tell(logging.ERROR, "replica_away", f"{text}{error}", tenant=tenant)
+            except PortusError as error:
+                raise UsageError(f"--replica {self.address}, tenant {tenant!r}: {error}") from error
+
+
+class Replica:
+    """The logs of one tenant's models: those that are led from here, and those that are kept here.
+    Thread-safe."""
+
+    def __init__(self, hosted: ReplicatedPool, other: OtherHost | None) -> None:
+        """other: where what is saved here is copied to; None: nowhere, but for models whose logs
+        are here. What the pool has already is copied on."""
+        self._hosted: Final = hosted
+        self._other: Final = other
+        self._guard: Final = threading.Lock()
+        self._locks: Final[dict[str, threading.Lock]] = {}
+        self._claims: Final[Counter[str]] = Counter()
+        self._leaders: Final[dict[str, Leader]] = {}
+        self._placing: Final = threading.Lock()
+        self._led: Final[set[str]] = set()
+        """Prefixes of the models whose logs are here, and are appended to by this host alone."""
+        self._yields: Final = hosted.writer.yields
+        hosted.writer.yields = self._yield_space
+        if other is not None:
+            for model in hosted.writer.catalogue().models:
+                if not self._has_log(model):
+                    self._made(model).follow(self._pool_of(model))
+
+    def claimed(self, model: str) -> None:
+        """A client is about to save it, over one connection more. When the first one does, the
+        pool is brought up to the log of the model, if it has one or is to have one, and the term
+        is taken. Blocks while versions are fetched. Raises as ``Leader.lead``."""
+        with self._lock_of(model):
+            if not self._claims[model]:
+                self._lead(model)
+            self._claims[model] += 1
+
+    def disclaimed(self, model: str) -> None:
+        """One connection less."""
+        with self._lock_of(model):
+            self._claims[model] -= 1
+            if not self._claims[model]:
+                self._let_append(model)
+
+    def require(self, model: str) -> None:
+        """Raise ``StaleError`` if what is committed of it here does not count any more."""
+        leader = self._leaders.get(model)
+        if leader is not None:
+            leader.require()
+
+    def committed(self, model: str, token: bytes) -> None:
+        """A version was committed: where the log is here, it is told once it is in that, for what
+        is not does not count when somebody else has led. Raises as ``told``."""
+        leader = self._leaders.get(model)
+        if leader is not None and leader.is_home:
+            leader.told(token)
+
+    def told(self, model: str, token: bytes) -> None:
+        """See ``Leader.told``. Raises ``UsageError`` if the model has no log."""
+        leader = self._leaders.get(model)
+        if leader is None:
+            raise UsageError(
+                f"model {model!r} is on this host alone: durable=2 takes one that is served with "
+                "--replica"
+            )
+        leader.told(token)
+
+    def changed(self, changed: Collection[str]) -> None:
+        """Something of these models was committed, or let go of, or what holds it."""
+        for model in changed:
+            leader = self._leaders.get(model)
+            if leader is not None:
+                leader.wake()
+
+    def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
+        """Make an object that somebody else sent, see ``Objects.put``. Raises ``BusyError`` for the
+        next entry of a log while a client of this host saves the model."""
+        objects, prefix = self._hosted.objects, _logged(name)
+        if prefix is None:
+            return objects.put(name, data, fresh=fresh)
+        with self._placing:
+            if prefix not in self._led:
+                return objects.put(name, data, fresh=fresh)
+            with contextlib.suppress(MissingError):
+                objects.store.get(name)
+                return False
+        raise BusyError(errno.EBUSY, "a client saves this model at the replica: it goes on there")
+
+    @property
+    def name(self) -> str:
+        """Where it is copied to; empty for nowhere."""
+        return "" if self._other is None else self._other.name(self._hosted.tenant)
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds since the first version was saved that is missing; 0 if there is none."""
+        return lag_s(self.missing())
+
+    @property
+    def failure(self) -> str:
+        """Why the other host is behind; empty if nothing is wrong."""
+        return next(filter(None, (leader.failure for leader in self._all())), "")
+
+    def missing(self) -> list[VersionInfo]:
+        """The versions that are in the pool alone, of models that are copied from here."""
+        return [info for leader in self._all() for info in leader.unmirrored()]
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Nothing is committed any more: copy what is not there, ``wait_s`` seconds at most, and
+        end."""
+        until_s = time.monotonic() + wait_s
+        leaders = self._all()
+        for leader in leaders:
+            leader.finish(max(0.0, until_s - time.monotonic()))
+        for leader in leaders:
+            leader.close()
+        self._hosted.writer.yields = self._yields
+
+    def _lead(self, model: str) -> None:
+        before = self._leaders.pop(model, None)
+        if before is not None:
+            before.close()
+        if self._has_log(model):
+            with self._placing:
+                self._led.add(prefix_of(model))
+        elif self._other is None:
+            return
+        leader = self._made(model)
+        try:
+            why_not = leader.lead(self._pool_of(model))
+        except BaseException:
+            self._let_append(model)
+            raise
+        if why_not:
+            text = (
+                f"{self._hosted.tenant}: model {model!r} is saved here WITHOUT its replica, and "
+                f"what is committed may be superseded there: {why_not}"
+            )
+            tell(logging.ERROR, "replica_away", text, tenant=self._hosted.tenant, model=model)
+
+    def _made(self, model: str) -> Leader:
+        if self._other is None or self._has_log(model):
+            store, name = self._hosted.objects.below(REPLICA), "the log on this host"
+            turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+            leader = Leader(store, name, model, turn, is_home=True)
+        else:
+            tenant = self._hosted.tenant
+            store, name = self._other.store(tenant), self._other.name(tenant)
+            leader = Leader(store, name, model, self._other.turn, is_home=False)
+        with self._guard:
+            self._leaders[model] = leader
+        return leader
+
+    def _has_log(self, model: str) -> bool:
+        try:
+            store = self._hosted.objects.store
+        except UsageError:
+            return False  # a device: nothing is kept here
+        below = f"{REPLICA}/{prefix_of(model)}{LOG}"
+        return next(iter(store.list(below)), None) is not None
+
+    def _let_append(self, model: str) -> None:
+        with self._placing:
+            self._led.discard(prefix_of(model))
+
+    def _pool_of(self, model: str) -> _Following:
+        return _Following(model, self._hosted)
+
+    def _lock_of(self, model: str) -> threading.Lock:
+        with self._guard:
+            return self._locks.setdefault(model, threading.Lock())
+
+    def _all(self) -> list[Leader]:
+        with self._guard:
+            return list(self._leaders.values())
+
+    def _yield_space(self) -> bool:
+        ended = [self._yields(), *(leader.yield_space() for leader in self._all())]
+        return any(ended)
+
+
+class _Following(TenantPool, Follower):
+    """The pool of a tenant that follows."""
+
+    def __init__(self, model: str, hosted: CopiedPool) -> None:
+        super().__init__(model, hosted)
+        self._hosted: Final = hosted
+
+    def shed(self, versions: Collection[VersionInfo]) -> None:
+        steps = ", ".join(str(info.step) for info in versions)
+        text = f"{self._hosted.tenant}: model {self._model!r}: steps {steps} do not count any more"
+        tell(logging.WARNING, "retired", f"{text}: it went on elsewhere meanwhile")
+        self.writer.retire({info.id for info in versions})
+
+
+def _logged(name: str) -> str | None:
+    """The prefix of the model whose log an object is an entry of; None if it is none."""
+    first, _, rest = name.partition("/")
+    prefix, slash, entry = rest.partition("/")
+    is_entry = first == REPLICA and entry_number(entry) is not None
+    return prefix + slash if is_entry else None

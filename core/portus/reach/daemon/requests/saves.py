@@ -1,0 +1,460 @@
+"""Saves: what a client says from its claim of a model to the commit of a version.
+
+A save lives as long as its connection, and its only trace on the medium is the commit. Whatever
+ends the connection before that (a client that was killed, a link that was cut, an abandonment)
+gives the space back, and nothing else happened. The host believes nothing of what a client says
+about places: it places the bytes itself, and hashes what arrived; the client's own digests must
+be the same, or there is no version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from portus.engine.copying.local import check
+from portus.engine.copying.segments import Column, Digests, Sources, cut
+from portus.engine.media.file_calls import OUT_OF_SPACE
+from portus.engine.pipeline.draft import Labels
+from portus.engine.settings.keep import checked_metrics
+from portus.errors import CorruptionError, MediumError, UsageError
+from portus.reach.daemon import regions
+from portus.reach.daemon.house import refusal_of
+from portus.reach.daemon.regions import RegionTable
+from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.check_version import check_layout, check_tree, read_layout, read_tree
+from portus.reach.index.findings import Findings
+from portus.reach.index.records import Pointer, Rows, decode_layout, encode_version
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.messages import Said, column, handles
+from portus.reach.transport.onesided import Remote
+from portus.reach.transport.stream import InterruptedByError, drain, take_into
+from portus.reach.transport.verbs import Endpoint
+from portus.reach.versions.parts import StorageRows, sources
+from portus.reach.versions.pool_draft import PoolDraft
+
+REGIONS_MAX: Final = said.STORAGES_MAX
+VALUES_MAX: Final = 1 << 24
+"""Of a tree, at most: each takes a hundred bytes while it is looked at."""
+
+CLAIMS_MAX: Final = 64
+"""Of one connection."""
+
+# Bytes of memory that things take, at most; measured.
+_DRAFT: Final = 4 << 10
+_PART: Final = 4 << 10
+"""Of a save, and of each request within it."""
+_STORAGE: Final = 128
+_STORAGE_COMMITTED: Final = 512
+"""Of each storage: of a save, as long as it is under way; while it is committed."""
+_TREE_VALUE: Final = 64
+_TREE_DICT: Final = 384
+_LAYOUT_VALUE: Final = 48
+"""While they are looked at."""
+
+
+class SaveRequests:
+    """Answers what a client says of its saves, of which one is under way at a time."""
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest: Final = guest
+        self._claimed: Final[list[str]] = []
+        self._regions: Final = RegionTable(REGIONS_MAX)
+        self._draft: _Draft | None = None
+        self._counted: tuple[Pointer, int] | None = None
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """The models that it claimed. From any thread."""
+        return tuple(self._claimed)
+
+    @property
+    def saving(self) -> str:
+        """MODEL@STEP, while a save is under way; else empty. From any thread."""
+        draft = self._draft
+        return "" if draft is None else f"{draft.begin.model}@{draft.begin.step}"
+
+    def disclaim(self, *, goodbye: bool) -> bool:
+        """Claim nothing any more. goodbye: the client ends as it should. True if nobody saves to
+        the pool any more."""
+        was_last, hosted = False, self._guest.hosted
+        while self._claimed:
+            model = self._claimed.pop()
+            hosted.replica.disclaimed(model)
+            was_last = hosted.disclaim(model, goodbye=goodbye)
+        return was_last
+
+    def drop(self, why: str) -> None:
+        """End the save that is under way, without a version."""
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.pool.release()
+            self._guest.link.keep(-draft.size)
+            self._guest.hosted.ended()
+            self._guest.counters.add("abandoned")
+            model, step = draft.begin.model, draft.begin.step
+            self._guest.tell(
+                logging.INFO,
+                "abandoned",
+                f"model {model!r} step {step}: no version: {why}",
+                model=model,
+                step=step,
+                why=why,
+                bytes=int(draft.lengths.sum()),
+                seconds=time.perf_counter() - draft.begun_s,
+            )
+
+    def _claim(self, message: said.Claim) -> Said:
+        if message.model in self._claimed:
+            raise UsageError(f"model {message.model!r} is claimed here already")
+        if len(self._claimed) >= CLAIMS_MAX:
+            raise UsageError(f"more than {CLAIMS_MAX} models")
+        with contextlib.ExitStack() as undo:
+            self._guest.hosted.claim(message.model, message.client, self._guest.patience.claim_s)
+            undo.callback(self._guest.hosted.disclaim, message.model, goodbye=False)
+            self._guest.hosted.replica.claimed(message.model)
+            undo.callback(self._guest.hosted.replica.disclaimed, message.model)
+            if self._guest.hosted.mirror is not None:
+                self._guest.hosted.mirror.claimed(message.model)
+            undo.pop_all()
+        self._claimed.append(message.model)
+        return said.Done()
+
+    def _connect(self, message: said.Connect) -> Said:
+        if self._guest.lane is not None:
+            self._guest.lane.close()
+        other = Endpoint(*msgspec.structs.astuple(message))
+        self._guest.lane = self._guest.fabric.lane(self._guest.link, self._guest.hosted, other)
+        return said.Connected(*self._guest.lane.endpoint)
+
+    def _register(self, message: said.Register) -> Said:
+        lengths = column(message.lengths, "regions")
+        addresses, keys = handles(message.handles, len(lengths), "regions")
+        self._guest.link.room(regions.WORK * (len(self._regions) + len(lengths)))
+        with self._guest.kept(regions.ROW * len(lengths)):
+            self._regions.add(message.first, lengths, addresses, keys)
+        return said.Done()
+
+    def _forget(self, message: said.Forget) -> Said:
+        numbers = column(message.regions, "regions")
+        self._guest.link.room(regions.WORK * (len(self._regions) + len(numbers)))
+        self._regions.remove(numbers)
+        self._guest.link.keep(-regions.ROW * len(numbers))
+        return said.Done()
+
+    def _begin(self, message: said.Begin) -> Said:
+        if message.model not in self._claimed:
+            raise UsageError(f"model {message.model!r} is not claimed here")
+        self._guest.hosted.replica.require(message.model)
+        lengths = column(message.lengths, "lengths")
+        size_max = self._guest.writer.max_bytes
+        if size_max is not None and int(lengths.sum()) > size_max:
+            raise MediumError(
+                28, f"a version of {int(lengths.sum())} bytes: the quota is {size_max} bytes"
+            )
+        self._refuse_known(message.token)
+        self._guest.hosted.look()
+        size = _DRAFT + _STORAGE * len(lengths)
+        self._guest.hosted.began()
+        try:
+            with self._guest.kept(size):
+                self._draft = _Draft(PoolDraft(self._guest.writer, lengths), lengths, message, size)
+        except BaseException:
+            self._guest.hosted.ended()
+            raise
+        return said.Begun()
+
+    def _offer(self, message: said.Offer) -> Said:
+        draft = self._drafted()
+        self._grow(draft)
+        indices = column(message.indices, "indices")
+        self._guest.link.room(STORAGE_MOVED * len(indices))
+        draft.claim(indices)
+        lengths = draft.lengths[indices]
+        registered, addresses, keys = self._regions.of(column(message.regions, "regions"))
+        if not np.array_equal(registered, lengths):
+            raise UsageError("offer: its regions are not registered, or have other lengths")
+        remote, bounced = Remote(addresses, keys), 0
+
+        def move(moved: Sources) -> Digests:
+            nonlocal bounced
+            lane = self._guest.lane
+            if lane is None or lane.closed or not is_reached(remote, lengths):
+                bounced = moved.size
+                return self._pull(moved)
+            start = time.perf_counter()
+            try:
+                done = self._guest.moved(lane.pull, remote, moved)
+            finally:
+                self._pulled(time.perf_counter() - start)
+            self._guest.counters.add("pulled_bytes", moved.size)
+            bounced = done.bounced
+            return done.digests
+
+        try:
+            reserved = draft.pool.reserve(indices, np.zeros(len(indices), np.int64))
+        except MediumError as error:
+            can_wait = self._guest.link.connection.knows(said.Full.kind)
+            if error.errno not in OUT_OF_SPACE or not can_wait:
+                raise
+            draft.claimed[indices] = False
+            return self._full(error)
+        try:
+            digests = move(reserved.target)
+            draft.pool.note(reserved, digests)
+        except InterruptedByError:  # by an abandonment: the table lets nothing else through
+            self.drop("the client abandoned it")
+            return said.Abandoned()
+        return said.Pulled(digests.tobytes(), bounced)
+
+    def _full(self, error: MediumError) -> said.Full:
+        """Say that there is no room now."""
+        refusal = refusal_of(error)
+        self._guest.counters.failed(refusal.fault)
+        self._guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
+        return said.Full(refusal.errno, refusal.text)
+
+    def _pull(self, moved: Sources) -> Digests:
+        """Fetch the bytes of an offer. If the medium fails, the rest is received all the same:
+        only then can the client hear of it."""
+        link, start, before = self._guest.link, time.perf_counter(), self._guest.link.taken
+        hashed_s = link.hash_s
+        segments, digests = cut(moved)
+        if segments.size:
+            link.send(said.Pull(segments.size))
+        try:
+            take_into(link, self._guest.writer.medium, segments, digests)
+        except (MediumError, CorruptionError):
+            drain(link, segments.size - (link.taken - before))
+            raise
+        finally:
+            self._guest.counters.add("pulled_bytes", link.taken - before)
+            self._guest.counters.add("hash_seconds", link.hash_s - hashed_s)
+            self._pulled(time.perf_counter() - start)
+        return digests
+
+    def _pulled(self, seconds: float) -> None:
+        self._guest.counters.add("pull_seconds", seconds)
+        self._guest.counters.took("pull", seconds)
+
+    def _share(self, message: said.Share) -> Said:
+        draft = self._drafted()
+        self._grow(draft)
+        entry = self._guest.find(message.before)
+        indices = column(message.indices, "indices")
+        if entry is None:
+            return said.Shared(False)
+        self._guest.link.room(STORAGE_MOVED * len(draft.lengths))
+        record = self._guest.writer.record(entry)
+        if len(record.storages) != len(draft.lengths) or not draft.may_claim(indices):
+            raise UsageError("share: these are not storages of both versions")
+        lengths = record.storages["length"][indices].astype(np.int64)
+        if not np.array_equal(lengths, draft.lengths[indices]):
+            raise UsageError("share: a storage has another length in that version")
+
+        def same(group: StorageRows) -> bool:
+            """The medium still holds what was saved. That the client has the same is seen when
+            it confirms: its digests must be those of this version."""
+            address = np.ones(len(indices), np.int64)
+            medium = self._guest.writer.medium
+            with self._guest.hashing() as stop:
+                found = check(medium, sources(address, lengths, group.extents), stop)
+            return bool(np.array_equal(found, group.digests))
+
+        shared = draft.pool.reach(record, indices, same)
+        if shared:
+            draft.claim(indices)
+            draft.shared_bytes += int(lengths.sum())
+            self._guest.counters.add("shared_bytes", int(lengths.sum()))
+        return said.Shared(shared)
+
+    def _confirm(self, message: said.Confirm) -> Said:
+        draft, start = self._drafted(), time.perf_counter()
+        self._grow(draft)
+        self._guest.link.room(_STORAGE_COMMITTED * len(draft.lengths))
+        if not draft.claimed.all():
+            missing = int((~draft.claimed).sum())
+            raise UsageError(f"confirmation: {missing} storages were neither pulled nor shared")
+        rows = draft.pool.rows()
+        if rows[2].tobytes() != message.digests:
+            raise CorruptionError(
+                "confirmation: the client's digests are not those of what arrived here: bytes "
+                "changed on the way, or while they were pulled; nothing was committed"
+            )
+        known = self._known(draft, message)
+        if known is None:
+            return said.Missing()
+        begin = draft.begin
+        labels = Labels(
+            model=begin.model,
+            step=begin.step,
+            token=begin.token,
+            layout=b"",
+            tree=b"",
+            inexact=message.inexact,
+            metrics=draft.metrics,
+        )
+        retire = set(column(message.retire, "retire").tolist())
+        changed = {begin.model, *self._guest.models_of(retire)}
+        self._refuse_known(begin.token)
+        self._refuse_nonsense(rows[0], *known)
+        self._guest.hosted.replica.require(begin.model)
+        self._guest.hosted.look()
+        record = draft.pool.commit_rows(rows, labels, *known, retire)
+        self._guest.hosted.look()
+        self._draft = None
+        self._guest.link.keep(-draft.size)
+        self._guest.hosted.ended()
+        self._guest.changed(changed)
+        self._guest.hosted.replica.committed(begin.model, begin.token)
+        self._guest.counters.add("saves")
+        end = time.perf_counter()
+        self._guest.counters.add("commit_seconds", end - start)
+        self._guest.counters.took("commit", end - start)
+        self._guest.counters.took("save", end - draft.begun_s)
+        info = record.info
+        self._guest.tell(
+            logging.INFO,
+            "committed",
+            f"model {info.model!r} step {info.step}: version {info.id}",
+            model=info.model,
+            step=info.step,
+            version=info.id,
+            commit=info.commit,
+            bytes=info.size,
+            shared_bytes=draft.shared_bytes,
+            retired=len(retire),
+            seconds=end - draft.begun_s,
+            commit_seconds=end - start,
+        )
+        return said.Committed(encode_version(record))
+
+    def _metrics(self, message: said.Metrics) -> Said:
+        self._drafted().metrics = checked_metrics(message.metrics)
+        return said.Done()
+
+    def _known(self, draft: _Draft, message: said.Confirm) -> _Known | None:
+        """Layout and tree, as they are or by the version before; None if that is gone, or if its
+        layout was not for storages as long as these."""
+        layout, tree = message.layout, message.tree
+        if layout is not None and tree is not None:
+            return layout, tree
+        entry = self._guest.find(message.before)
+        record = None if entry is None else self._guest.writer.record(entry)
+        if record is None:
+            return None
+        if layout is None and not np.array_equal(record.storages["length"], draft.lengths):
+            return None
+        old_layout = draft.pool.known(record, RecordKind.LAYOUT) if layout is None else layout
+        old_tree = draft.pool.known(record, RecordKind.TREE) if tree is None else tree
+        if old_layout is None or old_tree is None:
+            return None
+        return old_layout, old_tree
+
+    def _refuse_nonsense(
+        self, storages: Rows, layout: Pointer | bytes, tree: Pointer | bytes
+    ) -> None:
+        """Raise ``UsageError`` for a layout or a tree that `check` would call damaged. Two of one
+        version before were looked at when that was committed."""
+        if not isinstance(layout, bytes) and not isinstance(tree, bytes):
+            return
+        findings = Findings()
+        count = self._count_tensors(findings, storages, layout)
+        if not isinstance(tree, bytes):
+            pointer, tree = tree, b""
+            self._guest.link.room(2 * pointer.length)
+            tree = bytes(self._guest.writer.payload(pointer, RecordKind.TREE))
+        dicts, others = tree.count(b"{"), tree.count(b"[") + tree.count(b",")
+        if dicts + others > VALUES_MAX:
+            raise UsageError(f"confirmation: a tree of more than {VALUES_MAX} values")
+        self._guest.link.room(_TREE_DICT * dicts + _TREE_VALUE * others + len(tree))
+        used = read_tree(findings, "tree", memoryview(tree))
+        if used is not None and count is not None:
+            check_tree(findings, "this version", used, count)
+        if findings.all:
+            raise UsageError(f"confirmation: {findings.all[0]}")
+
+    def _count_tensors(
+        self, findings: Findings, storages: Rows, layout: Pointer | bytes
+    ) -> int | None:
+        """How many a layout has; None if it is none."""
+        if not isinstance(layout, bytes):
+            return self._tensors_of(layout)
+        self._guest.link.room(
+            _LAYOUT_VALUE * (layout.count(b"[") + layout.count(b",")) + len(layout)
+        )
+        read = read_layout(findings, "layout", memoryview(layout))
+        if read is None:
+            return None
+        check_layout(findings, "layout", read, storages)
+        return len(read.tensors)
+
+    def _tensors_of(self, layout: Pointer) -> int:
+        """How many a layout has that is there; that of the last one is remembered."""
+        if self._counted is None or self._counted[0] != layout:
+            self._guest.link.room(16 * layout.length)
+            payload = self._guest.writer.payload(layout, RecordKind.LAYOUT)
+            self._counted = layout, len(decode_layout(payload))
+        return self._counted[1]
+
+    def _abandon(self, message: said.Abandon) -> Said:
+        self.drop("the client abandoned it")
+        return said.Abandoned()
+
+    def _settle(self, message: said.Settle) -> Said:
+        if message.model not in self._claimed:
+            raise UsageError(f"model {message.model!r} is not claimed here")
+        self._guest.hosted.replica.told(message.model, message.token)
+        return said.Done()
+
+    def _grow(self, draft: _Draft) -> None:
+        """One request more of a save: what it leaves behind stays until the end of the save."""
+        self._guest.link.keep(_PART)
+        draft.size += _PART
+
+    def _drafted(self) -> _Draft:
+        assert self._draft is not None, "the table lets no such message through"
+        return self._draft
+
+    def _refuse_known(self, token: bytes) -> None:
+        if self._guest.find(token) is not None:
+            raise UsageError(f"token {token.hex()} is that of a version that is there")
+
+
+_Known = tuple[Pointer | bytes, Pointer | bytes]
+
+
+class _Draft:
+    """A save under way: the version that is made, and which of its storages have a place."""
+
+    def __init__(self, pool: PoolDraft, lengths: Column, begin: said.Begin, size: int) -> None:
+        """size: bytes of memory that are kept for it."""
+        self.size = size
+        self.pool: Final = pool
+        self.lengths: Final = lengths
+        self.begin: Final = begin
+        self.claimed: Final = np.zeros(len(lengths), np.bool_)
+        self.shared_bytes = 0
+        self.metrics: Mapping[str, float] = {}
+        self.begun_s: Final = time.perf_counter()
+
+    def may_claim(self, indices: Column) -> bool:
+        """True if these are storages of the version, each once, that have no place yet."""
+        if len(indices) and int(indices.max()) >= len(self.lengths):
+            return False
+        return len(np.unique(indices)) == len(indices) and not self.claimed[indices].any()
+
+    def claim(self, indices: Column) -> Column:
+        """Mark these storages as having a place, and return them. Raises ``UsageError`` if they may
+        not have one."""
+        if not self.may_claim(indices):
+            raise UsageError("storages that are not there, come twice, or have a place already")
+        self.claimed[indices] = True
+        return indices

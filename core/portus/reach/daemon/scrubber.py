@@ -1,0 +1,109 @@
+"""The pools of a host, read again and again in the background: ``portus serve --scrub``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+from portus.errors import CorruptionError, PortusError
+from portus.reach.daemon.counters import Counters
+from portus.reach.daemon.events import tell
+from portus.reach.daemon.pools import Pools
+from portus.reach.index.check import CheckOptions, Finding, Severity
+from portus.reach.index.place import Place
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.scrub import scrub
+
+PAUSE_S: Final = 3600.0
+"""Between two passes over all pools."""
+
+NAMED_MAX: Final = 100
+"""Damaged places of a pool that one pass names."""
+
+_LEAVE_S: Final = 10.0
+
+
+class _EndedError(Exception):
+    """The host is told to end."""
+
+
+class Scrubber:
+    """Reads every pool of a host, at a bounded pace, from ``start`` to ``stop``."""
+
+    def __init__(self, pools: Pools, counters: Counters, bytes_per_s: int) -> None:
+        self._pools: Final = pools
+        self._counters: Final = counters
+        self._bytes_per_s: Final = bytes_per_s
+        self._ended: Final = threading.Event()
+        self._thread: Final = threading.Thread(target=self._run, name="portus-scrub", daemon=True)
+
+    def start(self) -> None:
+        """Begin, on a thread of its own."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, before the pools are let go of. Blocks until the read that is under way is over, for
+        some seconds at most."""
+        self._ended.set()
+        self._thread.join(_LEAVE_S)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._pass()
+                self._wait(PAUSE_S)
+        except _EndedError:
+            pass
+
+    def _pass(self) -> None:
+        try:
+            found = self._pools.everywhere()
+        except PortusError as error:
+            self._not_scrubbed(None, error)
+            return
+        for tenant, pool in found:
+            try:
+                self._scrub(tenant, pool)
+            except PortusError as error:
+                self._not_scrubbed(tenant, error)
+
+    def _scrub(self, tenant: str, pool: Place | PoolReader) -> None:
+        start_s, size, damaged = time.monotonic(), 0, 0
+
+        def advanced(done: int, total: int) -> None:
+            nonlocal size
+            size = done
+
+        def told(finding: Finding) -> None:
+            nonlocal damaged
+            if finding.severity is not Severity.ERROR:
+                return
+            damaged += 1
+            self._counters.rotten(tenant, max(damaged, self._counters.rot(tenant)))
+            if damaged <= NAMED_MAX:
+                text, why = f"{tenant}: {finding}", str(finding)
+                tell(logging.ERROR, "rot", text, tenant=tenant, place=finding.where, why=why)
+
+        scrub(pool, self._bytes_per_s, CheckOptions(progress=advanced, told=told), wait=self._wait)
+        self._counters.rotten(tenant, damaged)
+        self._counters.add("scrubbed_bytes", size)
+        tell(
+            logging.INFO,
+            "scrubbed",
+            f"{tenant}: read again: {damaged} damaged places",
+            tenant=tenant,
+            bytes=size,
+            damaged=damaged,
+            seconds=time.monotonic() - start_s,
+        )
+
+    def _not_scrubbed(self, tenant: str | None, error: PortusError) -> None:
+        level = logging.ERROR if isinstance(error, CorruptionError) else logging.WARNING
+        text = f"{tenant or 'pools'}: cannot be scrubbed: {error}"
+        tell(level, "not_scrubbed", text, tenant=tenant, why=str(error))
+
+    def _wait(self, seconds: float) -> None:
+        if self._ended.wait(seconds):
+            raise _EndedError

@@ -1,0 +1,89 @@
+"""The tenants of a host, and the secrets by which their clients are let in."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from portus.errors import UsageError
+from portus.reach.protocol.address import TENANT, checked_tenant
+from portus.reach.protocol.proof import equal, proof_of_client
+from portus.reach.transport.dial import checked_secret
+
+SECRETS_MAX: Final = 2
+"""Of one tenant, each as good as the other: the old one and the new one, while they are changed."""
+
+
+class Secrets:
+    """The secrets of a host. None at all: anybody who reaches it may come in, as any tenant."""
+
+    def __init__(self, of_tenants: Mapping[str, Sequence[bytes]] | None) -> None:
+        """of_tenants: ``SECRETS_MAX`` for each at most."""
+        self._of = of_tenants
+        self._nobodys: Final = [os.urandom(32) for _ in range(SECRETS_MAX)]
+
+    @property
+    def wanted(self) -> bool:
+        """True if a proof is asked for."""
+        return self._of is not None
+
+    def become(self, others: Secrets) -> None:
+        """Have those of ``others`` from now on. Who is in stays in."""
+        # To end connections here would fail the saves under way, and bring all trainers at once.
+        self._of = others._of
+
+    def first_of(self, tenant: str) -> bytes | None:
+        """Return the secret that proves this host to its replica as ``tenant``, or None."""
+        of = self._of
+        return None if of is None else next(iter(of.get(tenant, ())), None)
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that have a secret, sorted."""
+        return sorted(self._of or ())
+
+    def proved(
+        self, tenant: str, proof: bytes, nonce_client: bytes, nonce_host: bytes
+    ) -> bytes | None:
+        """The secret of which this is a proof; empty if none is asked for; None if it is wrong.
+
+        Compared in constant time, with as many secrets for every tenant, and for a stranger: who
+        guesses names learns nothing from the answer.
+        """
+        of = self._of
+        if of is None:
+            return b""
+        known = [*of.get(tenant, ()), *self._nobodys][:SECRETS_MAX]
+        found = [
+            equal(proof, proof_of_client(each, tenant, nonce_client, nonce_host)) for each in known
+        ]
+        return next((each for each, right in zip(known, found, strict=True) if right), None)
+
+
+def read_secrets(path: str | None) -> Secrets:
+    """The secrets in a file: lines ``TENANT SECRET``, or lines of one word, a secret of the default
+    tenant. None: no secrets. Raises ``UsageError``."""
+    if path is None:
+        return Secrets(None)
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: the secrets cannot be read: {error}") from error
+    found: dict[str, list[bytes]] = {}
+    for words in lines:
+        if len(words) > 2:
+            raise UsageError(f"{path}: expected lines TENANT SECRET, found {len(words)} words")
+        tenant = checked_tenant(words[0]) if len(words) == 2 else TENANT
+        secrets = found.setdefault(tenant, [])
+        secrets.append(checked_secret(words[-1].encode(), path, mode))
+        if len(secrets) > SECRETS_MAX:
+            raise UsageError(
+                f"{path}: tenant {tenant!r} has more than {SECRETS_MAX} secrets, "
+                "the old one and the new one"
+            )
+    if not found:
+        raise UsageError(f"{path}: there is no secret in it")
+    return Secrets(found)

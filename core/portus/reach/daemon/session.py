@@ -1,0 +1,164 @@
+"""One connection, from the greeting to the end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from typing import Final
+
+from portus.errors import BusyError, PortusError, TransportError, UsageError
+from portus.reach.daemon.events import tell
+from portus.reach.daemon.house import Facts, House, refusal_of, turned_away
+from portus.reach.daemon.places import ConnectionSlot
+from portus.reach.daemon.pools import Hosted
+from portus.reach.daemon.requests.router import Requests
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import checked_tenant
+from portus.reach.protocol.connection import Payload
+from portus.reach.protocol.messages import (
+    MAGIC,
+    NONCE_SIZE,
+    VERSIONS,
+    Fault,
+    ProtocolError,
+    Refused,
+)
+from portus.reach.protocol.proof import proof_of_host
+from portus.reach.transport.stream import Link, UnreadError
+
+GREETING_S: Final = 10.0
+"""The longest that a stranger may take for each word of the greeting."""
+
+
+class ServedConnection:
+    """The host's end of one connection."""
+
+    def __init__(self, link: Link, house: House, peer: str, place: ConnectionSlot) -> None:
+        self._place: Final = place
+        self._link: Final = link
+        self._house: Final = house
+        self._peer: Final = peer
+        self._start_s: Final = time.perf_counter()
+        self._tenant: str | None = None
+        self._requests: Requests | None = None
+        self.hosted: Hosted | None = None
+        """The pool that it uses; None until it is let in."""
+
+    def facts(self) -> Facts:
+        """Return the facts of this connection as they are now. From any thread."""
+        seconds = time.perf_counter() - self._start_s
+        facts = Facts(peer=self._peer, tenant=self._tenant, seconds=seconds)
+        return facts if self._requests is None else self._requests.added(facts)
+
+    def run(self) -> None:
+        """Talk until the end. What goes wrong with the connection is logged, and ends it."""
+        try:
+            hosted = self._greet()
+            if hosted is not None:
+                self._serve(hosted)
+                self._ended("the client said goodbye")
+        except (TransportError, UsageError) as error:  # UsageError: the host closed it, at its end
+            self._ended(self._place.why or str(error))
+        finally:
+            self._link.close()
+
+    def _ended(self, why: str) -> None:
+        told = tell if self._tenant is not None else self._house.strangers.tell
+        told(
+            logging.INFO,
+            "disconnected",
+            f"{self._peer}: ended: {why}",
+            peer=self._peer,
+            tenant=self._tenant,
+            why=why,
+            seconds=time.perf_counter() - self._start_s,
+        )
+
+    # The greeting.
+
+    def _greet(self) -> Hosted | None:
+        link, house = self._link, self._house
+        link.silence_s = GREETING_S
+        hello = link.receive()
+        assert isinstance(hello, said.Hello)
+        refusal = _why_not(hello)
+        if refusal:
+            self._turn_away(refusal)
+            return None
+        nonce = os.urandom(NONCE_SIZE)
+        link.send(said.Challenge(hello.version, nonce, house.secrets.wanted))
+        given = link.receive()
+        assert isinstance(given, said.ProofGiven)
+        secret = house.secrets.proved(hello.tenant, given.proof, hello.nonce, nonce)
+        if secret is None:
+            why = f"wrong secret for tenant {hello.tenant!r}, or no such tenant"
+            self._turn_away(why, hello.tenant)
+            return None
+        self._tenant = hello.tenant
+        if link.account is not None:
+            link.account.tenant = hello.tenant
+        try:
+            house.places.prove(self._place, hello.tenant)
+            hosted = self.hosted = house.pools.of(hello.tenant)
+            if house.pools.of(hello.tenant) is not hosted:
+                raise BusyError(errno.EAGAIN, "the pool is being opened again; try again")
+        except PortusError as error:
+            text, why = f"{self._peer}: {error}", str(error)
+            who = {"peer": self._peer, "tenant": hello.tenant}
+            tell(logging.ERROR, "turned_away", text, **who, why=why)
+            link.send(refusal_of(error))
+            return None
+        proof = proof_of_host(secret, hello.tenant, hello.nonce, nonce) if secret else b""
+        info = hosted.writer.medium.info
+        uuid = hosted.writer.superblock.uuid
+        verbs = not house.fabric.why_not(link)
+        link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity, verbs))
+        house.counters.add("connections")
+        text = f"{self._peer}: tenant {hello.tenant}"
+        who = {"peer": self._peer, "tenant": hello.tenant}
+        tell(logging.INFO, "connected", text, **who, verbs=verbs, version=hello.version)
+        return hosted
+
+    def _turn_away(self, why: str, tenant: str | None = None) -> None:
+        turned_away(self._house, self._peer, why, tenant)
+        self._link.send(Refused(Fault.USAGE, 0, why))
+
+    # Requests.
+
+    def _serve(self, hosted: Hosted) -> None:
+        requests = self._requests = Requests(self._link, hosted, self._house)
+        try:
+            self._link.silence_s = self._house.patience.silent_s
+            while True:
+                self._link.passed()
+                self._place.worked()
+                try:
+                    event = self._link.receive(requests.idle_s)
+                except UnreadError as unread:
+                    requests.refuse(unread.kind, unread.why)
+                    continue
+                self._place.works()
+                if isinstance(event, Payload):
+                    raise ProtocolError("payload where a request was expected")
+                if isinstance(event, said.Bye):
+                    requests.goodbye = True
+                    return
+                requests.answer(event)
+                del event  # it may be big, and the next one may be long in coming
+        finally:
+            requests.end()
+
+
+def _why_not(hello: said.Hello) -> str:
+    if hello.magic != MAGIC:
+        return f"this is a Portus storage host; {hello.magic!r} is not spoken here"
+    if hello.version not in VERSIONS:
+        spoken = " and ".join(map(str, VERSIONS))
+        return f"protocol version {hello.version}: this host speaks {spoken}; upgrade the older"
+    try:
+        checked_tenant(hello.tenant)
+    except UsageError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,193 @@
+"""``portus.dcp.save``, ``async_save``, ``load``, ``load_newest``: sharded checkpoints by a call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+
+from portus.companions.job.exchange import beside, standing
+from portus.companions.job.mirroring import mirror_of
+from portus.engine.job.settings import Settings
+from portus.engine.pipeline.handle import SaveHandle
+from portus.errors import CorruptionError, PortusError, UsageError, printable
+from portus.reach.dcp.directory_writer import DirectoryWriter
+from portus.reach.index.place import DEFAULT_DIRECTORY
+from portus.reach.shards.directories import complete_in
+from portus.reach.shards.directory_reader import DirectoryReader
+from portus.reach.training.training_files import TrainingFiles
+
+_log: Final = logging.getLogger("portus")
+
+_writers: Final[list[DirectoryWriter]] = []
+"""That of ``save`` and ``async_save``."""
+
+
+def save_with(
+    writer: DirectoryWriter,
+    state: dict[str, Any],
+    directory: str | os.PathLike[str] | None,
+    *,
+    files: Mapping[str, object] | None = None,
+    step: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    is_late: bool = False,
+    fenced: Sequence[torch.Tensor] = (),
+) -> SaveHandle:
+    """Save ``state`` to ``directory``; see ``async_save``, and ``DirectoryWriter.begin``."""
+    writer.begin(files or {}, step, is_late=is_late, fenced=fenced)
+    try:
+        with _perhaps_alone():
+            writer.save(state, directory, process_group)
+    except CheckpointException as error:
+        found = reason_of(error)
+        raise found from (None if found is error else error)
+    handle = writer.last
+    assert handle is not None
+    return handle
+
+
+def save(
+    state: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save ``state`` to the directory ``checkpoint_id``, as ``dcp.save`` does. Call it on every
+    rank. Returns when the checkpoint is complete, durable, on all ranks. See ``async_save`` for
+    what is raised; what failed raises here."""
+    save_with(_writer(), state, checkpoint_id, process_group=process_group)
+
+
+def async_save(
+    state: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle:
+    """Begin to save ``state`` to the directory ``checkpoint_id``. Call it on every rank.
+
+    What an optimizer steps is copied in the background, and its step waits for that; all else was
+    copied when this returns. process_group: all ranks of the job, with a backend for tensors on the
+    CPU; None: the job's own.
+
+    Returns the handle of this rank's part; on the rank that coordinates, of the whole checkpoint.
+    Raises on all ranks ``UsageError`` for what cannot be saved, ``BusyError`` if another job saves
+    checkpoints of such names, and what an earlier save failed with, as long as none succeeded.
+    """
+    return save_with(_writer(), state, checkpoint_id, process_group=process_group, is_late=True)
+
+
+@contextlib.contextmanager
+def _perhaps_alone() -> Iterator[None]:
+    """A program of one process without a process group means what it does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        yield
+
+
+def _writer() -> DirectoryWriter:
+    if not _writers:
+        _writers.append(DirectoryWriter())
+    return _writers[0]
+
+
+def load(
+    state: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    verify: bool = True,
+    **more: Any,
+) -> None:
+    """Load the directory ``checkpoint_id`` into ``state``, as ``dcp.load`` does, and compare every
+    byte with its digest. Call it on every rank.
+
+    verify: False compares no digests of tensors. more: further arguments of ``dcp.load``.
+
+    Raises ``NoCheckpointError`` if there is none, ``CorruptionError`` (``state`` may be changed in
+    part by then), and ``UsageError`` if ``state`` does not fit.
+    """
+    reader = DirectoryReader(checkpoint_id, verify=verify)
+    try:
+        with _perhaps_alone():
+            torch_load(state, storage_reader=reader, process_group=process_group, **more)
+    except CheckpointException as error:
+        found = reason_of(error)
+        if found is not error:
+            raise found from error
+        told = "; ".join(f"rank {rank}: {why[0]}" for rank, why in sorted(error.failures.items()))
+        raise UsageError(f"{printable(os.fspath(checkpoint_id))} was not loaded: {told}") from error
+
+
+def reason_of(error: CheckpointException) -> BaseException:
+    """What went wrong on the lowest rank that says so in our words; else ``error`` itself."""
+    for _, failure in sorted(error.failures.items()):
+        if isinstance(failure[0], PortusError):
+            return failure[0]
+    return error
+
+
+def load_newest(
+    state: dict[str, Any],
+    directory: str | os.PathLike[str],
+    *,
+    mirror: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> str | None:
+    """Load the newest complete checkpoint in ``directory`` into ``state``; the directory of that
+    checkpoint, or None if there is none: the job starts fresh. The same on all ranks.
+
+    One that is damaged is passed over, with an error in the log. mirror: where to fetch them from,
+    if there is none here. Raises ``CorruptionError`` if all are damaged, and as ``load``.
+    """
+    above = os.path.realpath(directory)
+    first: CorruptionError | None = None
+    for each in _agreed(above, mirror, process_group):
+        try:
+            load(state, each, process_group=process_group)
+            return each
+        except CorruptionError as error:
+            first = first or error
+            if standing()[0] == 0:
+                _log.error("portus: %s is passed over: %s", printable(each), error)
+    if first is not None:
+        raise first
+    return None
+
+
+def _agreed(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> list[str]:
+    """The complete directories, newest first, as the first rank sees them. Raises on all ranks what
+    it raises."""
+    said: list[Any] = [None]
+    if standing()[0] == 0:
+        try:
+            said = [_found(above, mirror)]
+        except PortusError as error:
+            said = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=0, group=group or beside())
+    if isinstance(said[0], PortusError):
+        raise said[0]
+    found: list[str] = said[0]
+    return found
+
+
+def _found(above: str, mirror: str | None) -> list[str]:
+    settings = Settings(mirror=mirror, journal=False)
+    if mirror_of(settings) is not None:
+        files = TrainingFiles(settings, of_directories=True)
+        try:
+            name = os.path.basename(above) or "checkpoints"
+            files.fetch(name, os.path.join(above, DEFAULT_DIRECTORY), above)
+        finally:
+            files.close()
+    return complete_in(above)

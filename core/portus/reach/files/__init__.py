@@ -1,0 +1,1 @@
+"""Where pools are, and pointers on disk."""

@@ -1,0 +1,211 @@
+"""Where the versions of a training live: in a pool here, or in one on a storage host.
+
+Both are opened, saved to and let go of by the same calls; what differs is below this seam.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import urllib.parse
+from typing import Final, Protocol
+
+from portus.engine.pipeline.plan import Snapshot
+from portus.errors import PortusError
+from portus.reach.files.host import HostDraft, HostPool
+from portus.reach.index.directory import (
+    WRITERS,
+    create_pool,
+    has_pool,
+    is_at,
+    journal_directory,
+    make_directory,
+    note_failure,
+    open_reader,
+    remove_journals,
+    remove_pool,
+)
+from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, local_path, quoted
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.names import fitting
+from portus.reach.versions.pool_draft import PoolDraft
+
+_log: Final = logging.getLogger("portus")
+
+Pool = PoolWriter | HostPool
+"""A pool that can be saved to."""
+
+
+class Home(Protocol):
+    """See the module. Made for a place, the name of a training, the most bytes of a file, and on
+    how many machines what counts is to be."""
+
+    @staticmethod
+    def read(place: Place) -> PoolReader:
+        """Return the pool at a place, for reading. Raises what opening raises."""
+
+    @property
+    def path(self) -> str:
+        """What a user calls it."""
+
+    def journal(self) -> str:
+        """The directory of its journals. Raises ``PortusError``."""
+
+    def exists(self) -> bool:
+        """True if there is a pool to open already."""
+
+    def create(self) -> None:
+        """Make the pool, if there is none."""
+
+    def open(self) -> Pool:
+        """The pool. Raises what opening raises."""
+
+    def draft(self, snapshot: Snapshot) -> PoolDraft | HostDraft:
+        """Where a save of ``snapshot`` goes; the pool is open."""
+
+    def note_failure(self, text: str) -> None:
+        """Put on record, where ``portus ls`` finds it, which save failed. Raises nothing: it is a
+        message, and no more."""
+
+    def close(self, *, made: bool) -> None:
+        """Let go. made: this one made the pool, which goes away again if nothing was ever saved."""
+
+
+class FileHome:
+    """A pool file of this machine, or a device."""
+
+    def __init__(
+        self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
+    ) -> None:
+        self.path: Final = place.path
+        self._max_bytes: Final = max_bytes
+        self._writer: PoolWriter | None = None
+
+    @staticmethod
+    def read(place: Place) -> PoolReader:
+        return open_reader(place.path)
+
+    def journal(self) -> str:
+        return journal_directory(self.path)
+
+    def exists(self) -> bool:
+        return has_pool(self.path)
+
+    def create(self) -> None:
+        make_directory(os.path.dirname(self.path))
+        create_pool(self.path, LocalFiles())
+
+    def open(self) -> PoolWriter:
+        self._writer = WRITERS.open(self.path, max_bytes=self._max_bytes)
+        return self._writer
+
+    def draft(self, snapshot: Snapshot) -> PoolDraft:
+        assert self._writer is not None
+        return PoolDraft(self._writer, snapshot.length)
+
+    def note_failure(self, text: str) -> None:
+        with contextlib.suppress(PortusError):
+            note_failure(self._writer, text, self.path)
+
+    def close(self, *, made: bool) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+
+        def tidy() -> None:
+            unused = False
+            try:
+                unused = made and writer.catalogue().root.is_first
+                if unused and is_at(writer, self.path) and not writer.changed_by_others:
+                    remove_journals(self.path)
+                    remove_pool(self.path, LocalFiles())
+                else:
+                    writer.give_back()
+            except PortusError as error:
+                what = (
+                    "the empty pool could not be removed"
+                    if unused
+                    else "its free space could not be returned"
+                )
+                _log.warning("%s: %s: %s", self.path, what, error)
+
+        WRITERS.close(writer, last=tidy)
+
+
+class HostHome:
+    """A pool on a storage host. What of its runs is on this machine is in ``.portus`` in the
+    current directory."""
+
+    def __init__(
+        self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
+    ) -> None:
+        self._model: Final = model
+        self._durable: Final = durable
+        self.path: Final = place.path
+        of_host = _of_host(self.path)
+        name = fitting(quoted(model), _NAME_MAX - len(of_host)) + of_host + SUFFIX
+        self._local: Final = os.path.join(os.path.abspath(DEFAULT_DIRECTORY), name)
+        self._pool: HostPool | None = None
+
+    @staticmethod
+    def read(place: Place) -> PoolReader:
+        return HostPool(place.path)
+
+    def journal(self) -> str:
+        return journal_directory(self._local)
+
+    def exists(self) -> bool:
+        return True  # a host that cannot be reached at the start raises (V8)
+
+    def create(self) -> None:
+        """The host makes it."""
+
+    def open(self) -> HostPool:
+        self._pool = HostPool(self.path, self._model, durable=self._durable)
+        return self._pool
+
+    def draft(self, snapshot: Snapshot) -> HostDraft:
+        assert self._pool is not None
+        return self._pool.draft(snapshot)
+
+    def note_failure(self, text: str) -> None:
+        if self._pool is not None:
+            self._pool.note_failure(text)
+
+    def close(self, *, made: bool) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+
+_NAME_MAX: Final = 200
+
+
+def _of_host(address: str) -> str:
+    """How the names end of what is on this machine of the models on a host."""
+    return "@" + fitting(urllib.parse.quote(address, safe="@"), _NAME_MAX * 3 // 4)
+
+
+def host_journals(host: Place, directory: str | None) -> list[str]:
+    """The directories in ``directory``, or in ``.portus``, of journals of trainers of this machine
+    that saved to the storage host."""
+    inside = local_path(directory or DEFAULT_DIRECTORY, "links")
+    end = os.path.basename(journal_directory(_of_host(str(host)) + SUFFIX))
+    names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
+    return [os.path.join(inside, name) for name in names if name.endswith(end)]
+
+
+def home_of(place: Place, model: str, max_bytes: int | None, durable: int = 1) -> Home:
+    """Where the versions of ``model`` live at that place. durable: how many hosts are to have what
+    counts."""
+    home: Home = place.classes.load_home()(place, model, max_bytes, durable)
+    return home
+
+
+def open_place(pool: Place) -> PoolReader:
+    """One pool, for reading. Raises what opening raises."""
+    home: type[Home] = pool.classes.load_home()
+    return home.read(pool)

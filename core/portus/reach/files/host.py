@@ -1,0 +1,713 @@
+"""A storage host as the place that saves go to: its pool, and drafts of versions there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from portus.engine.copying.local import best_engine
+from portus.engine.copying.segments import Crcs, Digests, Sources, Stop, cut, owners, ranges
+from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
+from portus.engine.pipeline.draft import Labels
+from portus.engine.pipeline.plan import Column, Feed, Flags, Previous, Snapshot
+from portus.engine.spec import VersionInfo
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.catalogue import Catalogue, newest_catalogue
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionRecord, decode_version, digest_of
+from portus.reach.index.roots import Superblock, read_superblock
+from portus.reach.mirror.leading import REPLICA
+from portus.reach.mirror.objects import LOG, prefix_of
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import parse
+from portus.reach.protocol.messages import (
+    Said,
+    digest_rows,
+    packed_column,
+    packed_handles,
+)
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport.dial import Credentials, raised
+from portus.reach.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
+from portus.reach.transport.regions import (
+    HERE,
+    ClientLane,
+    Parts,
+    Regions,
+    RegisteredRegion,
+    StagedError,
+    gathered,
+)
+from portus.reach.transport.stream import Link, give
+from portus.reach.transport.verbs import RegisterError
+from portus.reach.versions.parts import Before, shared
+
+_log: Final = logging.getLogger("portus")
+
+_OUTCOME_S: Final = 5.0
+"""The longest that a save whose connection broke at its commit asks what became of it."""
+
+_ASK_AGAIN_S: Final = 0.1
+_ABANDON_S: Final = 5.0
+_NO_TOKEN: Final = bytes(16)
+
+_NONE: Final = np.empty(0, np.int64)
+
+
+class HostPool(PoolReader):
+    """A tenant's pool on a storage host. It is read as any pool is; versions are made by drafts."""
+
+    def __init__(
+        self,
+        address: str,
+        model: str | None = None,
+        *,
+        claim_s: float | None = None,
+        durable: int = 1,
+    ) -> None:
+        """model: the one to save, as the only client; None: to look at the pool. claim_s: the
+        longest wait for another client to let go of it; None: the host's. durable: 2 to count as
+        committed what the replica of the host has, too. Raises ``TransportError`` if no host
+        answers, ``UsageError`` for a wrong secret, ``BusyError``."""
+        self.links: Final = Links(
+            parse(address),
+            Credentials.from_environment(),
+            model=model,
+            claim_s=claim_s,
+            log="" if model is None else f"{REPLICA}/{prefix_of(model)}{LOG}",
+            durable=durable,
+        )
+        self.durable: Final = durable
+        self._untold = ""
+        self._known: tuple[bytes, Catalogue | None] = b"", None
+        self._newest: tuple[bytes, int] = b"", 0
+        self._committed: tuple[bytes, bytes] = b"", b""
+        try:
+            pins = HostLocks(self.links)
+            super().__init__(HostMedium(self.links, pins), pins)
+        except BaseException:
+            self.links.close()
+            raise
+
+    @property
+    def superblock(self) -> Superblock:
+        """The superblock of the host's pool; after a restart, a pool in its memory is another."""
+        if self._superblock.uuid != self.links.welcome.uuid:
+            self._superblock = read_superblock(self.medium)
+        return self._superblock
+
+    def catalogue(self) -> Catalogue:
+        """What is committed now. What was read before and is the same is not fetched again."""
+        while True:  # ends: each turn but the last the host was started again meanwhile
+            before, uuid = self._newest, self.superblock.uuid
+            known = self._known[1] if self._known[0] == uuid else None
+            try:
+                found = newest_catalogue(self.medium, uuid, known)
+            except CorruptionError:
+                if self.superblock.uuid == uuid:
+                    raise
+                continue  # it has another pool now, in its memory
+            self._known = uuid, found
+            self._heed(before, uuid, found.root.sequence)
+            return found
+
+    def committed(self, info: VersionInfo) -> None:
+        """The host told of a commit."""
+        self._newest = self.links.welcome.uuid, info.commit
+        self._committed = self.links.welcome.uuid, info.token
+
+    def has_committed(self, token: bytes) -> bool:
+        """True if the pool that the host has now told of the commit of that version last: what
+        else a version is made of may be elsewhere in it than in the pool before."""
+        return self._committed == (self.links.welcome.uuid, token)
+
+    def _heed(self, before: tuple[bytes, int], uuid: bytes, commit: int) -> None:
+        """Say so if the host has another pool than ``before``, or an older history of it."""
+        self._newest = uuid, commit
+        where = f"{self.links.address}"
+        if self.links.address.second is not None:
+            return  # of two hosts the second one has another pool, and it was said
+        if before[0] not in (b"", uuid):
+            _log.error(
+                "%s serves a different pool than before: %s, not %s. It lacks the versions "
+                "saved until now; was the pool of the host replaced, or its memory lost?",
+                *(where, uuid.hex(), before[0].hex()),
+            )
+        elif commit < before[1]:
+            _log.error(
+                "%s has an older copy of its pool: its newest commit is %d, and it had "
+                "reported %d. It lacks the versions saved since; was it replaced by a backup?",
+                *(where, commit, before[1]),
+            )
+
+    def retire(self, versions: Collection[int]) -> None:
+        """Let go of versions, by id; those that are not there are ignored."""
+        if versions:
+            self.links.ask(said.Retire(packed_column(sorted(versions))), self.links.silence_s)
+
+    def standing(self) -> said.Standing:
+        """How the pool is, in bytes."""
+        answer = self.links.ask(said.Status())
+        assert isinstance(answer, said.Standing)
+        return answer
+
+    def give_back(self) -> int:
+        """Have the host give the space that nothing reaches back to its file system; bytes that
+        came back. Trainers may go on saving."""
+        before = self.standing().taken
+        self.links.ask(said.GiveBack(), ROOM_S)
+        return max(0, before - self.standing().taken)
+
+    def kept_bytes(self, but: Collection[int] = ()) -> int:
+        """Return the kept bytes without ``but``, as the host counts them; saves under way count."""
+        now = self.standing()
+        kept = now.size - now.free - now.holes
+        return kept - (super().kept_bytes() - super().kept_bytes(but)) if but else kept
+
+    def note_failure(self, text: str) -> None:
+        """Have the host put on record which save failed: now, or once it answers again. Raises
+        nothing."""
+        self._untold = text[: said.TEXT_SIZE_MAX]
+        self.tell()
+
+    def tell(self) -> None:
+        """What the host did not hear yet. Raises nothing."""
+        if self._untold:
+            with contextlib.suppress(PortusError):
+                self.links.ask(said.Note(self._untold))
+                self._untold = ""
+
+    def draft(self, snapshot: Snapshot) -> HostDraft:
+        """Where a save of ``snapshot`` goes."""
+        return HostDraft(self, snapshot)
+
+    def record_of(self, token: bytes) -> VersionRecord | None:
+        """The record of the version of that token, if it is committed."""
+        for entry in self.catalogue().entries():
+            if entry.info.token == token:
+                with self.pinned(entry.info.id) as current:
+                    return self.record(current)
+        return None
+
+
+class HostDraft:
+    """A version that is being made on a storage host, over a connection of its own.
+
+    The host pulls, says what arrived by its digests, and this compares them with its own, made of
+    the same bytes on their way out. The confirmation carries these again: the host compares too.
+
+    By verbs the host reaches the storages by itself, and this hashes them meanwhile. What others
+    may write between the two goes over the socket: there each piece is hashed as it is sent.
+    Whatever ends a save before its commit revokes first: the queue pair is closed, and then it is
+    said.
+    """
+
+    def __init__(self, pool: HostPool, snapshot: Snapshot) -> None:
+        self._pool: Final = pool
+        self._lengths: Final = snapshot.length
+        self._late: Final = snapshot.late
+        self._snapshot: Snapshot | None = snapshot
+        self._begin: Final = said.Begin(
+            snapshot.model, snapshot.step, snapshot.token, packed_column(snapshot.length)
+        )
+        self._stored: Final[list[tuple[Column, Digests]]] = []
+        self._guard: Final = threading.Lock()
+        self._link: Link | None = None
+        self._reached: _Reached | None = None
+        self._bounced = 0
+        self._over = False
+
+    @property
+    def name(self) -> str:
+        return str(self._pool.links.address)
+
+    @property
+    def bounced_bytes(self) -> int:
+        return self._bounced
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return 0: what is equal is shared."""
+        return 0
+
+    def copy(
+        self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
+    ) -> Digests:
+        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
+        moved = _sources(address, self._lengths[indices])
+
+        def send(link: Link) -> Digests:
+            segments, digests = cut(moved)
+            give(link, segments, digests, stop, crcs)
+            return digests
+
+        self._ready(stop)
+        reached = self._reached
+        if reached is None or not reached.has(indices, self._lengths):
+            return self._offer(indices, send, stop)
+        parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
+        digests = self._offer(indices, send, stop, parts)
+        if crcs is not None and digests is parts.digests:  # else ``send`` noted them
+            crcs[:] = parts.crcs
+        return digests
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        def send(link: Link) -> Digests:
+            found = []
+            for feed in feeds:
+                with feed.units() as units:
+                    for address, length in units:
+                        segments, digests = cut(_sources(np.array([address]), np.array([length])))
+                        give(link, segments, digests, stop)
+                        found.append(digests)
+            return np.concatenate(found)
+
+        self._ready(stop)
+        reached = self._reached
+        if reached is None or not reached.has(indices, self._lengths):
+            return self._offer(indices, send, stop)
+        gathered, place = reached.gathered[indices], reached.address[indices]
+        parts = _FedParts(feeds, self._lengths[indices], gathered, place)
+        return self._offer(indices, send, stop, parts)
+
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
+        link = self._ready(stop)
+        assert isinstance(before, Before), "a pool shares with its own versions"
+        token = before.record.info.token
+        message = said.Share(token, packed_column(indices))
+        with link.under(stop):
+            answer = self._pool.links.ask_for_work(link, message)
+        if not isinstance(answer, said.Shared):
+            raise raised(answer)
+        if answer.same:
+            self._stored.append((indices, shared(before.record, indices).digests))
+        return answer.same
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> None:
+        """The host has them."""
+
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+        link = self._ready(Stop())
+        assert before is None or isinstance(before, Before), "a pool shares with its own versions"
+        if before is not None and not self._pool.has_committed(before.record.info.token):
+            before = None
+        same_layout = before is not None and before.layout == labels.layout
+        same_tree = before is not None and before.tree == labels.tree
+        confirm = said.Confirm(
+            digests=self._digests().tobytes(),
+            before=before.record.info.token if before is not None else _NO_TOKEN,
+            layout=None if same_layout else labels.layout,
+            tree=None if same_tree else labels.tree,
+            retire=packed_column(sorted(retire)),
+            inexact=labels.inexact,
+        )
+        self._tell_metrics(link, labels)
+        uuid = asked = self._pool.links.uuid_of(link)
+        try:
+            answer = self._pool.links.ask_for_work(link, confirm)
+            if isinstance(answer, said.Missing):
+                confirm = msgspec.structs.replace(
+                    confirm, before=_NO_TOKEN, layout=labels.layout, tree=labels.tree
+                )
+                answer = self._pool.links.ask_for_work(link, confirm)
+        except TransportError as error:
+            record = self._outcome(labels.token, error)
+            uuid = self._pool.links.welcome.uuid
+            if uuid != asked:  # the replica has it, in its own pool
+                confirm = msgspec.structs.replace(confirm, layout=labels.layout, tree=labels.tree)
+        else:
+            if not isinstance(answer, said.Committed):
+                raise raised(answer)
+            record = decode_version(memoryview(answer.record))
+            info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
+            record = replace(record, info=info)
+        self._refuse_other(record, labels, before, confirm, uuid)
+        if self._pool.durable > 1 and uuid == asked:
+            self._tell_replica(link, labels)
+        self._pool.committed(record.info)
+        self.release()
+        self._pool.tell()
+        return Before(record, labels.layout, labels.tree)
+
+    def _tell_metrics(self, link: Link, labels: Labels) -> None:
+        if not labels.metrics:
+            return
+        if link.connection.knows(said.Metrics.kind):
+            self._ask(link, said.Metrics(dict(labels.metrics)))
+            return
+        _log.warning(
+            "%s: it speaks an older version of the protocol, and cannot store metrics: step "
+            "%d is saved without them. Upgrade the host",
+            self.name,
+            labels.step,
+        )
+
+    def _tell_replica(self, link: Link, labels: Labels) -> None:
+        """Return when the version is there too. Else it is not told, though it is committed."""
+        try:
+            answer = self._pool.links.ask_for_work(link, said.Settle(labels.model, labels.token))
+            if not isinstance(answer, said.Done):
+                raise raised(answer)
+        except PortusError as error:
+            raise TransportError(
+                f"{self.name}: step {labels.step} of model {labels.model!r} is on one host, and "
+                f"with durable=2 that counts as failed: {error}"
+            ) from error
+
+    def release(self) -> None:
+        with self._guard:
+            link, self._link, self._over = self._link, None, True
+            reached, self._reached, self._snapshot = self._reached, None, None
+        if link is None:
+            return
+        if link.connection.state is Phase.SAVING and not link.closed:
+            if reached is not None:
+                reached.lane.close()
+            if not self._pool.links.hangs:  # else the next save would wait for that answer, too
+                with contextlib.suppress(PortusError):
+                    link.ask(said.Abandon(), _ABANDON_S)
+        self._pool.links.give_back(link)  # in any other state it is closed: that abandons too
+        if reached is not None:
+            reached.regions.give_back(reached.taken)
+
+    def _ready(self, stop: Stop) -> Link:
+        """The connection, with a save begun on it."""
+        if self._link is not None:
+            return self._link
+        snapshot = self._snapshot
+        if self._over or snapshot is None:
+            raise TransportError(f"{self.name}: this save is over")
+        links = self._pool.links
+        link, reached = links.borrow(), None
+        try:
+            with link.under(stop):
+                reached = _reach(links, link, snapshot)
+                self._register(link, reached)
+                self._ask(link, self._begin, links.answer_s)
+        except BaseException:
+            links.revoke(link)
+            if reached is not None:
+                reached.regions.give_back(reached.taken)
+            raise
+        self._link, self._reached, self._snapshot = link, reached, None
+        return link
+
+    def _register(self, link: Link, reached: _Reached | None) -> None:
+        """A region for each storage, of the same number; once for all saves alike."""
+        answer_s = self._pool.links.answer_s
+        known = self._pool.links.regions.get(link)
+        handles = b"" if reached is None else packed_handles(reached.address, reached.key)
+        wanted = said.Register(0, self._begin.lengths, handles)
+        if known == wanted:
+            return
+        if known is not None:
+            self._ask(
+                link, said.Forget(packed_column(np.arange(len(known.lengths) // 8))), answer_s
+            )
+        self._ask(link, wanted, answer_s)
+        self._pool.links.regions[link] = wanted
+
+    def _offer(
+        self,
+        indices: Column,
+        send: Callable[[Link], Digests],
+        stop: Stop,
+        parts: Parts | _FedParts | None = None,
+    ) -> Digests:
+        """Have storages pulled: by ``send``, or (``parts``) by the host alone."""
+        link = self._ready(stop)
+        size = int(self._lengths[indices].sum())
+        try:
+            with link.under(stop):
+                digests, answer = self._pulled(link, indices, send, stop, parts)
+                wrong = None if isinstance(answer, said.Full) else self._wrong(answer, digests)
+                if wrong is not None and isinstance(parts, _FedParts):
+                    self._distrust(parts, wrong)
+                elif isinstance(answer, said.Pulled) and parts is not None:
+                    self._avoid(indices, digests, digest_rows(answer.digests, "pulled"))
+                if wrong is not None:
+                    raise wrong
+        except BaseException:
+            if parts is not None:
+                self._revoke(link)
+            raise
+        if not isinstance(answer, said.Pulled):
+            raise raised(answer)  # full: it may be offered again
+        small = 0 if parts is None else parts.gathered_bytes
+        self._bounced += min(size, answer.bounced + small)
+        self._stored.append((indices, digests))
+        return digests
+
+    def _pulled(
+        self,
+        link: Link,
+        indices: Column,
+        send: Callable[[Link], Digests],
+        stop: Stop,
+        parts: Parts | _FedParts | None,
+    ) -> tuple[Digests, Said]:
+        """The digests of what is here, and the last answer."""
+        numbers = packed_column(indices)
+        offer = said.Offer(numbers, regions=numbers)
+        lengths = self._lengths[indices]
+        if parts is None:
+            answer = self._ask(link, offer)
+        else:
+            parts.gather(stop)
+            link.send(offer)
+            parts.hash_big(stop)
+            answer = link.hear(patience_s(int(lengths.sum())))
+        if isinstance(answer, said.Pull):
+            digests = send(link)
+            answer = link.hear()
+        elif parts is not None:
+            digests = parts.digests
+        else:
+            digests = cut(_sources(np.zeros(len(indices), np.int64), lengths))[1]
+        return digests, answer
+
+    def _wrong(self, answer: Said, digests: Digests) -> PortusError | None:
+        """Why this is no answer to go on with."""
+        if not isinstance(answer, said.Pulled):
+            return raised(answer)
+        if np.array_equal(digest_rows(answer.digests, "pulled"), digests):
+            return None
+        return TransportError(
+            f"{self.name}: the bytes that arrived are not those that were sent; this transfer "
+            "is discarded"
+        )
+
+    def _distrust(self, parts: _FedParts, wrong: PortusError) -> None:
+        """The next save takes another way than one that brings other bytes, or none."""
+        if self._reached is not None and isinstance(wrong, TransportError | UsageError):
+            self._reached.regions.distrust(parts.devices, str(wrong))
+
+    def _avoid(self, indices: Column, sent: Digests, arrived: Digests) -> None:
+        """What no fence guards, and changed between the pull and the hash, goes over the socket
+        from the next save on."""
+        reached = self._reached
+        if reached is not None and sent.shape == arrived.shape:
+            changed = np.any(sent != arrived, axis=1)
+            storages = indices[np.unique(owners(self._lengths[indices])[changed])]
+            reached.regions.avoid(reached.address[storages[~self._late[storages]]].tolist())
+
+    def _revoke(self, link: Link) -> None:
+        """The host reaches nothing any more, and what is registered is not trusted again."""
+        self._pool.links.revoke(link)
+        reached = self._reached
+        if reached is not None:
+            reached.regions.forget()
+
+    def _ask(self, link: Link, message: Said, silence_s: float | None = None) -> Said:
+        answer = link.ask(message, silence_s)
+        if isinstance(answer, said.Refused):
+            raise raised(answer)
+        return answer
+
+    def _digests(self) -> Digests:
+        """Return the digests of the units of all storages, in order."""
+        counts = unit_counts(self._lengths)
+        first = np.cumsum(counts) - counts
+        units = np.zeros((int(counts.sum()), 16), np.uint8)
+        for indices, digests in self._stored:
+            units[ranges(first[indices], counts[indices])] = digests
+        return units
+
+    def _refuse_other(
+        self,
+        record: VersionRecord,
+        labels: Labels,
+        before: Before | None,
+        confirm: said.Confirm,
+        uuid: bytes,
+    ) -> None:
+        """Raise ``CorruptionError`` if what the host committed, to the pool ``uuid``, is not what
+        was meant; then it is let go of, for it would be taken for the newest."""
+        info = record.info
+
+        def digest_for(kind: RecordKind, payload: bytes | None) -> bytes:
+            if payload is not None:
+                return digest_of(kind, info.commit, uuid, payload)
+            assert before is not None
+            old = before.record
+            return (old.layout if kind is RecordKind.LAYOUT else old.tree).digest
+
+        compared = {
+            "model": (labels.model, info.model),
+            "step": (labels.step, info.step),
+            "token": (labels.token, info.token),
+            "inexact": (labels.inexact, info.inexact),
+            "lengths": (self._lengths.tolist(), record.storages["length"].tolist()),
+            "digests": (confirm.digests, record.units.tobytes()),
+            "layout": (digest_for(RecordKind.LAYOUT, confirm.layout), record.layout.digest),
+            "tree": (digest_for(RecordKind.TREE, confirm.tree), record.tree.digest),
+        }
+        wrong = [what for what, (meant, found) in compared.items() if meant != found]
+        if not wrong:
+            return
+        if self._pool.links.welcome.uuid == uuid:  # in another pool the id is that of another
+            with contextlib.suppress(PortusError):
+                self._pool.retire([info.id])
+        meant, found = compared[wrong[0]]
+        raise CorruptionError(
+            f"{self.name}: the storage host committed another {wrong[0]} for model "
+            f"{labels.model!r} step {labels.step}: expected {meant!r:.80}, found "
+            f"{found!r:.80}; that version does not count, and was removed. Bytes changed "
+            "between this machine and the host: save again, and check the memory of both "
+            "machines"
+        )
+
+    def _outcome(self, token: bytes, cause: TransportError) -> VersionRecord:
+        """The connection broke at the commit: whether that happened is in the pool alone."""
+        until_s = time.monotonic() + _OUTCOME_S
+        while time.monotonic() < until_s:
+            try:
+                record = self._pool.record_of(token)
+                if record is not None:
+                    return record
+                if not self._pool.locks.has_writer():
+                    break  # the host has ended what it was at
+            except (TransportError, StaleError, CorruptionError, MediumError):
+                pass  # it may be starting again
+            time.sleep(_ASK_AGAIN_S)
+        raise TransportError(
+            f"{cause}: the connection broke while the version was committed. It may exist: "
+            f"check with `portus ls {self.name}`"
+        ) from cause
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """How the host reaches the storages of a save: a row for each. ``gathered``: its address is
+    that of the memory of the lane."""
+
+    lane: ClientLane
+    regions: Regions
+    taken: Sequence[RegisteredRegion]
+    gathered: Flags
+    address: Column
+    key: Column
+
+    def has(self, indices: Column, lengths: Column) -> bool:
+        """True if the host reaches all of these that have bytes."""
+        return bool(((self.key[indices] != 0) | (lengths[indices] == 0)).all())
+
+
+def _reach(links: Links, link: Link, snapshot: Snapshot) -> _Reached | None:
+    """Register what a save needs; None: it goes over the socket. Raises ``TransportError``."""
+    lane, regions = links.lane(link), links.verbs
+    if lane is None or regions is None or not len(snapshot.owners):
+        return None
+    memory = _Memory.of(snapshot)
+    while True:
+        try:
+            return memory.registered(lane, regions)
+        except StagedError:
+            continue  # without that device
+        except RegisterError as error:
+            links.do_without(error)
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Where the storages of a save are, a row for each: in this process, or on a device."""
+
+    owners: Sequence[object]
+    address: Column
+    length: Column
+    late: Flags
+    lasting: Flags
+    device: Column
+    exposed: Column
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Memory:
+        owners, address = list(snapshot.owners), snapshot.address.copy()
+        lasting, device = snapshot.late.copy(), np.full(len(owners), HERE)
+        for index, feed in snapshot.feeds.items():
+            there = feed.there
+            lasting[index] &= there.owner is owners[index]  # else it is a copy, for this save
+            owners[index], address[index], device[index] = there.owner, there.address, there.device
+        exposed = snapshot.exposed
+        return cls(owners, address, snapshot.length, snapshot.late, lasting, device, exposed)
+
+    def registered(self, lane: ClientLane, regions: Regions) -> _Reached:
+        """All but what is staged, and what others may write meanwhile. Raises ``RegisterError``."""
+        found = (self.address > 0) & ~np.isin(self.device, regions.staged())
+        found &= ~np.isin(self.address, regions.unsteady())
+        found[self.exposed] = False
+        small, offsets, size = gathered(self.length, found, self.late)
+        big = np.flatnonzero(found & ~small)
+        address, key = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
+        if size:
+            room = lane.room(size)
+            address[small], key[small] = room.start + offsets[small], room.remote_key
+        taken = regions.take(
+            [self.owners[index] for index in big.tolist()],
+            self.address[big],
+            self.length[big],
+            self.lasting[big],
+            self.device[big],
+        )
+        address[big] = [known.region.start for known in taken]
+        key[big] = [known.region.remote_key for known in taken]
+        return _Reached(lane, regions, taken, small, address, key)
+
+
+class _FedParts:
+    """Parts of storages on devices, like ``Parts``: what is gathered, and what is hashed, is
+    fetched. The host reaches the others by itself."""
+
+    def __init__(
+        self, feeds: Sequence[Feed], lengths: Column, is_small: Flags, place: Column
+    ) -> None:
+        self.devices: Final = {feed.there.device for feed in feeds}
+        self.gathered_bytes: Final = int(lengths[is_small].sum())
+        self.digests: Final[Digests] = np.zeros(
+            (int(unit_counts(lengths).sum()), DIGEST_SIZE), np.uint8
+        )
+        self._first: Final = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
+        self._feeds: Final = feeds
+        self._is_small: Final = is_small
+        self._place: Final = place
+
+    def gather(self, stop: Stop) -> None:
+        """Copy the small ones to their places, and note their digests. When this returns, what
+        the host is to reach is there."""
+        for feed in self._feeds:
+            feed.await_device()
+        for number in np.flatnonzero(self._is_small).tolist():
+            self._fetch(number, self._place[number : number + 1], stop)
+
+    def hash_big(self, stop: Stop) -> None:
+        """Note the digests of the others."""
+        for number in np.flatnonzero(~self._is_small).tolist():
+            self._fetch(number, None, stop)
+
+    def _fetch(self, number: int, place: Column | None, stop: Stop) -> None:
+        with self._feeds[number].units() as units:
+            for row, (address, length) in enumerate(units, int(self._first[number])):
+                segments, digests = cut(_sources(np.array([address]), np.array([length])))
+                best_engine().move(segments, place, digests, stop)
+                self.digests[row : row + 1] = digests
+
+
+def _sources(address: Column, length: Column) -> Sources:
+    return Sources(address=address, length=length, extent_offset=_NONE, extent_length=_NONE)

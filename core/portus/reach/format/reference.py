@@ -1,0 +1,215 @@
+"""The pointer: a small file that torch can load, and that leads to a version in a pool.
+
+It is a real torch file (a zip archive, nothing compressed, about 1.5 KiB)::
+
+    archive/data.pkl     a pickle of one call: GLOBAL, one string, TUPLE1, REDUCE, STOP
+    archive/version      "3", which torch asks for
+    archive/byteorder    "little"
+    archive/README.txt   what a human should do with the file
+
+The string is 32 hex digits (xxh3_128 of the rest) and then one JSON object. Every other byte
+follows from the string. So nothing is ever unpickled here: a file is a pointer if it is, byte
+for byte, what ``encode`` makes of the fields found in it. One that carries a mark of a pointer
+and is not is damaged (``CorruptionError``); one that carries none is somebody else's file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass, fields
+from typing import Final
+
+from portus.engine.format.checksum import DIGEST_SIZE, digest
+from portus.engine.format.pointer_marks import HEAD_MARK, POINTER_MAX, README, is_pointer
+from portus.errors import CorruptionError, UsageError
+
+PATH_MAX: Final = 4096
+NAME_MAX: Final = 4096
+PART_MAX: Final = 255
+"""Characters of the name of a file."""
+
+FORMAT: Final = 4
+"""1 to 3 were never released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a pointer says.
+
+    ``id``, ``token`` and ``pool`` are 32 lower-case hex digits. ``id`` is the pointer's own.
+    ``token`` names the version that it leads to, and ``part`` the file in that. ``pool`` is the
+    pool's identity, ``pool_path`` its absolute path, or its address, and ``pool_relative`` its path
+    from the directory of the pointer (POSIX slashes). ``written_path`` is where the pointer was
+    put, absolute; ``written_ns`` is Unix time in nanoseconds.
+
+    Raises ``UsageError`` for fields that cannot be stored.
+    """
+
+    id: str
+    token: str
+    pool: str
+    pool_path: str
+    pool_relative: str
+    model: str
+    step: int
+    written_path: str
+    written_ns: int
+    part: str
+
+    def __post_init__(self) -> None:
+        for name in ("id", "token", "pool"):
+            _check_hex(name, getattr(self, name))
+        for name in ("pool_path", "pool_relative", "written_path"):
+            _check_text(name, getattr(self, name), PATH_MAX)
+        _check_text("model", self.model, NAME_MAX)
+        _check_text("part", self.part, PART_MAX)
+        for name in ("step", "written_ns"):
+            _check_integer(name, getattr(self, name))
+
+
+def encode(reference: Reference) -> bytes:
+    """The bytes of the file that says ``reference``; equal references give equal bytes."""
+    data = _archive(_text(reference))
+    assert len(data) <= POINTER_MAX  # the limits of the fields see to it
+    return data
+
+
+def decode(data: bytes) -> Reference | None:
+    """What the file with the bytes ``data`` (all of them) says; None if it is no pointer.
+
+    Raises ``CorruptionError`` for a damaged pointer and ``UsageError`` for one that a newer
+    Portus wrote.
+    """
+    if not is_pointer(data):
+        return None
+    text = _find_text(data)
+    reference = decode_text(text)
+    if _archive(text) != data:
+        raise CorruptionError("pointer: damaged outside its text")
+    return reference
+
+
+def decode_text(text: str) -> Reference:
+    """What the string in a pointer says. Raises as ``decode`` does."""
+    body = text[2 * DIGEST_SIZE :]
+    if not body.isascii() or digest(body.encode()).hex() != text[: 2 * DIGEST_SIZE]:
+        raise CorruptionError("pointer: the checksum of its text does not match")
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"pointer: its text is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise CorruptionError("pointer: its text is not a JSON object")
+    return _from_fields(said, body)
+
+
+def _from_fields(said: dict[str, object], body: str) -> Reference:
+    number = said.pop("portus", None)
+    if type(number) is not int or number < FORMAT:
+        raise CorruptionError(f"pointer: format number {number!r}, expected {FORMAT}")
+    if number > FORMAT:
+        raise UsageError(
+            f"pointer: format {number}, this Portus reads up to {FORMAT}: upgrade portus-checkpoint"
+        )
+    try:
+        reference = Reference(**said)  # type: ignore[arg-type]  # __post_init__ checks each
+    except (TypeError, UsageError) as error:
+        raise CorruptionError(f"pointer: fields out of range: {error}") from error
+    if _body(reference) != body:
+        raise CorruptionError("pointer: its text is not in canonical form")
+    return reference
+
+
+def _text(reference: Reference) -> str:
+    body = _body(reference)
+    return digest(body.encode()).hex() + body
+
+
+def _body(reference: Reference) -> str:
+    said: dict[str, object] = {"portus": FORMAT}
+    said |= {field.name: getattr(reference, field.name) for field in fields(reference)}
+    # Pure ASCII, so a path that is not UTF-8 (surrogates) goes there and back unchanged.
+    return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _check_hex(name: str, value: object) -> None:
+    good = isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
+    if not good:
+        raise UsageError(f"reference: {name} must be 32 lower-case hex digits, found {value!r}")
+
+
+def _check_text(name: str, value: object, length_max: int) -> None:
+    if not isinstance(value, str) or not value or len(value) > length_max or "\0" in value:
+        raise UsageError(
+            f"reference: {name} must be 1 to {length_max} characters, no NUL: {value!r:.80}"
+        )
+
+
+def _check_integer(name: str, value: object) -> None:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise UsageError(f"reference: {name} must be a 64-bit integer, found {value!r:.80}")
+
+
+# The archive. Fields of zip records as in APPNOTE 6.3; what is not named here is zero.
+
+_LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
+"""The five fields before the last are two lengths, the disk and two kinds of attributes."""
+_END: Final = struct.Struct("<4sHHHHIIH")
+_ZIP_VERSION: Final = 20
+_DATE: Final = 0x21
+"""1 January 1980, the zero of zip's calendar."""
+
+_PROTO: Final = b"\x80\x02"
+_UNICODE: Final = b"X"
+_CALL: Final = b"\x85R."
+"""TUPLE1, REDUCE, STOP."""
+
+_PICKLE_NAME: Final = b"archive/data.pkl"
+_PICKLE_START: Final = _LOCAL.size + len(_PICKLE_NAME)
+_TEXT_START: Final = _PICKLE_START + len(_PROTO) + len(HEAD_MARK) + len(_UNICODE) + 4
+
+
+def _find_text(data: bytes) -> str:
+    """The string in the file; what is around it is checked by comparing the whole file."""
+    (length,) = struct.unpack_from("<I", data.ljust(_TEXT_START, b"\0"), _TEXT_START - 4)
+    raw = data[_TEXT_START : _TEXT_START + length]
+    if len(raw) != length or not raw.isascii():
+        raise CorruptionError(
+            f"pointer: expected a text of {length} bytes at byte {_TEXT_START}, found "
+            f"{len(raw)} bytes, or not ASCII"
+        )
+    return raw.decode("ascii")
+
+
+def _archive(text: str) -> bytes:
+    raw = text.encode("ascii")
+    call = _PROTO + HEAD_MARK + _UNICODE + struct.pack("<I", len(raw)) + raw + _CALL
+    entries = (
+        (_PICKLE_NAME, call),
+        (b"archive/version", b"3\n"),
+        (b"archive/byteorder", b"little"),
+        (b"archive/README.txt", README),
+    )
+    body, directory = b"", b""
+    for name, content in entries:
+        directory += _central(name, content, len(body)) + name
+        body += _local(name, content) + name + content
+    count = len(entries)
+    end = _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), len(body), 0)
+    return body + directory + end
+
+
+def _local(name: bytes, content: bytes) -> bytes:
+    crc, size = zlib.crc32(content), len(content)
+    return _LOCAL.pack(b"PK\3\4", _ZIP_VERSION, 0, 0, 0, _DATE, crc, size, size, len(name), 0)
+
+
+def _central(name: bytes, content: bytes, offset: int) -> bytes:
+    crc, size = zlib.crc32(content), len(content)
+    made_by = needed = _ZIP_VERSION
+    return _CENTRAL.pack(
+        b"PK\1\2", made_by, needed, 0, 0, 0, _DATE, crc, size, size, len(name), *bytes(5), offset
+    )

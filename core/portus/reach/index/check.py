@@ -1,0 +1,244 @@
+"""``check``: walks a pool and names every rule of the format that it breaks.
+
+Theory. Both root slots are read, and all that they reach, until no commit came in between: what is
+then known was reached at one moment. A version is pinned while it is looked at; one that was
+retired meanwhile is passed over, since its pages may be somebody else's by now. So a check may run
+while a writer is at work, and finds nothing that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from portus.engine.media.base import Medium
+from portus.engine.spec import VersionInfo
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.reach.format.layout import VERSION_ID_MAX
+from portus.reach.index.catalogue import read_catalogue
+from portus.reach.index.check_catalogue import (
+    ReachableVersions,
+    Subject,
+    check_catalogues,
+    check_fixed_pages,
+    check_root,
+    load_slots,
+)
+from portus.reach.index.check_reach import check_reach
+from portus.reach.index.check_version import BATCH, Bytes, CheckedVersion, Flags, Versions
+from portus.reach.index.directory import pools_at
+from portus.reach.index.findings import RULES, Finding, Findings, Severity
+from portus.reach.index.place import Place
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.index.rescue import next_catalogue
+from portus.reach.index.roots import damaged_slot, read_roots
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.lock import FileLocks
+from portus.reach.media.pool import Locks
+
+__all__ = ["RULES", "CheckOptions", "Finding", "Severity", "check", "check_file", "check_medium"]
+
+_RETRIES_MAX: Final = 1000
+
+Progress = Callable[[int, int], None]
+"""Told bytes done, and bytes to do in all."""
+
+Only = Callable[[VersionInfo], bool]
+
+
+def _to_nobody(*told: object) -> None:
+    pass
+
+
+def _every(info: VersionInfo) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """How a check looks. ``data``, ``progress``, ``only``: as for ``check``. ``told``: of each
+    finding, when it is found. ``batch``: bytes of versions that are read at once, one unit at
+    least; ``reading``: told how many, before they are. What they raise ends the check."""
+
+    data: bool = True
+    progress: Progress = _to_nobody
+    only: Only = _every
+    told: Callable[[Finding], None] = _to_nobody
+    batch: int = BATCH
+    reading: Callable[[int], None] = _to_nobody
+
+
+def check(
+    pool: str | os.PathLike[str] | PoolReader,
+    *,
+    data: bool = True,
+    progress: Progress | None = None,
+    only: Only | None = None,
+) -> list[Finding]:
+    """Every broken rule of a pool file, or of all in a pool directory, each with its path; none
+    for healthy ones. Changes nothing.
+
+    data: read every byte of every version too, once for all versions that share it.
+    progress: called now and then with bytes done and bytes to do in all, in each file.
+    only: look at these versions alone; the catalogues are looked at all the same.
+
+    Works while somebody writes the pool. Blocks. Raises ``MediumError`` if a pool cannot be opened
+    or its first pages cannot be read, ``UsageError`` if there is none or a newer Portus wrote it,
+    ``StaleError`` if commits never stop for long enough.
+    """
+    look = CheckOptions(data=data, progress=progress or _to_nobody, only=only or _every)
+    if isinstance(pool, PoolReader):
+        return check_medium(pool.medium, pool.locks, look)
+    place = Place.named(pool)
+    if place.local_path is None:
+        raise UsageError(f"{place}: `portus verify --pool {place}` checks what a storage host has")
+    if not os.path.isdir(place.path):
+        return check_file(place.path, look)
+    found = pools_at(place)
+    if not found:
+        raise UsageError(f"{place}: there is no pool file in this directory")
+    return [
+        replace(finding, where=f"{each}: {finding.where}")
+        for each in found
+        for finding in check_file(each.path, look)
+    ]
+
+
+def check_file(path: str, look: CheckOptions, *, cached: bool = True) -> list[Finding]:
+    """Return the findings of one pool file or device, as ``check`` does. cached: False reads past
+    the pages that the system keeps of a file, where it can."""
+    files = LocalFiles()
+    with contextlib.ExitStack() as stack:
+        medium = files.open(path, writable=False) if cached else files.open_uncached(path)
+        stack.callback(medium.close)
+        locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
+        return check_medium(medium, locks, look)
+
+
+def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Finding]:
+    """Return the findings of the pool on a medium, as ``check`` does."""
+    findings = Findings(look.told)
+    uuid = check_fixed_pages(medium, findings)
+    if uuid is None:
+        return findings.all
+    standing = check_catalogues(medium, uuid, findings)
+    subject = Subject(medium, uuid, findings, standing.copies)
+    _look_ahead(subject, standing)
+    pins = _Pins(subject, standing, locks)
+    seen = _look(subject, standing, pins, look.only)
+    check_reach(seen, standing.records.values(), findings)
+    if look.data:
+        _read_bytes(subject, seen, pins, look)
+    return findings.all
+
+
+def _look_ahead(subject: Subject, standing: ReachableVersions) -> None:
+    """A damaged slot may be the trace of a crash in a commit; not if that commit is whole."""
+    medium, uuid = subject.medium, subject.uuid
+    slot = damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
+    if slot is None:
+        return
+    try:
+        found = next_catalogue(medium, uuid, read_catalogue(medium, standing.roots[0]))
+    except CorruptionError:
+        return  # what is wrong with it was found already
+    if found is not None and load_slots(medium, standing.slots) == standing.slots:
+        subject.findings.mend(
+            "F3",
+            f"root slot {slot}",
+            f"the root of commit {found.root.sequence}",
+            "something else; that commit is intact and nothing is lost: the next process that "
+            "opens the pool for writing repairs it, and so does `portus rescue --in-place`",
+        )
+        check_root(subject, standing, found.root)
+
+
+def _look(
+    subject: Subject,
+    standing: ReachableVersions,
+    pins: _Pins,
+    only: Only,
+) -> list[CheckedVersion]:
+    versions, found = Versions(subject, standing), []
+    for entry in standing.entries.values():
+        if only(entry.info):
+            with pins.held(entry) as there:
+                seen = versions.look(entry) if there else None
+            if seen is not None:
+                found.append(seen)
+    return found
+
+
+def _read_bytes(
+    subject: Subject, seen: list[CheckedVersion], pins: _Pins, look: CheckOptions
+) -> None:
+    verifier, progress = Bytes(subject, look.batch, look.reading), look.progress
+    verifier.note(seen)
+    todo: list[tuple[CheckedVersion, Flags, int]] = []
+    for each in seen:
+        some = verifier.unknown(each)
+        todo.append((each, some, int(each.record.storages["length"][some].sum())))
+    total, before = sum(size for _, _, size in todo), 0
+    progress(0, total)
+    for each, some, size in todo:
+        done = before
+
+        def advance(length: int) -> None:
+            nonlocal done
+            done += length
+            progress(done, total)
+
+        with pins.held(each.entry) as there:
+            if there:
+                verifier.verify(each, some, advance)
+                verifier.verify_log(each)
+        before += size
+        progress(before, total)
+
+
+class _Pins:
+    """Holds versions of a standing while they are looked at."""
+
+    def __init__(self, subject: Subject, standing: ReachableVersions, locks: Locks) -> None:
+        self._subject: Final = subject
+        self._slots = standing.slots
+        self._there = frozenset(standing.entries)
+        self._locks: Final = locks
+
+    @contextlib.contextmanager
+    def held(self, entry: VersionEntry) -> Iterator[bool]:
+        """Pin a version; False if no root reaches it any more, or its id is impossible."""
+        version = entry.info.id
+        if not 0 < version < VERSION_ID_MAX:
+            yield False
+            return
+        self._locks.pin(version)
+        try:
+            # After the pin, as in ``PoolReader.pinned``: a writer that asked before has let go of
+            # it in a slot by now.
+            yield self._is_there(version)
+        finally:
+            self._locks.unpin(version)
+
+    def _is_there(self, version: int) -> bool:
+        for _ in range(_RETRIES_MAX):
+            slots = load_slots(self._subject.medium, self._slots)
+            if slots == self._slots:
+                return version in self._there
+            self._there, self._slots = self._reached(), slots
+        raise StaleError(
+            f"{self._subject.medium.info.name}: commits came faster than they could be read; "
+            "try again"
+        )
+
+    def _reached(self) -> frozenset[int]:
+        """The ids in both catalogues; a damaged one was found already."""
+        ids: set[int] = set()
+        for root in read_roots(self._subject.medium, self._subject.uuid):
+            with contextlib.suppress(CorruptionError):
+                ids |= read_catalogue(self._subject.medium, root).ids()
+        return frozenset(ids)

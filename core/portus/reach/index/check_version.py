@@ -1,0 +1,557 @@
+"""The second half of a check: one version's record, layout and tree, and then its bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from portus.engine.copying.local import check as digests_of
+from portus.engine.copying.segments import Digests, Sources, Stop
+from portus.engine.format.checksum import UNIT, digest, storage_digest
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.image.key_paths import storage_keys
+from portus.engine.spec import Extent, TensorSpec
+from portus.errors import BusyError, CorruptionError, MediumError
+from portus.reach.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
+from portus.reach.index.check_catalogue import (
+    Bounds,
+    Framed,
+    ReachableVersions,
+    Reached,
+    Subject,
+    framed,
+)
+from portus.reach.index.findings import Findings, Severity
+from portus.reach.index.in_place import InPlace
+from portus.reach.index.log import Entry, entries, logged
+from portus.reach.index.records import (
+    Pointer,
+    Rows,
+    VersionEntry,
+    VersionRecord,
+    decode_layout,
+    decode_version,
+)
+
+Parsed = TypeVar("Parsed")
+
+Column = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+Damage = tuple[int, str, str]
+"""A damaged unit: the index of its storage, where it is, what was found."""
+
+BATCH: Final = 64 << 20
+"""Bytes that are read at once: progress moves that often."""
+
+_PICKLE: Final = b"\x80"
+"""How the tree of protected tables begins."""
+
+DAMAGED_MAX: Final = 20
+"""Damaged units of one version that are named one by one."""
+
+
+_Tree = Counter[int] | set[str]
+"""How often a tree names which tensor; of a pickle, the keys of its storages."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedVersion:
+    """A version whose record could be read.
+
+    ``tensors``: none if its layout is lost. ``records``: its own, its layout, its tree. ``sound``:
+    of each storage, whether all its extents lie where they may.
+    """
+
+    entry: VersionEntry
+    record: VersionRecord
+    tensors: tuple[TensorSpec, ...]
+    records: tuple[Reached, ...]
+    sound: Flags
+
+    @property
+    def name(self) -> str:
+        """The version's id, model and step in words, for findings."""
+        info = self.entry.info
+        return f"version {info.id} of {info.model!r} (step {info.step})"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout, read. ``needed``: of each storage, the bytes needed, and by which tensor."""
+
+    tensors: tuple[TensorSpec, ...]
+    needed: dict[int, tuple[int, str]]
+
+
+class Versions:
+    """Looks at versions one after another; a layout or a tree of several is looked at once."""
+
+    def __init__(self, subject: Subject, standing: ReachableVersions) -> None:
+        self._subject: Final = subject
+        self._findings: Final = subject.findings
+        self._standing: Final = standing
+        self._layouts: Final[dict[Pointer, tuple[Framed, Layout | None] | None]] = {}
+        self._trees: Final[dict[Pointer, tuple[Framed, _Tree | None] | None]] = {}
+
+    def look(self, entry: VersionEntry) -> CheckedVersion | None:
+        """Everything but the bytes of a pinned version. None if its record is lost."""
+        info = entry.info
+        where = f"version {info.id} of {info.model!r}"
+        bounds = Bounds(self._standing.bounds[info.id], info.commit)
+        found = framed(
+            self._subject, entry.pointer, RecordKind.VERSION, f"record of {where}", bounds
+        )
+        if found is None:
+            return None
+        try:
+            record = decode_version(found.payload)
+        except CorruptionError as error:
+            self._findings.error("F11", where, "rows that fit together", str(error))
+            return None
+        self._check_head(where, entry, record, found)
+        self._check_rows(where, record)
+        sound = self._check_places(where, record, bounds.size)
+        place, label = entry.pointer, f"record of {where}"
+        reached = [Reached(place.offset, place.length, found.commit, label)]
+        reached += self._check_shape(where, record, bounds)
+        reached += self._check_log(where, record, bounds.size)
+        layout = self._layouts.get(record.layout)
+        tensors = layout[1].tensors if layout is not None and layout[1] is not None else ()
+        return CheckedVersion(entry, record, tensors, tuple(reached), sound)
+
+    def _check_head(
+        self, where: str, entry: VersionEntry, record: VersionRecord, found: Framed
+    ) -> None:
+        same = record.info == entry.info and found.commit == entry.info.commit
+        self._findings.require(same, "F10", where, f"{entry.info}", f"{record.info}")
+        rows = record.storages.nbytes + record.extents.nbytes + record.units.nbytes
+        name = len(record.info.model.encode())
+        left = len(found.payload) - VERSION_HEAD.size - rows - name
+        if record.log is not None:
+            left -= -name % 8 + record.log.size
+        self._findings.require(
+            left == 0, "F10", where, "nothing behind the name and the log", f"{left} bytes"
+        )
+
+    def _check_rows(self, where: str, record: VersionRecord) -> None:
+        findings, storages = self._findings, record.storages
+        size = int(storages["length"].sum())
+        findings.require(
+            size == record.info.size, "F11", where, f"size {record.info.size}", f"{size}"
+        )
+        empty = int((record.extents["length"] == 0).sum())
+        findings.require(not empty, "F11", where, "no empty extent", f"{empty}")
+        born = storages["born"].astype(np.int64)
+        good = bool(np.all((born >= 1) & (born <= record.info.commit)))
+        findings.require(good, "F11", where, f"born from 1 to {record.info.commit}", "others")
+        distinct = len(np.unique(record.extents))
+        findings.require(
+            distinct == len(record.extents), "F13", where, "each extent once",
+            f"{len(record.extents) - distinct} again",
+        )  # fmt: skip
+        wrong = _wrong_digests(record)
+        if len(wrong):
+            findings.error(
+                "F12", f"{where}, storage {wrong[0]}", "the digest of its units",
+                f"another (in {len(wrong)} storages)",
+            )  # fmt: skip
+
+    def _check_places(self, where: str, record: VersionRecord, size: int) -> Flags:
+        offset, length = record.extents["offset"], record.extents["length"]
+        inside = (offset >= DATA_START) & (offset <= size) & (offset + length <= size)
+        if not inside.all():
+            row = record.extents[np.flatnonzero(~inside)[0]]
+            self._findings.error(
+                "F5", f"{where}, extent at byte {row['offset']}",
+                f"bytes {DATA_START} to {size}", f"{row['length']} bytes from there",
+            )  # fmt: skip
+        outside = np.zeros(len(record.storages), np.int64)
+        np.add.at(outside, owners(record.storages["extents"]), ~inside)
+        sound: Flags = outside == 0
+        return sound
+
+    def _check_shape(self, where: str, record: VersionRecord, bounds: Bounds) -> list[Reached]:
+        layout = self._once(
+            self._layouts, record.layout, RecordKind.LAYOUT, bounds, self._layout_at
+        )
+        tree: tuple[Framed, _Tree | None] | None = self._once(
+            self._trees, record.tree, RecordKind.TREE, bounds, self._read_tree
+        )
+        if layout is not None and layout[1] is not None:
+            check_layout(self._findings, where, layout[1], record.storages)
+            named = None if tree is None else tree[1]
+            if isinstance(named, Counter):
+                check_tree(self._findings, where, named, len(layout[1].tensors))
+            elif named is not None:
+                check_pickle(self._findings, where, named, len(record.storages))
+        both = (("layout", record.layout, layout), ("tree", record.tree, tree))
+        return [
+            Reached(pointer.offset, pointer.length, found[0].commit, f"{what} of {where}")
+            for what, pointer, found in both
+            if found is not None
+        ]
+
+    def _check_log(self, where: str, record: VersionRecord, size: int) -> list[Reached]:
+        log = record.log
+        if log is None:
+            return []
+        good = 1 <= log.born <= record.info.commit and log.extent.length > 0
+        self._findings.require(
+            good, "F17", where, f"a log born from 1 to {record.info.commit}, with pages", f"{log}"
+        )
+        if log.extent.offset < DATA_START or log.extent.end > size:
+            place = f"bytes {DATA_START} to {size}"
+            self._findings.error("F5", f"log of {where}", place, f"{log.extent}")
+        return [Reached(log.extent.offset, log.extent.length, log.born, f"log of {where}")]
+
+    def _once(
+        self,
+        known: dict[Pointer, tuple[Framed, Parsed | None] | None],
+        pointer: Pointer,
+        kind: RecordKind,
+        bounds: Bounds,
+        parse: Callable[[str, memoryview], Parsed | None],
+    ) -> tuple[Framed, Parsed | None] | None:
+        if pointer not in known:
+            where = kind.name.lower()
+            found = framed(self._subject, pointer, kind, where, bounds)
+            where = f"{where} at byte {pointer.offset}"
+            known[pointer] = None if found is None else (found, parse(where, found.payload))
+        return known[pointer]
+
+    def _layout_at(self, where: str, payload: memoryview) -> Layout | None:
+        return read_layout(self._findings, where, payload)
+
+    def _read_tree(self, where: str, payload: memoryview) -> _Tree | None:
+        if bytes(payload[:1]) != _PICKLE:
+            return read_tree(self._findings, where, payload)
+        keys = storage_keys(bytes(payload))
+        if keys is None:
+            self._findings.error("F15", where, "JSON, or a pickle of torch", "neither")
+        return keys
+
+
+def read_layout(findings: Findings, where: str, payload: memoryview) -> Layout | None:
+    """F14, the first half: what a layout says by itself; None if it is none."""
+    try:
+        tensors = decode_layout(payload)
+    except CorruptionError as error:
+        findings.error("F14", where, "a layout", str(error))
+        return None
+    names = [spec.name for spec in tensors]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    findings.require(not twice, "F14", where, "unique names", f"twice: {twice!r:.200}")
+    needed: dict[int, tuple[int, str]] = {}
+    for spec in tensors:
+        size = bytes_needed(spec)
+        if size is None or spec.storage < -1:
+            findings.error("F14", where, "tensors that make sense", f"{spec!r:.300}")
+        elif spec.storage >= 0 and size >= needed.get(spec.storage, (0, ""))[0]:
+            needed[spec.storage] = size, spec.name
+    return Layout(tensors, needed)
+
+
+def check_layout(findings: Findings, where: str, layout: Layout, storages: Rows) -> None:
+    """F14, the second half: its tensors lie within ``storages``."""
+    for index, (size, name) in layout.needed.items():
+        if index >= len(storages):
+            found = f"{name!r} in storage {index}"
+            findings.error("F14", where, f"{len(storages)} storages", found)
+        elif size > int(storages["length"][index]):
+            held = f"{storages['length'][index]} bytes in storage {index}"
+            findings.error("F14", where, f"{size} bytes for {name!r}", held)
+
+
+def read_tree(findings: Findings, where: str, payload: memoryview) -> Counter[int] | None:
+    """F15, the first half: how often a tree names which tensor; None if it is none."""
+    try:
+        root: object = msgspec.json.decode(payload)
+        str(payload, "utf-8")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        findings.error("F15", where, "JSON", str(error))
+        return None
+    return Counter(tensor_indices(root))
+
+
+def check_tree(findings: Findings, where: str, used: Counter[int], count: int) -> None:
+    """F15, the second half: it names each of ``count`` tensors once."""
+    if used.keys() != set(range(count)) or any(number > 1 for number in used.values()):
+        odd = sorted(set(range(count)) ^ used.keys() | {i for i, n in used.items() if n > 1})
+        findings.error(
+            "F15",
+            f"tree of {where}",
+            f"each of {count} tensors once",
+            f"otherwise for {odd!r:.100}",
+        )
+
+
+def check_pickle(findings: Findings, where: str, keys: set[str], count: int) -> None:
+    """F15 for a pickle: it names each of ``count`` storages, and no other."""
+    odd = sorted(keys ^ set(map(str, range(count))))
+    findings.require(not odd, "F15", f"tree of {where}", f"{count} storages", f"{odd!r:.100}")
+
+
+def bytes_needed(spec: TensorSpec) -> int | None:
+    """Bytes from the start of its storage to the end of a tensor; 0 if its dtype is not known.
+
+    None if the spec makes no sense.
+    """
+    numbers = (*spec.shape, *spec.strides, spec.offset)
+    if len(spec.shape) != len(spec.strides) or any(number < 0 for number in numbers):
+        return None
+    if 0 in spec.shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(spec.shape, spec.strides, strict=True))
+    return (spec.offset + last + 1) * ITEM_SIZES.get(spec.dtype, 0)
+
+
+def tensor_indices(root: object) -> Iterator[int]:
+    """The index in every ``$tensor`` of a tree; -1 for one that is none."""
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes.extend(node)
+        elif isinstance(node, dict):
+            if len(node) == 1 and "$tensor" in node:
+                found = node["$tensor"]
+                if isinstance(found, list):
+                    found = found[0] if len(found) == 2 else -1
+                yield found if type(found) is int else -1
+            else:
+                nodes.extend(node.values())
+
+
+def owners(counts: Rows) -> Column:
+    """0 as often as the first of ``counts`` says, then 1, ..."""
+    column: Column = np.repeat(np.arange(len(counts)), counts.astype(np.int64))
+    return column
+
+
+def _wrong_digests(record: VersionRecord) -> Column:
+    """Indices of storages whose digest does not follow from their units'."""
+    storages, units = record.storages, record.units
+    first = storages["first_unit"].astype(np.int64)
+    counts = np.diff(first, append=len(units))
+    good = storages["digest"] == units["digest"][first]
+    for index in np.flatnonzero(counts > 1).tolist():
+        own = units["digest"][first[index] : first[index] + counts[index]]
+        good[index] = storage_digest([bytes(each) for each in own]) == bytes(
+            storages["digest"][index]
+        )
+    wrong: Column = np.flatnonzero(~good)
+    return wrong
+
+
+class Bytes:
+    """Verifies the bytes of versions, each storage once however many versions share it; one that
+    is damaged is looked at again for each of them, so that each is named."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        batch: int = BATCH,
+        reading: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """batch: bytes that are read at once, one unit at least. reading: told how many, before."""
+        self._medium: Final = subject.medium
+        self._findings: Final = subject.findings
+        self._batch: Final = batch
+        self._reading: Final = reading
+        self._known: Final[set[bytes]] = set()
+        self._bad: Final[set[bytes]] = set()
+        self._holders: Final[dict[int, int]] = {}
+        """By the place of a storage that is changed in place, the newest version that has it."""
+
+    def note(self, versions: Iterable[CheckedVersion]) -> None:
+        """Say which versions there are, before any is read: of those that have a storage that is
+        changed in place, the newest one alone can be read, and the others are gone with it."""
+        for each in versions:
+            for offset in _places(each.record).values():
+                before = self._holders.get(offset, 0)
+                self._holders[offset] = max(before, each.record.info.id)
+
+    def verify_log(self, seen: CheckedVersion) -> None:
+        """Read the entries of a pinned version's log. They are in order, and each is for bytes of
+        the pool that were some storage's."""
+        log = seen.record.log
+        if log is None:
+            return
+        where = f"log of {seen.name}"
+        self._reading(log.extent.length)
+        try:
+            for entry in entries(self._medium, seen.record):
+                outside = [
+                    each
+                    for each in _patched(entry)
+                    if each.offset < DATA_START or each.end > self._medium.size
+                ]
+                self._findings.require(
+                    not outside and entry.commit <= seen.record.info.commit, "F17",
+                    f"{where}, entry {entry.number}", "patches of what was committed before",
+                    f"commit {entry.commit}, {outside[:1]}",
+                )  # fmt: skip
+        except (CorruptionError, MediumError) as error:
+            self._findings.error("V4", where, "the entries that were committed", str(error))
+
+    def unknown(self, seen: CheckedVersion) -> Flags:
+        """Return which storages are sound and were in no version before, and note them as known."""
+        keys = _keys(seen.record)
+        unknown = _flags(key not in self._known for key in keys) & seen.sound
+        self._known.update(keys)
+        return unknown
+
+    def verify(self, seen: CheckedVersion, some: Flags, advanced: Callable[[int], None]) -> None:
+        """Read the storages ``some`` of a pinned version, and those that were damaged in others;
+        ``advanced`` is told bytes done of ``some``."""
+        keys = _keys(seen.record)
+        bad_before = _flags(key in self._bad for key in keys) & seen.sound & ~some
+        places = _places(seen.record)
+        placed = _flags(index in places for index in range(len(some)))
+        held = [i for i, at in places.items() if self._holders.get(at, 0) <= seen.record.info.id]
+        damaged = self._read(_Stream(seen, some & ~placed), advanced)
+        damaged += self._read(_Stream(seen, bad_before & ~placed), lambda length: None)
+        damaged += self._read_in_place(seen, [i for i in held if seen.sound[i]])
+        advanced(int(seen.record.storages["length"][some & placed].sum()))
+        self._bad.update(keys[index] for index, _, _ in damaged)
+        for _, where, what in damaged[:DAMAGED_MAX]:
+            self._findings.error("V4", f"{seen.name}, {where}", "the bytes that were saved", what)
+        if len(damaged) > DAMAGED_MAX:
+            more = f"{len(damaged) - DAMAGED_MAX} more damaged units"
+            self._findings.error("V4", seen.name, "the bytes that were saved", more)
+
+    def _read(self, stream: _Stream, advanced: Callable[[int], None]) -> list[Damage]:
+        damaged: list[Damage] = []
+        for first, after in stream.batches(self._batch):
+            size = int(stream.lengths[first:after].sum())
+            self._reading(size)
+            damaged += self._damaged(stream, first, after)
+            advanced(size)
+        return damaged
+
+    def _read_in_place(self, seen: CheckedVersion, storages: list[int]) -> list[Damage]:
+        """Read storages that are changed in place, by the log."""
+        damaged: list[Damage] = []
+        for index in storages:
+            names = [spec.name for spec in seen.tensors if spec.storage == index]
+            try:
+                there = InPlace(self._medium, seen.record, logged(self._medium, seen.record))
+                for unit in there.units(index):
+                    self._reading(len(unit))
+            except BusyError:
+                errors = (each for each in self._findings.all if each.severity is Severity.ERROR)
+                if not any(errors):  # else the version that has them now may be lost
+                    raise
+            except (CorruptionError, MediumError) as error:
+                damaged.append((index, f"storage {index} ({' = '.join(names)})", str(error)))
+        return damaged
+
+    def _damaged(self, stream: _Stream, first: int, after: int) -> list[Damage]:
+        try:
+            found = digests_of(self._medium, stream.part(first, after), Stop())
+        except MediumError as error:
+            if after - first > 1:
+                middle = (first + after) // 2
+                return self._damaged(stream, first, middle) + self._damaged(stream, middle, after)
+            return [(*stream.where(first), f"bytes that cannot be read: {error}")]
+        bad = np.flatnonzero(np.any(found != stream.digests[first:after], axis=1))
+        return [(*stream.where(first + index), "others") for index in bad.tolist()]
+
+
+def _places(record: VersionRecord) -> dict[int, int]:
+    """The storages that are changed in place, and where each begins in the pool."""
+    placed = () if record.log is None else record.log.in_place
+    return {each.storage: record.storage_extents(each.storage)[0].offset for each in placed}
+
+
+def _patched(entry: Entry) -> list[Extent]:
+    """The patches of an entry; of each bunch the first and the last one."""
+    found = [extent for extent, _ in entry.patches]
+    for bunch in entry.bunches:
+        if len(bunch.offset):
+            ends = (int(bunch.offset.min()), int(bunch.offset.max()))
+            found += [Extent(offset, bunch.data.shape[1]) for offset in ends]
+    return found
+
+
+def _flags(values: Iterable[bool]) -> Flags:
+    return np.fromiter(values, np.bool_)
+
+
+class _Stream:
+    """The units of some storages of a version, end to end."""
+
+    def __init__(self, seen: CheckedVersion, some: Flags) -> None:
+        record, storages = seen.record, seen.record.storages
+        self._tensors: Final = seen.tensors
+        length = storages["length"].astype(np.int64)
+        counts = np.maximum(1, -(-length // UNIT))
+        owner = np.repeat(np.arange(len(storages)), counts)
+        rank = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+        chosen = some[owner]
+        self._owner: Final = owner[chosen]
+        self._rank: Final = rank[chosen]
+        self.lengths: Final[Column] = np.minimum(length[owner] - rank * UNIT, UNIT)[chosen]
+        units = np.ascontiguousarray(record.units[chosen])
+        self.digests: Final[Digests] = units.view(np.uint8).reshape(-1, UNIT_DIGEST.size)
+        extents = record.extents[some[owners(storages["extents"])]]
+        self._offset: Final[Column] = extents["offset"].astype(np.int64)
+        self._length: Final[Column] = extents["length"].astype(np.int64)
+        self._extent_end: Final[Column] = np.cumsum(self._length)
+        self._unit_end: Final[Column] = np.cumsum(self.lengths)
+
+    def batches(self, size: int) -> Iterator[tuple[int, int]]:
+        """Runs of units of about ``size`` bytes: the first one, and the one after the last."""
+        cuts = np.flatnonzero(np.diff((self._unit_end - self.lengths) // size)) + 1
+        places = [0, *cuts.tolist(), len(self.lengths)]
+        return itertools.pairwise(places) if len(self.lengths) else iter(())
+
+    def part(self, first: int, after: int) -> Sources:
+        """Units ``first`` to before ``after``, each as a source of its own."""
+        start = int(self._unit_end[first] - self.lengths[first])
+        end = int(self._unit_end[after - 1])
+        low = int(np.searchsorted(self._extent_end, start, "right"))
+        high = int(np.searchsorted(self._extent_end - self._length, end, "left"))
+        begin = np.maximum(self._extent_end[low:high] - self._length[low:high], start)
+        stop = np.minimum(self._extent_end[low:high], end)
+        shift = self._offset[low:high] - (self._extent_end - self._length)[low:high]
+        return Sources(
+            address=np.zeros(after - first, np.int64),
+            length=self.lengths[first:after],
+            extent_offset=begin + shift,
+            extent_length=stop - begin,
+        )
+
+    def where(self, unit: int) -> tuple[int, str]:
+        """The index of the storage of a unit, and where it is, for people."""
+        index, start = int(self._owner[unit]), int(self._rank[unit]) * UNIT
+        names = [spec.name for spec in self._tensors if spec.storage == index]
+        sources = self.part(unit, unit + 1)
+        place = f", at byte {sources.extent_offset[0]}" if len(sources.extent_offset) else ""
+        end = start + int(self.lengths[unit])
+        return index, f"storage {index} ({' = '.join(names)}), its bytes {start} to {end}{place}"
+
+
+def _keys(record: VersionRecord) -> list[bytes]:
+    """Return a key for each storage: where its bytes are and what they should be."""
+    storages, extents = record.storages, record.extents
+    first = storages["first_extent"].astype(np.int64)
+    counts = storages["extents"].astype(np.int64)
+    keys = np.zeros(len(storages), [("place", "V16"), ("digest", "V16")])
+    keys["digest"] = storages["digest"]
+    raw = np.ascontiguousarray(extents).view("V16").reshape(-1)
+    single = counts == 1
+    keys["place"][single] = raw[first[single]]
+    for index in np.flatnonzero(counts > 1).tolist():
+        own = extents[first[index] : first[index] + counts[index]]
+        keys["place"][index] = np.void(digest(own.tobytes()))
+    found: list[bytes] = keys.view("V32").tolist()
+    return found

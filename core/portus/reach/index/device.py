@@ -1,0 +1,87 @@
+"""A pool on a device, which has no names: it is made in place, and is there or not by its bytes.
+
+Theory. A file gets its name when it is whole. A device is there before, with anything on it. So
+the last thing that is made of a pool there is the first copy of its superblock, and the second copy
+is made first, to say whose the rest is. Each step is persisted before the next one:
+
+1. the header is cleared: its first page, then the others, then that of the second copy, which
+   until then says whose they are (a device of zeros: nothing to do);
+2. the second copy of the superblock;
+3. the first root;
+4. the first copy of the superblock.
+
+A device is *blank* if its header is zero, or if making a pool there was cut off: then there is no
+whole first copy, and nothing was ever committed. A pool that lost its first copy has a root by its
+second one, unless it is empty anyway. All else is a pool, or somebody else's, and is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE, Extent
+from portus.errors import UsageError
+from portus.reach.format.layout import DATA_START, SUPERBLOCK, SUPERBLOCK_OFFSETS
+from portus.reach.index.roots import (
+    FIRST_ROOT,
+    Superblock,
+    read_roots,
+    store_root,
+    store_superblock,
+    whole_superblock,
+)
+
+_FIRST, _SECOND = SUPERBLOCK_OFFSETS
+_SECOND_END: Final = _SECOND + SUPERBLOCK.size
+
+
+def is_blank(medium: Medium) -> bool:
+    """True if a pool may be made there, and nothing is lost. Raises ``UsageError`` if there is no
+    room for one."""
+    if medium.size < DATA_START:
+        raise UsageError(
+            f"{medium.info.name}: a pool needs at least {DATA_START} bytes, found {medium.size}"
+        )
+    first, second = (whole_superblock(medium, offset) for offset in SUPERBLOCK_OFFSETS)
+    if first is not None:
+        return False
+    if second is not None:
+        return all(root.is_first for root in read_roots(medium, second.uuid))
+    header = bytearray(DATA_START)
+    medium.load(0, memoryview(header))
+    header[_SECOND:_SECOND_END] = bytes(SUPERBLOCK.size)  # may be torn
+    return not any(header)
+
+
+def make_pool(medium: Medium) -> None:
+    """Make an empty pool, durable on return, whatever was there. Nobody else may have it open.
+
+    If it is cut off, what was there before is still a pool, or is blank, or is nobody's.
+    """
+    _clear(medium, [Extent(_FIRST, PAGE)])
+    behind = Extent(_SECOND + PAGE, DATA_START - _SECOND - PAGE)
+    _clear(medium, [Extent(_FIRST + PAGE, _SECOND - PAGE), behind])
+    _clear(medium, [Extent(_SECOND, PAGE)])
+    block = Superblock(os.urandom(16), time.time_ns())
+    medium.persist([store_superblock(medium, block, _SECOND)])
+    medium.persist([store_root(medium, block.uuid, FIRST_ROOT)])
+    medium.persist([store_superblock(medium, block, _FIRST)])
+
+
+def make_durable(medium: Medium) -> None:
+    """Return when the superblock of a pool that was found survives power loss: who made it may have
+    been killed, and left it in caches only. Before the first commit."""
+    medium.persist([Extent(offset, PAGE) for offset in SUPERBLOCK_OFFSETS])
+
+
+def _clear(medium: Medium, extents: Sequence[Extent]) -> None:
+    for extent in extents:
+        content = bytearray(extent.length)
+        medium.load(extent.offset, memoryview(content))
+        if any(content):
+            medium.store(extent.offset, bytes(extent.length))
+    medium.persist(extents)  # zeros that are in caches only count for nothing

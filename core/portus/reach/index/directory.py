@@ -1,0 +1,446 @@
+"""Pool files and pool directories: where a pool is, how it is made, and who has it open.
+
+A pool directory holds a pool file for each writer (a run, a rank), ``<name>.portus``. A new pool
+file is made under a hidden name, formatted, persisted, and only then linked under its own: whoever
+finds that name finds a whole pool, and of two makers one wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import shutil
+import threading
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from portus.engine.copying import native
+from portus.engine.media.base import MediumKind
+from portus.engine.media.process import NUMBERS
+from portus.errors import BusyError, MediumError, PortusError, UsageError
+from portus.reach.format.layout import DATA_START
+from portus.reach.index import device
+from portus.reach.index.messages import read_holder, store_failure
+from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
+from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.media.dax import is_device
+from portus.reach.media.file import PlainFile
+from portus.reach.media.local import LocalFiles
+from portus.reach.media.lock import FileLocks
+from portus.reach.media.names import hidden
+from portus.reach.media.pool import FileStatus, FileSystem, Locks
+
+_log: Final = logging.getLogger("portus")
+
+_CACHE_TAG: Final = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# Checkpoints of Portus. Not a cache to clear: but backups of running pools are of no use.\n"
+)
+
+HELD_S = 10.0
+"""The longest that a pool is waited for that somebody else writes."""
+
+JOURNAL_SUFFIX: Final = ".journal"
+"""Of a directory beside a pool file."""
+
+
+def pools_at(place: Place) -> list[Place]:
+    """Every pool there is: that of the place, or those of the directory. Hosts are not asked.
+    Raises ``UsageError`` if there is nothing of that name."""
+    if place.hosts:
+        return place.hosts
+    if os.path.isdir(place.path):
+        names = sorted(name for name in os.listdir(place.path) if _is_pool_name(name))
+        pools = map(place.pool_in, names)
+        return [pool for pool in pools if os.path.isfile(pool.path)]
+    if not os.path.exists(place.path):
+        raise UsageError(f"{place}: there is no pool and no pool directory of this name")
+    return [place]
+
+
+def _is_pool_name(name: str) -> bool:
+    """False for hidden names: drafts of files may be beside pools, see
+    ``portus.engine.directory``."""
+    return name.endswith(SUFFIX) and not name.startswith(".")
+
+
+def writer_of(pool: Place) -> str:
+    """Return the name of the writer that a pool file in a directory belongs to, as it was passed to
+    ``Place.pool_of``."""
+    return urllib.parse.unquote(os.path.basename(pool.path).removesuffix(SUFFIX))
+
+
+def on_disk(path: str) -> int:
+    """Bytes that a pool file takes of its file system: less than its size, if it has holes. 0 for
+    an address, for a device, and where nothing is."""
+    try:
+        return os.stat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
+def journal_directory(pool_path: str) -> str:
+    """Where the journals of the pool at ``pool_path`` are: beside a file. Nothing lasts beside a
+    device, and its name may change: there it is ``<uuid>.journal``, among what programs keep for
+    this user. They outlast the pool: a training that ended has one to be read. Raises as opening
+    that pool does."""
+    if not is_device(pool_path):
+        return os.path.splitext(pool_path)[0] + JOURNAL_SUFFIX
+    reader = open_reader(pool_path)
+    try:
+        uuid = reader.superblock.uuid.hex()
+    finally:
+        reader.close()
+    return os.path.join(state_directory(), uuid + JOURNAL_SUFFIX)
+
+
+def state_directory() -> str:
+    """Where Portus keeps what it knows, for this user on this machine."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return os.path.join(home, "portus")
+
+
+def make_directory(directory: str) -> None:
+    """Make a pool directory if it is not there, marked so that git and backups pass it over."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        if os.path.basename(directory) == DEFAULT_DIRECTORY:
+            for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHE_TAG)):
+                path = os.path.join(directory, name)
+                if not os.path.exists(path):  # an adapter may have made the directory
+                    with open(path, "w", encoding="ascii") as file:
+                        file.write(text)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{directory}: cannot make the pool directory: {error.strerror}"
+        ) from error
+
+
+def has_pool(path: str, files: FileSystem | None = None) -> bool:
+    """False if there is nothing at ``path``, or a DAX device on which a pool may be made.
+
+    Raises ``MediumError``, and ``UsageError`` for a device that is too small.
+    """
+    if not is_device(path):
+        return os.path.exists(path)
+    medium = (files or LocalFiles()).open(path, writable=False)
+    try:
+        return not device.is_blank(medium)
+    finally:
+        medium.close()
+
+
+_unfinished: Final[set[str]] = set()
+"""What the threads of this process are making."""
+
+
+def create_pool(path: str, files: FileSystem) -> None:
+    """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
+
+    Its directory exists. Raises ``MediumError``; then there is no pool, and nothing half-made.
+    On a DAX device the pool is made in place, if it is blank.
+    """
+    if is_device(path):
+        format_device(path, files)
+        return
+    directory, name = os.path.split(path)
+    maker = f"{os.getpid()}-{threading.get_ident()}"
+    fresh = os.path.join(directory, hidden(name, f".{maker}.new"))
+    _remove_unfinished(directory, name, files)
+    _unfinished.add(fresh)
+    try:
+        medium = files.create(fresh, DATA_START)
+        try:
+            format_pool(medium)
+        finally:
+            medium.close()
+        _publish(fresh, path, files)
+    finally:
+        _unfinished.discard(fresh)
+        files.remove(fresh)
+    files.sync(directory)
+
+
+def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
+    """Make an empty pool on the DAX device at ``path``, if it is blank; True if that was done.
+
+    force: whatever it holds. Raises ``BusyError`` while another process writes to a pool there.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.callback(locked(path, files).close)
+        medium = files.open(path, writable=True)
+        undo.callback(medium.close)
+        if not force and not device.is_blank(medium):
+            return False
+        device.make_pool(medium)
+        return True
+
+
+def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
+    """What makers that were killed left behind; those of living processes stay."""
+    for entry in files.entries(directory):
+        maker = entry.removesuffix(".new").rpartition(".")[2]
+        process, path = maker.partition("-")[0], os.path.join(directory, entry)
+        if not process.isdigit() or entry != hidden(name, f".{maker}.new") or path in _unfinished:
+            continue
+        if not _is_alive(int(process)):
+            files.remove(path)
+
+
+def _is_alive(process: int) -> bool:
+    """False also for this process: what its threads are making is known."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
+def remove_pool(path: str, files: FileSystem) -> None:
+    """Remove a pool file, and what is around it if that is empty. By its writer, before it lets go
+    of the pool: whoever waits for it finds that it is gone, and saves nothing into it.
+
+    A device stays, and the empty pool on it.
+    """
+    if is_device(path):
+        return
+    files.remove(path)
+    home = os.path.dirname(path)
+    left = set(files.entries(home))
+    if left and left <= {".gitignore", "CACHEDIR.TAG"}:
+        for name in left:
+            files.remove(os.path.join(home, name))
+    with contextlib.suppress(OSError):
+        os.rmdir(home)
+
+
+def is_at(writer: PoolWriter, path: str | None) -> bool:
+    """False if the pool file that is open is not the one at ``path`` any more: it was removed or
+    moved, and what is there may be the pool of another."""
+    return path is None or not isinstance(writer.medium, PlainFile) or writer.medium.is_at(path)
+
+
+def remove_journals(pool_path: str) -> None:
+    """Remove what was written down of the runs in the pool at ``pool_path``. Raises as
+    ``links_directory``; what cannot be removed stays."""
+    shutil.rmtree(journal_directory(pool_path), ignore_errors=True)
+
+
+def _publish(fresh: str, path: str, files: FileSystem) -> None:
+    try:
+        files.link(fresh, path)  # a second maker's link fails; a rename would take our place
+    except MediumError as error:
+        if error.errno == errno.EEXIST:
+            return
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        files.replace(fresh, path)
+
+
+@functools.cache
+def _leave_in_children() -> None:
+    """Have children of the ``fork()`` of C close what is opened here, as those of Python do. Where
+    there is no helper in C they do not."""
+    helper = native.helper()
+    if helper is not None:
+        helper.close_in_children(NUMBERS)
+
+
+def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
+    """The pool file at ``path``, for reading; somebody may be writing it."""
+    _leave_in_children()
+    with contextlib.ExitStack() as undo:
+        medium = (files or LocalFiles()).open(path, writable=False)
+        undo.callback(medium.close)
+        locks = FileLocks(path, writable=False)
+        undo.callback(locks.close)
+        reader = PoolReader(medium, locks)
+        undo.pop_all()
+        return reader
+
+
+@dataclass(slots=True)
+class _Shared:
+    writer: PoolWriter
+    users: int
+
+
+class Writers:
+    """The pools that this process writes. One opened twice is shared, and closed once by each."""
+
+    def __init__(self) -> None:
+        self._guard = threading.RLock()
+        self._shared: dict[tuple[int, int], _Shared] = {}
+        self._opening: dict[tuple[int, int], threading.Lock] = {}
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def open(
+        self,
+        path: str,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int | None = None,
+        mapped: bool = True,
+    ) -> PoolWriter:
+        """The one writer of the pool file at ``path``, which exists.
+
+        Waits up to ``timeout_s`` (None: ``HELD_S``) for another process to let go. Raises
+        ``BusyError`` naming it.
+        mapped: False to leave its holes alone, if it is not open yet: a file that is mapped must
+        have none.
+        """
+        files = LocalFiles(mapped=mapped)
+        for is_last in (False, False, True):
+            try:
+                return self._open(path, files, timeout_s, max_bytes)
+            except MediumError as error:  # who had it removed it, and a third one made it anew
+                if is_last or error.errno != errno.ENOENT or files.status(path) is None:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _open(
+        self, path: str, files: FileSystem, timeout_s: float | None, max_bytes: int | None
+    ) -> PoolWriter:
+        status = files.status(path)
+        if status is None:
+            raise UsageError(f"{path}: there is no pool file of this name")
+        with self._guard:
+            opening = self._opening.setdefault(status.identity, threading.Lock())
+        with opening:  # one at a time for each pool; other pools do not wait for it
+            with self._guard:
+                shared = self._shared.get(status.identity)
+            if shared is None:
+                opened = open_writer(path, files, timeout_s=timeout_s, max_bytes=max_bytes)
+                shared = _Shared(opened, 0)
+            with self._guard:
+                self._shared[status.identity] = shared
+                shared.users += 1
+            return shared.writer
+
+    def close(self, writer: PoolWriter, last: Callable[[], object] = lambda: None) -> None:
+        """Let go of what ``open`` gave. The last one closes the pool; ``last`` is called by it
+        before, while nobody else can open it."""
+        with self._guard:
+            found = [key for key, each in self._shared.items() if each.writer is writer]
+        for identity in found:
+            with self._opening[identity]:
+                shared = self._shared[identity]
+                shared.users -= 1
+                if shared.users:
+                    return
+                with self._guard:
+                    del self._shared[identity]
+                try:
+                    last()
+                finally:
+                    writer.close()
+
+    def _forget(self) -> None:
+        # In a forked child the pools belong to the parent; media and locks closed themselves.
+        self._guard, self._shared, self._opening = threading.RLock(), {}, {}
+
+
+WRITERS: Final = Writers()
+"""Those of this process."""
+
+
+def open_writer(
+    path: str,
+    files: FileSystem,
+    *,
+    timeout_s: float | None = None,
+    max_bytes: int | None = None,
+    locks: Locks | None = None,
+    reads: str = "portus.open({!r})",
+) -> PoolWriter:
+    """The pool file at ``path``, for writing; ``Writers`` shares one between all users.
+
+    locks: instead of those of the file, for tests on files of another kind.
+    reads: what opens it for reading meanwhile, for the message of a ``BusyError``.
+    """
+    _leave_in_children()
+    before = files.status(path)  # whoever holds the lock may remove the file meanwhile
+    with contextlib.ExitStack() as undo:
+        try:
+            held = locks or locked(path, files, HELD_S if timeout_s is None else timeout_s)
+            undo.callback(held.close)
+            medium = files.open(path, writable=True)
+            undo.callback(medium.close)
+            if max_bytes is not None and medium.info.kind is MediumKind.DEVDAX:
+                raise UsageError(
+                    f"{path}: max_bytes applies to files only; a pool on a device uses the whole "
+                    "device. Make a smaller namespace, or omit max_bytes"
+                )
+            writer = PoolWriter(medium, held, max_bytes=max_bytes)
+        except BusyError as error:
+            hint = f"{error.strerror}. To read it meanwhile: {reads.format(path)}"
+            raise BusyError(error.errno, hint) from error
+        except MediumError:
+            _check_unchanged(path, before, files.status(path))
+            raise
+        _check_unchanged(path, before, files.status(path))
+        # Whoever made the pool may have been killed before its name, or it, was durable.
+        if medium.info.kind is MediumKind.DEVDAX:
+            device.make_durable(medium)
+        else:
+            files.sync(os.path.dirname(path))
+        undo.pop_all()
+        return writer
+
+
+def locked(path: str, files: FileSystem, timeout_s: float = HELD_S) -> FileLocks:
+    """Be the writer of the pool file at ``path``, until these locks are closed.
+
+    Only then is a file to be opened for writing: who had it before may have made it grow, or
+    given space back, until it let go. Raises ``BusyError`` naming who has it, after ``timeout_s``.
+    """
+
+    def holder() -> str:
+        with contextlib.closing(files.open(path, writable=False)) as medium:
+            return read_holder(medium)
+
+    locks = FileLocks(path, writable=True, describe_holder=holder)
+    try:
+        locks.acquire_writer(timeout_s)
+    except BaseException:
+        locks.close()
+        raise
+    return locks
+
+
+def note_failure(writer: PoolWriter | None, text: str, path: str | None) -> None:
+    """Put on record which save failed, for ``read_failure``; not in a pool that others changed.
+
+    writer: the pool, if it is open. path: where it is; None: in memory. Raises ``MediumError``.
+    """
+    with contextlib.suppress(PortusError):
+        if writer is not None and not writer.medium.poisoned:
+            writer.look()  # that may be why
+    if writer is not None and (writer.changed_by_others or not is_at(writer, path)):
+        return
+    if path is None:
+        assert writer is not None, "a pool in memory is open"
+        store_failure(writer.medium, text)
+        return
+    # Opened anew: what is open may take no stores any more, and that is what is to be said.
+    medium = LocalFiles(mapped=False).open(path, writable=True)
+    with contextlib.closing(medium):
+        store_failure(medium, text)
+
+
+def _check_unchanged(path: str, before: FileStatus | None, after: FileStatus | None) -> None:
+    if before is None or after is None or after.identity != before.identity:
+        raise MediumError(
+            errno.ENOENT, f"{path}: removed or replaced while it was opened; open it again"
+        )

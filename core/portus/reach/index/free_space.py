@@ -1,0 +1,228 @@
+"""What of a pool its writer may use, and who has reserved it.
+
+Nothing is free that a root leads to, that a reader has pinned, or that a reservation holds (V1,
+V10). Space that was given back to the file system is a *hole*: free, but to be filled before it is
+reserved. A store through an address into a hole is SIGBUS on a full disk; filled first, lack of
+space is an error of a reservation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE, Extent
+from portus.reach.format.layout import DATA_START
+from portus.reach.index.catalogue import Catalogue
+from portus.reach.index.space import (
+    EMPTY,
+    Runs,
+    choose,
+    extents_runs,
+    gaps,
+    last,
+    merged,
+    page_count,
+    runs_of,
+    without,
+)
+from portus.reach.media.pool import Locks
+from portus.reach.media.warm import warm
+
+_TOUCHED: Final = 2 << 20
+"""Bytes of which it is remembered together whether they were touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Free pages to be taken, as one extent or as several, and how many are to be left besides.
+    ``apart``: far from what was taken before."""
+
+    pages: int
+    contiguous: bool
+    spare: int
+    apart: bool = False
+
+
+def left_to_records(pages: int) -> int:
+    """Free pages that data leaves to records when it takes ``pages``."""
+    return 1 + pages // 64 if pages else 0
+
+
+class FreeSpace:
+    """The space of one pool that is being written. Any thread may call."""
+
+    def __init__(self, medium: Medium, locks: Locks) -> None:
+        self._medium: Final = medium
+        self._locks: Final = locks
+        self._guard: Final = threading.Lock()
+        self.roots: Sequence[Catalogue] = ()
+        """What the slots lead to, newest first."""
+        self._reach: Final[dict[int, Runs]] = {}
+        self._held: Final[list[Runs]] = []
+        self._holes: Runs = EMPTY
+        self._strangers: set[int] = set()
+        self._strange: Runs = EMPTY
+        self._touched: Final = bytearray()
+
+    def start(
+        self, roots: Sequence[Catalogue], reach: Mapping[int, Runs], holes: Sequence[Extent]
+    ) -> None:
+        """What was found in the pool as it was opened. ``reach``: by the ids of all versions."""
+        self.advance(roots, reach)
+        self._holes = extents_runs(holes)
+        # Read on after the writer before us retired them: where they are is not known (V1).
+        self._strangers = self._locks.pins() - self._reach.keys()
+        self._strange = runs_of([DATA_START], [self._medium.size - DATA_START])
+
+    def advance(self, roots: Sequence[Catalogue], reach: Mapping[int, Runs]) -> None:
+        """The slots lead to ``roots`` now; ``reach`` is that of the versions that are new."""
+        with self._guard:
+            self._reach.update(reach)
+            self.roots = roots
+
+    # What is free.
+
+    def free(self) -> Runs:
+        """What can be reserved."""
+        with self._guard:
+            return self._free_now()
+
+    def free_holes(self) -> Runs:
+        """What could be reserved, but for the space that was given back."""
+        with self._guard:
+            return self._free_holes_now()
+
+    def missing(self, wanted: Wanted) -> int:
+        """Return by how many pages the pool would have to grow for ``wanted``."""
+        pages = wanted.pages + wanted.spare
+        return pages if wanted.contiguous else pages - page_count(self.free())
+
+    def pinned(self) -> list[int]:
+        """The versions that readers hold."""
+        versions = list(self._reach)  # at once: a reservation in another thread forgets some
+        return [version for version in versions if self._locks.pinned(version)]
+
+    def _free_now(self) -> Runs:
+        return without(self._unreached(), self._holes)
+
+    def _free_holes_now(self) -> Runs:
+        unreached = self._unreached()
+        return without(unreached, without(unreached, self._holes))
+
+    def _unreached(self) -> Runs:
+        """What nobody needs, holes too; under the guard."""
+        alive = frozenset().union(*(catalogue.ids() for catalogue in self.roots))
+        for version in [each for each in self._reach if each not in alive]:
+            if not self._locks.pinned(version):
+                del self._reach[version]
+        self._strangers = {each for each in self._strangers if self._locks.pinned(each)}
+        strange = [self._strange] if self._strangers else []
+        records = [catalogue.record_runs for catalogue in self.roots]
+        reached = np.concatenate([EMPTY, *self._reach.values(), *records, *self._held, *strange])
+        return gaps(reached, DATA_START // PAGE, self._medium.size // PAGE)
+
+    # Who has reserved it.
+
+    def take(self, wanted: Wanted) -> list[Extent] | None:
+        """Reserve, until ``release``. None if there is not as much."""
+        with self._guard:
+            free = self._free_now()
+            extents = (last if wanted.apart else choose)(free, wanted.pages)
+            if extents is None or (wanted.contiguous and len(extents) > 1):
+                return None
+            if page_count(free) < wanted.pages + wanted.spare:
+                return None
+            self._held.append(extents_runs(extents))
+            return extents
+
+    def hold(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> list[Extent]:
+        """Keep what a committed version reaches from reuse until ``release`` of what this gives."""
+        runs = runs_of(offsets, lengths)
+        with self._guard:
+            self._held.append(runs)
+        return extents_of(runs)
+
+    def release(self, extents: Sequence[Extent]) -> None:
+        """Give back what ``take`` or ``hold`` gave, once."""
+        runs = extents_runs(extents)
+        with self._guard:
+            for index, held in enumerate(self._held):
+                if held.shape == runs.shape and bool((held == runs).all()):
+                    del self._held[index]
+                    return
+        assert not len(runs), f"{extents} was not reserved"
+
+    # Holes.
+
+    def give_back(self, kept_pages: int, at_most: int | None) -> list[Extent]:
+        """Make holes of what is free: of ``at_most`` pages, or of all but ``kept_pages`` and what
+        is a hole already. Where they are; the caller discards that."""
+        with self._guard:
+            free = self._free_now()
+            if at_most is None:
+                kept = choose(free, min(page_count(free), kept_pages)) or []
+                given = without(self._unreached(), extents_runs(kept))
+            else:
+                given = extents_runs(choose(free, min(page_count(free), at_most)) or [])
+            self._holes = merged([self._holes, given])
+            self._forget_touched(given)
+        return extents_of(given)
+
+    def choose_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
+        """Holes of so many pages at most; none if that would not do."""
+        with self._guard:
+            holes = self._free_holes_now()
+            count = min(pages, page_count(holes))
+            extents = choose(holes, count) or []
+        is_enough = not contiguous or (count >= pages and len(extents) == 1)
+        return extents if is_enough else []
+
+    def fill(self, extents: Sequence[Extent]) -> None:
+        """Remove ``extents`` from the holes: the caller has given them space again."""
+        with self._guard:
+            self._holes = without(self._holes, extents_runs(extents))
+
+    # Pages that are present.
+
+    def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
+        """Have the pages of reserved space present, where nobody has stored yet: one call for many
+        pages, where a store would fault for each. Changes no byte; ends early when ``wanted`` is
+        False. Raises ``MediumError`` as stores do."""
+        for extent in extents:
+            for fresh in self._fresh(extent):
+                done = warm(self._medium, fresh, wanted)
+                first, after = fresh.offset // _TOUCHED, -(-(fresh.offset + done) // _TOUCHED)
+                with self._guard:
+                    self._touched[first:after] = b"\1" * (after - first)
+
+    def _fresh(self, extent: Extent) -> list[Extent]:
+        """The parts of ``extent`` that were not touched yet."""
+        first, after = extent.offset // _TOUCHED, -(-extent.end // _TOUCHED)
+        found = []
+        with self._guard:
+            self._touched.extend(bytes(max(0, after - len(self._touched))))
+            while (first := self._touched.find(0, first, after)) >= 0:
+                end = self._touched.find(1, first, after)
+                end = after if end < 0 else end
+                start = max(first * _TOUCHED, extent.offset)
+                found.append(Extent(start, min(end * _TOUCHED, extent.end) - start))
+                first = end
+        return found
+
+    def _forget_touched(self, given: Runs) -> None:
+        for first, after in given.tolist():
+            first, after = first * PAGE // _TOUCHED, -(-after * PAGE // _TOUCHED)
+            known = len(self._touched[first:after])
+            self._touched[first : first + known] = bytes(known)
+
+
+def extents_of(runs: Runs) -> list[Extent]:
+    """Page runs as extents."""
+    return [Extent(first * PAGE, (after - first) * PAGE) for first, after in runs.tolist()]

@@ -1,0 +1,175 @@
+"""Storages of a version that are changed in place: what their digests are, and how they are read.
+
+Theory. Tables larger than memory are trained in the pool's own pages, on memory that persists (V1
+names this exception). Such a storage is one extent, cut into cells. Before a cell is changed its
+bytes go to the version's log, in an entry flagged as undo, and are durable there; then the cell is
+changed, any number of times; then it is made durable; then an entry without that flag is appended,
+which says that it counts, with everything else that belongs to it. So undo entries that no other
+entry follows are of a change that did not come to its end: over the storage, the last one first,
+they give the bytes before it. Who reads does that in memory, who opens the pool for writing does it
+in the pool: again and again if need be, since they are the same bytes each time.
+
+The digest of a unit is the sum of the digests of its cells, each with its number as the seed: so a
+change of a few cells changes it by what they had and what they have. It adds up if every change was
+from what was there before: a rotten cell that is overwritten is still found. These digests change
+with each commit, so they are in a storage of their own, which is changed by the log like any.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest
+from portus.errors import BusyError, CorruptionError
+from portus.reach.index.log import Bytes, Column, Logged, entries
+from portus.reach.index.records import CELLS, InPlaceStorage, VersionRecord
+from portus.reach.media.pool import Loads
+
+_MODULUS: Final = 1 << 8 * DIGEST_SIZE
+
+_AT_ONCE: Final = 1 << 20
+"""Bytes of cells that are hashed together."""
+
+_ROW_MIN: Final = 64
+"""A row that is shorter may share a cell with its neighbours: a line of the processor's caches is
+written back as a whole."""
+
+
+def cell_size(length: int, row: int) -> int:
+    """Bytes of a cell of a storage of ``length`` bytes whose rows have ``row``: what cuts it into
+    whole ones, and is about a row."""
+    most = max(_ROW_MIN, row)
+    return max(each for each in CELLS if length % each == 0 and each <= most)
+
+
+def cells_of(rows: Column, row: int, cell: int) -> Column:
+    """The numbers of the cells that rows of ``row`` bytes lie in, each once, in order. ``rows``
+    has each number once, in order."""
+    first, last = rows * row // cell, ((rows + 1) * row - 1) // cell
+    count = last - first + 1
+    start = np.repeat(first - (np.cumsum(count) - count), count)
+    found: Column = np.unique(start + np.arange(len(start)))
+    return found
+
+
+def cell_digests(number: Column, data: Bytes) -> list[int]:
+    """Return the digests of the cells ``data``, of shape (cells, bytes of each), seeded with
+    ``number``, their numbers in their storage."""
+    cells = np.ascontiguousarray(data).view(f"V{data.shape[1]}")[:, 0].tolist()
+    return list(map(xxhash.xxh3_128_intdigest, cells, number.tolist()))
+
+
+def unit_sum(data: memoryview, cell: int, rank: int) -> int:
+    """The digest of unit ``rank`` of a storage, as a number."""
+    total, first = 0, rank * UNIT // cell
+    for start in range(0, len(data), _AT_ONCE):
+        part = np.frombuffer(data[start : start + _AT_ONCE], np.uint8).reshape(-1, cell)
+        total += sum(cell_digests(np.arange(first, first + len(part)), part))
+        first += len(part)
+    return total % _MODULUS
+
+
+def changed_sum(before: int, old: list[int], new: list[int]) -> int:
+    """The digest of a unit of which cells with the digests ``old`` became ``new``."""
+    return (before - sum(old) + sum(new)) % _MODULUS
+
+
+def encode_sums(sums: list[int]) -> bytes:
+    """The digests of the units of a storage, as another storage has them."""
+    return b"".join(each.to_bytes(DIGEST_SIZE, "big") for each in sums)
+
+
+def decode_sums(data: bytes) -> list[int]:
+    """What ``encode_sums`` had."""
+    starts = range(0, len(data), DIGEST_SIZE)
+    return [int.from_bytes(data[start : start + DIGEST_SIZE], "big") for start in starts]
+
+
+class InPlace:
+    """Reads the storages of a pinned version that are changed in place. ``logged``: of its log."""
+
+    def __init__(self, medium: Loads, record: VersionRecord, logged: Logged) -> None:
+        self._medium: Final = medium
+        self._record: Final = record
+        self._logged: Final = logged
+        placed = () if record.log is None else record.log.in_place
+        self._placed: Final[dict[int, InPlaceStorage]] = {each.storage: each for each in placed}
+        self._sums: Final[dict[int, list[int]]] = {}
+
+    def __contains__(self, storage: int) -> bool:
+        return storage in self._placed
+
+    @property
+    def storages(self) -> list[int]:
+        """The indices of the storages that are changed in place, sorted."""
+        return sorted(self._placed)
+
+    def sums(self, storage: int) -> list[int]:
+        """The digests of the units of one of them, by its log. Raises as ``read``."""
+        if storage not in self._sums:
+            self._sums[storage] = decode_sums(self.content(self._placed[storage].digests))
+        return self._sums[storage]
+
+    def read(self, storage: int, rank: int, target: memoryview) -> None:
+        """Fill ``target`` with unit ``rank`` of one of them, verified.
+
+        Raises ``CorruptionError``, ``MediumError``; ``BusyError`` if the storage is being changed,
+        so that what was read is of no moment.
+        """
+        [extent] = self._record.storage_extents(storage)
+        self._medium.load(extent.offset + rank * UNIT, target)
+        self._logged.over(storage, rank * UNIT, target)
+        expected = self.sums(storage)[rank]
+        found = unit_sum(target, self._placed[storage].cell, rank)
+        if found != expected:
+            self._require_still()
+            raise CorruptionError(
+                f"storage {storage} is damaged within {len(target)} bytes from byte {rank * UNIT}: "
+                f"expected digest {encode_sums([expected]).hex()}, found "
+                f"{encode_sums([found]).hex()}"
+            )
+
+    def units(self, storage: int) -> Iterator[memoryview]:
+        """All units of one of them, verified; each is valid until the next. Raises as ``read``."""
+        length = int(self._record.storages["length"][storage])
+        held = memoryview(bytearray(min(length, UNIT)))
+        for rank, start in enumerate(range(0, length, UNIT)):
+            target = held[: min(UNIT, length - start)]
+            self.read(storage, rank, target)
+            yield target
+
+    def content(self, index: int) -> bytes:
+        """The verified bytes of a storage that is not changed in place, by the log."""
+        row, data = self._record.storages[index], bytearray()
+        for extent in self._record.storage_extents(index):
+            piece = memoryview(bytearray(extent.length))
+            self._medium.load(extent.offset, piece)
+            data += piece
+        first = int(row["first_unit"])
+        for rank, start in enumerate(range(0, len(data), UNIT)):
+            expected = bytes(self._record.units["digest"][first + rank])
+            if digest(memoryview(data)[start : start + UNIT]) != expected:
+                raise CorruptionError(
+                    f"storage {index}, of digests, is damaged: expected digest {expected.hex()}"
+                )
+        self._logged.over(index, 0, memoryview(data))
+        return bytes(data)
+
+    def _require_still(self) -> None:
+        """Raise ``BusyError`` if the log has grown, or says that a newer version has the storages:
+        then they were changed meanwhile."""
+        last = 0
+        for entry in entries(self._medium, self._record):
+            last = entry.number
+        if self._logged.is_left or last != self._logged.entries:
+            raise BusyError(
+                errno.EBUSY,
+                f"{self._medium.info.name}: version {self._record.info.id} is being changed in "
+                "place: it can be read whole while no training runs; a mark (a state_dict that was "
+                "asked for) can be read at any time",
+            )

@@ -1,0 +1,553 @@
+"""The log of a version: what was changed in it after its commit, an entry for each change.
+
+Theory. A version with a log is its storages as they were committed, and over them, in order, the
+patches of the entries that count. An entry is whole pages, appended behind the last one and
+persisted: that is its commit, one persist where a new version needs two. Its digest says whether it
+is there; nothing else is written for it. So it is stored only where no entry is, and an entry never
+has other bytes as long as a root reaches its log or a reader pins a version with it (V1).
+
+What counts, of the log of a version, is its first ``entries`` ones, and those behind them that
+stand on the commit of that very version. One that is flagged "with next" was written for the commit
+that follows: it counts for versions that say so by their number, and is nothing if that commit
+failed. A patch names bytes of the pool. It is for the storage that has them, unless that was born
+after the commit on which the entry stands: then these bytes were another's.
+
+The first entry that is not there ends the log: it is where a crash tore an entry, or where none was
+written yet. Only the last entry can be torn. So one that is not there, and has others of the same
+log behind it, is damage. Whoever opens the pool for writing blanks the header at the end (``cut``):
+what is left of a torn entry could be made whole by a part of the next one; and so it does with
+those behind it, of a version that was lost with its root. And it stores the last entry again, the
+same bytes: if the persist of it failed, its pages look clean, and the medium may not have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from portus.engine.format.record import Value
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE, Extent
+from portus.errors import CorruptionError, MediumError
+from portus.reach.format.layout import BUNCH, ENTRY_MAGIC, EXTENT, LOG_ENTRY, UNDO, WITH_NEXT
+from portus.reach.index.records import VersionLog, VersionRecord
+from portus.reach.media.pool import Loads
+
+_DIGEST: Final = slice(LOG_ENTRY.size - 16, LOG_ENTRY.size)
+
+_NOTHING: Final = bytes(16)
+
+_ONE_STORE_MAX: Final = 1 << 20
+"""Bytes of an entry that is put together first, and stored in one go."""
+
+_OFFSET_SIZE: Final = 8
+
+_BLOCK: Final = 8 << 20
+"""Bytes that are looked through at once for headers of entries."""
+
+Patch = tuple[Extent, memoryview]
+"""Bytes of the pool, and what is there now."""
+
+
+Column = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Bunch:
+    """Patches of one length, such as rows of a table: ``offset`` of each in the pool, and ``data``,
+    of shape (patches, bytes of each), C-contiguous. One after another in the entry, without gaps.
+    """
+
+    offset: Column
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry, verified. ``tree``: empty if it stays as it was. ``bunches`` are over
+    ``patches``. ``undo``: they have what was there before; see ``in_place``."""
+
+    extent: Extent
+    number: int
+    commit: int
+    with_next: bool
+    tree: bytes
+    patches: Sequence[Patch]
+    bunches: Sequence[Bunch] = ()
+    undo: bool = False
+
+
+def entries(medium: Loads, record: VersionRecord) -> Iterator[Entry]:
+    """The entries of a pinned version's log that count, in order; none if it has no log.
+
+    Raises ``CorruptionError`` if one of them is damaged, ``MediumError``.
+    """
+    log = record.log
+    if log is None:
+        return
+    position, number = log.extent.offset, 1
+    while True:
+        found = _entry_at(medium, log, position, number)
+        if found is None and (number <= log.entries or _has_later(medium, log, position, number)):
+            # Somebody may be appending, so that we saw a half of this one, and all of the next.
+            found = _entry_at(medium, log, position, number)
+            if found is None:
+                raise CorruptionError(
+                    f"entry {number} of the log of version {record.info.id}, at byte {position} of "
+                    f"{medium.info.name}, is damaged: expected {max(number, log.entries)} entries "
+                    f"or more, found {number - 1}"
+                )
+        if found is None or not _counts(found, record, log):
+            return
+        # What a version says of its tree, it says after all entries that it counts from the start.
+        yield replace(found, tree=b"") if number <= log.entries else found
+        position, number = found.extent.end, number + 1
+
+
+def _counts(entry: Entry, record: VersionRecord, log: VersionLog) -> bool:
+    if entry.number <= log.entries:
+        return True
+    return not entry.with_next and entry.commit == record.info.commit
+
+
+class PatchPlaces:
+    """The places of patches in a version: which bytes of which storage each one is for."""
+
+    def __init__(self, record: VersionRecord) -> None:
+        counts = record.storages["extents"].astype(np.int64)
+        length = record.extents["length"].astype(np.int64)
+        offset = record.extents["offset"].astype(np.int64)
+        first = record.storages["first_extent"].astype(np.int64)
+        ends = np.cumsum(length)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        begins = np.append(ends - length, 0)[np.minimum(first, len(ends))]
+        order = np.argsort(offset, kind="stable")
+        self._offset: Final = offset[order]
+        self._length: Final = length[order]
+        self._owner: Final = owner[order]
+        self._within: Final = ((ends - length) - begins[owner])[order]
+        self._born: Final = record.storages["born"].astype(np.int64)
+
+    def of(self, entry: Entry) -> Iterator[tuple[int, int, memoryview]]:
+        """Storage, first byte in it, and bytes, of each patch that is for this version."""
+        for extent, data in entry.patches:
+            row = int(np.searchsorted(self._offset, extent.offset, "right")) - 1
+            if row < 0 or extent.end > int(self._offset[row] + self._length[row]):
+                continue
+            storage = int(self._owner[row])
+            if entry.commit >= int(self._born[storage]):
+                yield storage, int(self._within[row]) + extent.offset - int(self._offset[row]), data
+
+    def of_bunches(self, entry: Entry) -> Iterator[tuple[int, Column, Bytes]]:
+        """The same of bunches: storage, first byte in it of each patch, and their bytes. Several
+        may be of one bunch."""
+        for bunch in entry.bunches:
+            if not len(self._offset):
+                return
+            row = np.searchsorted(self._offset, bunch.offset, "right") - 1
+            there = row >= 0
+            row = np.maximum(row, 0)
+            ends = self._offset[row] + self._length[row]
+            there &= bunch.offset + bunch.data.shape[1] <= ends
+            storage = self._owner[row]
+            there &= entry.commit >= self._born[storage]
+            start = self._within[row] + bunch.offset - self._offset[row]
+            for each in np.unique(storage[there]).tolist():
+                chosen = there & (storage == each)
+                yield each, start[chosen], bunch.data[chosen]
+
+
+LoggedChange = tuple[int, memoryview] | tuple[Column, Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What the log of a version makes of it, at one moment. ``tree``: None if it is that of the
+    version. ``changes``: of each storage, first byte and bytes (of patches of a bunch: of each),
+    later ones over earlier ones. ``entries``: how many counted. ``is_left``: what is changed in
+    place belongs to a newer version by now."""
+
+    tree: bytes | None
+    changes: Mapping[int, Sequence[LoggedChange]]
+    entries: int = 0
+    is_left: bool = False
+
+    def over(self, storage: int, start: int, target: memoryview) -> None:
+        """Change what was loaded of a storage, from ``start`` on, and verified."""
+        for change in self.changes.get(storage, ()):
+            if isinstance(change[0], int):
+                _patch_over(change[0], change[1], start, target)
+            else:
+                _bunch_over(change[0], change[1], start, target)
+
+
+def _patch_over(first: int, data: memoryview, start: int, target: memoryview) -> None:
+    low, high = max(first, start), min(first + len(data), start + len(target))
+    if low < high:
+        target[low - start : high - start] = data[low - first : high - first]
+
+
+def _bunch_over(first: Column, data: Bytes, start: int, target: memoryview) -> None:
+    length = data.shape[1]
+    if not length:
+        return
+    inside = (first >= start) & (first + length <= start + len(target))
+    if inside.any():
+        # Every byte begins a window, and those that patches are for are written whole.
+        count = len(target) - length + 1
+        windows = np.ndarray(count, f"V{length}", target, strides=(1,))
+        windows[first[inside] - start] = data[inside].view(f"V{length}")[:, 0]
+    for row in np.flatnonzero(~inside).tolist():  # what the target cuts, or has nothing of
+        _patch_over(int(first[row]), data[row].data, start, target)
+
+
+NOT_LOGGED: Final = Logged(None, {})
+
+
+def logged(medium: Loads, record: VersionRecord) -> Logged:
+    """All that the log of a pinned version changes, in memory. Raises as ``entries``."""
+    if record.log is None:
+        return NOT_LOGGED
+    places, tree, count, is_left = PatchPlaces(record), None, 0, False
+    changes: dict[int, _Changes] = {}
+    undo: list[Entry] = []
+    for entry in entries(medium, record):
+        count = entry.number
+        is_left = entry.undo and not (entry.patches or entry.bunches)
+        if entry.undo:
+            undo.append(entry)
+            continue
+        undo.clear()
+        tree = entry.tree or tree
+        _add_changes(places, entry, changes)
+    for entry in reversed(undo):
+        _add_changes(places, entry, changes)
+    made = {storage: list(each.values()) for storage, each in changes.items()}
+    return Logged(tree, made, count, is_left)
+
+
+_Changes = dict[tuple[int, int], LoggedChange]
+"""In order, by their places: first byte, and length, of one patch; for several, a number that is
+below 0, and 0."""
+
+
+def _add_changes(places: PatchPlaces, entry: Entry, changes: dict[int, _Changes]) -> None:
+    """What is written again at the very place of before takes its place: a dense part that each
+    batch writes takes memory once."""
+    for storage, start, data in places.of(entry):
+        _add(changes.setdefault(storage, {}), (start, len(data)), (start, data))
+    for storage, starts, rows in places.of_bunches(entry):
+        own = changes.setdefault(storage, {})
+        one = len(starts) == 1
+        _add(own, (int(starts[0]), rows.shape[1]) if one else (~len(own), 0), (starts, rows))
+
+
+def _add(changes: _Changes, place: tuple[int, int], change: LoggedChange) -> None:
+    changes.pop(place, None)
+    changes[place] = change
+
+
+def pending(medium: Loads, record: VersionRecord) -> list[Entry]:
+    """The undo entries of a pinned version's log that count, the last one first: what they have is
+    to be stored again, in this order. Raises as ``entries``."""
+    found: list[Entry] = []
+    for entry in entries(medium, record):
+        if entry.undo:
+            found.append(entry)
+        else:
+            found.clear()
+    return found[::-1]
+
+
+def entry_size(
+    lengths: Sequence[int], tree_length: int, bunches: Sequence[tuple[int, int]] = ()
+) -> int:
+    """Bytes of an entry with patches of ``lengths``, and ``bunches``, each of so many patches of so
+    many bytes."""
+    size = _head_size(len(lengths), tree_length, len(bunches))
+    for length in lengths:
+        size += length + -length % PAGE
+    packed = sum(count * (_OFFSET_SIZE + length) for count, length in bunches)
+    return size + packed + -packed % PAGE
+
+
+def _head_size(patches: int, tree_length: int, bunches: int) -> int:
+    size = LOG_ENTRY.size + EXTENT.size * patches + BUNCH.size * bunches + tree_length
+    return size + -size % PAGE
+
+
+class LogWriter:
+    """Appends to the log of the newest version of a model. One thread at a time."""
+
+    def __init__(
+        self,
+        medium: Medium,
+        log: VersionLog,
+        last: Entry | None = None,
+        look: Callable[[int, bytes], None] = lambda _offset, _expected: None,
+    ) -> None:
+        """last: the last entry that counts. What is behind it is blanked by ``cut``. look: told
+        before each store what was stored last, and where; raises if somebody else changed it."""
+        self.log = log
+        """As the newest version has it."""
+        self._medium: Final = medium
+        self._last = None if last is None else last.extent
+        self._tail = log.extent.offset if last is None else last.extent.end
+        self.count = 0 if last is None else last.number
+        """Entries that count."""
+        self._look: Final = look
+        self._last_header = self._stored_header = b""
+
+    @property
+    def room(self) -> int:
+        """Bytes that an entry can have."""
+        return self.log.extent.end - self._tail
+
+    @property
+    def used(self) -> Extent:
+        """The pages with entries."""
+        return Extent(self.log.extent.offset, self._tail - self.log.extent.offset)
+
+    def cut(self) -> None:
+        """Make sure that what counts is durable, and that nothing behind it ever will. Durable on
+        return. Raises ``CorruptionError`` and ``MediumError``."""
+        done = [self.used] if self.used.length else []
+        if self._last is not None:  # those before it were persisted, or it would not be there
+            self._store_again(self._last)
+        if self.room:
+            behind = [at for at, _ in _headers(self._medium, self.log, self._tail + PAGE)]
+            for at in behind:
+                self._medium.store(at, bytes(PAGE))
+            if behind:  # before the one at the end: without that they would be damage
+                self._medium.persist([Extent(at, PAGE) for at in behind])
+            head = memoryview(bytearray(LOG_ENTRY.size))
+            self._medium.load(self._tail, head)
+            if any(head):
+                self._medium.store(self._tail, bytes(PAGE))
+            done.append(Extent(self._tail, PAGE))
+        self._medium.persist(done)
+
+    def _store_again(self, entry: Extent) -> None:
+        data = memoryview(bytearray(entry.length))
+        self._medium.load(entry.offset, data)
+        if not _is_whole(data):  # it was in caches only, and they let go of it since it was read
+            raise CorruptionError(
+                f"{self._medium.info.name}: the last entry of the log, at byte {entry.offset}, "
+                "changed while it was opened; open it again"
+            )
+        self._medium.store(entry.offset, data)
+        self._last_header = bytes(data[: LOG_ENTRY.size])
+
+    def look(self) -> None:
+        """Raise ``CorruptionError`` if somebody else changed the pool: it is poisoned then. Each
+        ``store`` does it."""
+        self._look(0 if self._last is None else self._last.offset, self._last_header)
+
+    def store(
+        self,
+        patches: Sequence[Patch],
+        tree: bytes,
+        commit: int,
+        bunches: Sequence[Bunch] = (),
+        *,
+        flags: int = 0,
+    ) -> Extent:
+        """Store the next entry, and say what must be persisted for it to count; then ``advance``.
+        There is room for it. ``bunches``: if its version was committed as one that has some.
+        ``flags``: as in the format. Raises ``MediumError``, and what ``look`` does."""
+        self.look()
+        shapes = [each.data.shape for each in bunches]
+        size = entry_size([data.nbytes for _, data in patches], len(tree), shapes)
+        assert size <= self.room, "an entry outgrew its log"
+        extent = Extent(self._tail, size)
+        start, rest = self._head(size, patches, shapes, tree, commit, flags)
+        parts: list[memoryview | bytes] = []
+        for _, data in patches:
+            parts.append(data)
+            if padding := -data.nbytes % PAGE:
+                parts.append(bytes(padding))
+        parts += _packed(bunches)
+        hasher = xxhash.xxh3_128(start)
+        hasher.update(rest)
+        if size <= _ONE_STORE_MAX:
+            for part in parts:
+                hasher.update(part)
+            self._stored_header = start + hasher.digest()
+            self._put(extent.offset, b"".join([self._stored_header, rest, *parts]))
+            return extent
+        position = extent.offset + _DIGEST.stop + len(rest)
+        for part in parts:
+            hasher.update(part)
+            self._put(position, part)
+            position += len(part)
+        self._stored_header = start + hasher.digest()
+        self._put(extent.offset, self._stored_header + rest)
+        return extent
+
+    def _put(self, offset: int, data: bytes | memoryview) -> None:
+        try:
+            self._medium.store(offset, data)
+        except MediumError:
+            self._look(0, b"")  # the file may have been cut
+            raise
+
+    def advance(self, stored: Extent) -> None:
+        """What was stored is durable, and counts."""
+        assert stored.offset == self._tail
+        self._last, self._last_header = stored, self._stored_header
+        self._tail = stored.end
+        self.count += 1
+
+    def append(
+        self,
+        patches: Sequence[Patch],
+        tree: bytes,
+        commit: int,
+        bunches: Sequence[Bunch] = (),
+    ) -> None:
+        """Store an entry that stands on the version of ``commit``, and persist it: it is committed.
+        Raises as ``store``."""
+        stored = self.store(patches, tree, commit, bunches)
+        self._medium.persist([stored])
+        self.advance(stored)
+
+    def append_undo(self, commit: int, bunches: Sequence[Bunch]) -> None:
+        """The same of an entry that has what is about to be changed in place."""
+        stored = self.store([], b"", commit, bunches, flags=UNDO)
+        self._medium.persist([stored])
+        self.advance(stored)
+
+    def _head(
+        self,
+        size: int,
+        patches: Sequence[Patch],
+        bunches: Sequence[tuple[int, ...]],
+        tree: bytes,
+        commit: int,
+        flags: int,
+    ) -> tuple[bytes, bytes]:
+        """What is before the digest of an entry, and what is behind it up to the bytes of the
+        patches."""
+        header = LOG_ENTRY.row(
+            ENTRY_MAGIC,
+            flags,
+            self.count + 1,
+            commit,
+            size,
+            len(patches),
+            len(tree),
+            self.log.name,
+            len(bunches),
+            0,
+            _NOTHING,
+        )
+        rows = [EXTENT.row(where.offset, where.length) for where, _ in patches]
+        rows += [BUNCH.pack(length=length, patches=count) for count, length in bunches]
+        rest = b"".join([*rows, tree])
+        return header[: _DIGEST.start], rest + bytes(-(_DIGEST.stop + len(rest)) % PAGE)
+
+
+def _packed(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
+    """The offsets and the bytes of each bunch, and zeros to a page."""
+    parts: list[memoryview | bytes] = []
+    for bunch in bunches:
+        offset = np.ascontiguousarray(bunch.offset, "<i8")
+        parts += [offset.data.cast("B"), bunch.data.reshape(-1).data]
+    parts = [part for part in parts if len(part)]
+    size = sum(map(len, parts))
+    return [*parts, bytes(-size % PAGE)] if size % PAGE else parts
+
+
+def _entry_at(medium: Loads, log: VersionLog, position: int, number: int) -> Entry | None:
+    """The whole entry of that number, if it is there."""
+    header = _header_at(medium, log, position)
+    if header is None or header["number"] != number:
+        return None
+    data = memoryview(bytearray(cast(int, header["length"])))
+    medium.load(position, data)
+    if not _is_whole(data):
+        return None
+    return _parsed(data, Extent(position, len(data)), medium.info.name)
+
+
+def _header_at(medium: Loads, log: VersionLog, position: int) -> dict[str, Value] | None:
+    """The header of an entry of this log, at a page, if it looks like one."""
+    if position + PAGE > log.extent.end:
+        return None
+    head = memoryview(bytearray(LOG_ENTRY.size))
+    medium.load(position, head)
+    header = LOG_ENTRY.unpack(head)
+    length = cast(int, header["length"])
+    if header["magic"] != ENTRY_MAGIC or header["name"] != log.name:
+        return None
+    return header if PAGE <= length <= log.extent.end - position and length % PAGE == 0 else None
+
+
+def _is_whole(entry: memoryview) -> bool:
+    hasher = xxhash.xxh3_128(entry[: _DIGEST.start])
+    hasher.update(entry[_DIGEST.stop :])
+    return hasher.digest() == entry[_DIGEST]
+
+
+def _parsed(data: memoryview, extent: Extent, name: str) -> Entry:
+    header = LOG_ENTRY.unpack(data)
+    numbers = ("number", "commit", "patches", "tree_length", "flags", "bunches")
+    number, commit, count, tree_length, flags, bunched = (
+        cast(int, header[each]) for each in numbers
+    )
+    rows = EXTENT.array(data, LOG_ENTRY.size, count)
+    shapes_at = LOG_ENTRY.size + count * EXTENT.size
+    found = BUNCH.array(data, shapes_at, bunched)
+    shapes = list(zip(found["patches"].tolist(), found["length"].tolist(), strict=True))
+    tree_at = shapes_at + bunched * BUNCH.size
+    lengths = rows["length"].tolist()
+    if entry_size(lengths, tree_length, shapes) != extent.length:
+        raise CorruptionError(
+            f"log entry at byte {extent.offset} of {name}: its patches are not its "
+            f"{extent.length} bytes"
+        )
+    patches, at = [], _head_size(count, tree_length, bunched)
+    for offset, length in zip(rows["offset"].tolist(), lengths, strict=True):
+        patches.append((Extent(offset, length), data[at : at + length]))
+        at += length + -length % PAGE
+    bunches = []
+    for many, length in shapes:
+        offsets = np.frombuffer(data, "<i8", many, at).astype(np.int64)
+        at += many * _OFFSET_SIZE
+        rows_of = np.frombuffer(data, np.uint8, many * length, at).reshape(many, length)
+        bunches.append(Bunch(offsets, rows_of))
+        at += many * length
+    tree = bytes(data[tree_at : tree_at + tree_length])
+    with_next, undo = bool(flags & WITH_NEXT), bool(flags & UNDO)
+    return Entry(extent, number, commit, with_next, tree, patches, bunches, undo)
+
+
+def _has_later(medium: Loads, log: VersionLog, position: int, number: int) -> bool:
+    """True if a whole entry with a higher number is behind ``position``."""
+    for at, header in _headers(medium, log, position):
+        if cast(int, header["number"]) > number:
+            data = memoryview(bytearray(cast(int, header["length"])))
+            medium.load(at, data)
+            if _is_whole(data):
+                return True
+    return False
+
+
+def _headers(
+    medium: Loads, log: VersionLog, position: int
+) -> Iterator[tuple[int, dict[str, Value]]]:
+    """What looks like a header of an entry of this log, from ``position`` on, and where."""
+    for start in range(position, log.extent.end, _BLOCK):
+        block = memoryview(bytearray(min(_BLOCK, log.extent.end - start)))
+        medium.load(start, block)
+        heads = np.frombuffer(block, np.uint8).reshape(-1, PAGE)[:, :4]
+        for page in np.flatnonzero((heads == np.frombuffer(ENTRY_MAGIC, np.uint8)).all(axis=1)):
+            header = _header_at(medium, log, start + int(page) * PAGE)
+            if header is not None:
+                yield start + int(page) * PAGE, header

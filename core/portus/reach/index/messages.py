@@ -1,0 +1,36 @@
+"""What a pool says in words: who has it open for writing, and which save to it failed last."""
+
+from __future__ import annotations
+
+from portus.engine.media.base import Medium
+from portus.reach.format.layout import HOLDER_OFFSET, HOLDER_SIZE
+
+
+def read_holder(medium: Medium) -> str:
+    """Return who opened the pool for writing last, in words; empty if nobody did."""
+    return _messages(medium)[0]
+
+
+def read_failure(medium: Medium) -> str:
+    """Return which save to the pool failed last, when and why, in words; empty if none did."""
+    return _messages(medium)[1]
+
+
+def store_failure(medium: Medium, text: str) -> None:
+    """Say which save failed. Takes no space, and is not persisted: a message, and no more."""
+    store_messages(medium, read_holder(medium), text)
+
+
+def _messages(medium: Medium) -> tuple[str, str]:
+    data = memoryview(bytearray(HOLDER_SIZE))
+    medium.load(HOLDER_OFFSET, data)
+    text = bytes(data).split(b"\0")[0].decode("utf-8", "replace")
+    holder, _, failure = text.partition("\n")
+    return holder, failure
+
+
+def store_messages(medium: Medium, holder: str, failure: str) -> None:
+    """Say both, not durably. Each is one line; the second is cut off where there is no room."""
+    text = "\n".join(" ".join(each.split()) for each in (holder, failure) if each)
+    data = text.encode()[: HOLDER_SIZE - 1].decode("utf-8", "ignore").encode()
+    medium.store(HOLDER_OFFSET, data.ljust(HOLDER_SIZE, b"\0"))

@@ -1,0 +1,648 @@
+"""A pool: one medium with an index on it; one writer, any number of readers.
+
+Commit order (V3): data and records are stored, then persisted; then one root slot is stored, then
+persisted. Nothing in a reachable page is stored to in between (V1).
+
+Commits that come while another one persists are made as one (``line``), if they are of different
+models: their versions have ids of their own, and one commit number.
+
+Reuse (V1, V10): a page may be reserved when neither root reaches it, nobody pins a version that
+holds it, and no reservation in progress holds it. Space of such pages may be given back to the file
+system (``give_back``): then they are holes, and to use them again is to grow, but within the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, cast
+
+import numpy.typing as npt
+
+from portus.engine.media.base import Medium
+from portus.engine.media.file_calls import OUT_OF_SPACE
+from portus.engine.spec import PAGE, Extent
+from portus.errors import CorruptionError, MediumError, UsageError
+from portus.reach.format.layout import (
+    DATA_START,
+    HEADER,
+    HOLDER_OFFSET,
+    HOLDER_SIZE,
+    SUPERBLOCK_OFFSETS,
+    RecordKind,
+)
+from portus.reach.index.catalogue import (
+    Catalogue,
+    newest_catalogue,
+    read_catalogue,
+    read_copies,
+    read_version,
+    version_runs,
+)
+from portus.reach.index.commit_records import Change, CommitRecords, Foundation, NewVersion
+from portus.reach.index.free_space import FreeSpace, Wanted, left_to_records
+from portus.reach.index.line import Line, RoomError
+from portus.reach.index.messages import read_failure, read_holder, store_messages
+from portus.reach.index.reader import PoolReader, spare_pages
+from portus.reach.index.records import (
+    NOWHERE,
+    Copy,
+    Pointer,
+    VersionEntry,
+    VersionRecord,
+    read_whole,
+)
+from portus.reach.index.roots import (
+    Root,
+    clear_slot,
+    format_superblock,
+    read_roots,
+    settle_superblock,
+    store_root,
+    whole_superblock,
+)
+from portus.reach.index.space import (
+    Runs,
+    extents_runs,
+    merged,
+    page_count,
+)
+from portus.reach.media.pool import Locks, SparseMedium
+
+_log: Final = logging.getLogger("portus")
+
+REFRESH_COMMITS: Final = 64
+"""What versions share is written afresh after so many commits, so that rot cannot hide in all."""
+
+_COPIES_MAX: Final = 16 << 20
+"""Bytes of records of earlier commits that one commit copies; the rest is left to the next."""
+
+_GROWTH: Final = 2 << 20
+"""A pool grows to a multiple of this many bytes: the size of a huge page."""
+
+
+def format_pool(medium: Medium, uuid: bytes | None = None) -> None:
+    """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return. uuid:
+    its identity; None draws one."""
+    format_superblock(medium, uuid)
+    medium.persist([Extent(0, DATA_START)])
+
+
+class PoolWriter(PoolReader):
+    """The one writer of a pool. ``reserve`` and ``release`` may be called from any thread,
+    as may the rest, but commits happen one after another."""
+
+    def __init__(
+        self, medium: Medium, locks: Locks, *, timeout_s: float = 5.0, max_bytes: int | None = None
+    ) -> None:
+        """Waits up to ``timeout_s`` for the lock. Raises ``BusyError``, ``CorruptionError``,
+        ``UsageError`` for a pool this program may not write."""
+        locks.acquire_writer(timeout_s)
+        super().__init__(medium, locks)
+        if not self.superblock.writable:
+            raise UsageError(f"{medium.info.name}: a newer Portus wrote it; upgrade to write it")
+        self._superblock = settle_superblock(medium, self.superblock)
+        self.max_bytes = max_bytes
+        """The longest that the pool grows to, from now on; None: as it likes."""
+        self.yields: Callable[[], bool] = lambda: False
+        """Asked, where there is no more room, to end what reads a version for long and can begin
+        again: it may hold space of one that was retired. True if something ended."""
+        self._committing: Final = threading.RLock()
+        self._line: Final = Line(self._committing, self.commit_together, _model_of)
+        self.persist_s = 0.0
+        """Seconds spent in the persists of commits."""
+        self._space: Final = FreeSpace(medium, locks)
+        self._shapes: Final[dict[int, tuple[Pointer | bytes, Pointer | bytes]]] = {}
+        self._slots: Final[dict[int, Root]] = {}
+        self._unsure: Final[set[int]] = set()
+        """Slots of which it is not known what is in them: a store failed."""
+        self._damaged: Final[set[Pointer]] = set()
+        self._cramped = False
+        self.changed_by_others = False
+        """True once somebody else was found to have changed the pool; it is poisoned then."""
+        self._glanced: Root | None = None
+        """The newest root, if the pool was looked at since it was committed."""
+        self._recover()
+
+    def catalogue(self) -> Catalogue:
+        """What is committed now, from memory."""
+        return self._roots[0]
+
+    @property
+    def _roots(self) -> Sequence[Catalogue]:
+        """What the slots lead to, newest first."""
+        return self._space.roots
+
+    def _is_being_written(self) -> bool:
+        return False  # by this one alone
+
+    def _copies(self) -> Sequence[Copy]:
+        return self.catalogue().copies
+
+    def is_sound(self, pointer: Pointer, kind: RecordKind) -> bool:
+        """True if the next commit may rely on a record of an earlier one: it and its copies are
+        whole, and it is not so old that it should be written afresh. Damage is an error in the
+        log, and what is damaged is copied anew by the next commit, from what is whole."""
+        places = [pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))]
+        commit = None
+        for place in places:
+            try:
+                header = HEADER.unpack(read_whole(self.medium, place, kind))
+            except (CorruptionError, MediumError) as error:
+                self._damaged.add(place)
+                _log.error("%s; it is written anew", error)
+            else:
+                commit = cast(int, header["commit"])
+        if commit is None or not self._damaged.isdisjoint(places):
+            return False
+        return commit + REFRESH_COMMITS > self.catalogue().root.sequence
+
+    def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
+        """Free space for ``length`` bytes, held until ``release`` or a commit that reaches it.
+
+        Extents start and end on pages. May grow the pool, which blocks. The last free pages are
+        left to records (``contiguous``), if there is any other way: with none, nothing could be
+        committed any more.
+        Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
+        """
+        pages = -(-length // PAGE)
+        wanted = Wanted(pages, contiguous, 0 if contiguous else left_to_records(pages))
+        extents = self._space.take(wanted)
+        if extents is None:
+            with self._committing:
+                extents = self._space.take(wanted)
+                if extents is None:
+                    extents = self._make_room(wanted)
+        return extents
+
+    def hold(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> list[Extent]:
+        """Keep what a committed version reaches from reuse until ``release`` of what this gives:
+        a save in progress is going to share it."""
+        return self._space.hold(offsets, lengths)
+
+    def release(self, extents: Sequence[Extent]) -> None:
+        """Give back what ``reserve`` gave, or ``hold`` held, once. What a root reaches stays
+        taken all the same."""
+        self._space.release(extents)
+
+    def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
+        """Have the pages of reserved space present, where this writer has not stored yet: one call
+        for many pages, where a store would fault for each. Changes no byte; ends early when
+        ``wanted`` is False. Raises ``MediumError`` as stores do."""
+        self._space.touch(extents, wanted)
+
+    def give_back(self, at_most: int | None = None) -> int:
+        """Give the space that nothing reaches back to whatever holds the medium; bytes that came
+        back. What is saved later takes it again, as if the pool grew, if there is any then.
+
+        at_most: bytes; None: all but what the next commit needs for its records, or nothing could
+        be retired from this pool on a disk that is full.
+        Settles first (V1): what only the older root reaches may be needed until then. Raises
+        ``MediumError``. A poisoned pool stays as it is, and so does one whose medium has all its
+        space for good: a device, memory.
+        """
+        if not isinstance(self.medium, SparseMedium) or self.medium.poisoned:
+            return 0
+        with self._committing:
+            self._settle()
+            pages = None if at_most is None else at_most // PAGE
+            return self.medium.discard(self._space.give_back(self._record_pages(), pages))
+
+    def _record_pages(self) -> int:
+        return spare_pages(merged(each.record_runs for each in self._roots))
+
+    def free_bytes(self) -> int:
+        """Bytes that can be reserved without growing, and without space that was given back."""
+        return page_count(self._space.free()) * PAGE
+
+    def hole_bytes(self) -> int:
+        """Bytes that are free, and were given back: to use them is to grow."""
+        return page_count(self._space.free_holes()) * PAGE
+
+    def commit(
+        self,
+        new: NewVersion | None,
+        data: Sequence[Extent] = (),
+        retire: Collection[int] = (),
+    ) -> VersionRecord | None:
+        """Persist data and records, then the root: ``new`` is in the pool, the retired are not.
+
+        data: extents stored to for this version; persisted here. Commits that wait for each other
+        share their persists.
+        Returns what was committed, None if ``new`` is None. Raises ``MediumError`` when a persist
+        fails: the pool is then poisoned for writing, and what was committed before is intact.
+        """
+        return self._line.make(Change(new, data, retire))
+
+    def commit_together(self, changes: Sequence[Change]) -> list[VersionRecord | None]:
+        """Commit several changes at once, as ``commit`` does, each of another model: all or none.
+        Return what was committed, in the order of ``changes``. ``RoomError``: fewer may fit."""
+        with self._committing:
+            for change in changes:
+                self._declare(0 if change.new is None else change.new.features)
+            draft, area, apart = self._drafted(changes)
+            try:
+                draft.place(area[0].offset, apart[0].offset if apart else None, self.medium.size)
+                self.medium.store(area[0].offset, draft.records())
+                if apart:
+                    self.medium.store(apart[0].offset, draft.copies())
+                data = [extent for change in changes for extent in change.data]
+                self._persist([*data, *area, *apart])  # V3: everything they reach, first
+                self._persist_root(draft.catalogue.root)  # V3: then their root
+                self._advance(draft)
+            finally:
+                # On failure too: whatever the slot may say, the medium is poisoned by then.
+                self.release(area)
+                self.release(apart)
+        made = iter(draft.made)
+        return [None if change.new is None else next(made)[1] for change in changes]
+
+    def _declare(self, features: int) -> None:
+        """Have programs that do not know incompat features refuse the pool from now on."""
+        if features & ~self.superblock.incompat:
+            self._look()
+            block = replace(self.superblock, incompat=self.superblock.incompat | features)
+            self._superblock = settle_superblock(self.medium, block)
+
+    def _persist_root(self, root: Root) -> None:
+        self._look()
+        self._unsure.add(root.slot)  # until the store has returned: it may do a part of it
+        stored = store_root(self.medium, self.superblock.uuid, root)
+        self._slots[root.slot] = root
+        self._unsure.discard(root.slot)
+        self._persist([stored])
+
+    def look(self) -> None:
+        """Raise ``CorruptionError`` unless the pool is as this writer left it, by its size, its
+        superblock and its newest root. If it is not, it is poisoned: it may be somebody else's by
+        now. A damaged copy of the superblock is restored. Every commit does it."""
+        with self._committing:
+            self._look()
+
+    def glance(self, offset: int = 0, expected: bytes = b"") -> None:
+        """Check as ``look`` does, for the price of one load in most cases: for commits that store
+        no root. ``expected``: what this writer stored last at ``offset``, if it is newer than the
+        root that was looked at before: no other pool has it, nor has an older copy of this one."""
+        root = self._roots[0].root
+        is_known = bool(expected) and root is self._glanced and self.medium.size >= root.size
+        if is_known and self._has(offset, expected):
+            return
+        with self._committing:
+            self._look(offset, expected)
+        self._glanced = root
+
+    def _has(self, offset: int, expected: bytes) -> bool:
+        there = bytearray(len(expected))
+        try:
+            self.medium.load(offset, memoryview(there))
+        except MediumError:  # the file may be shorter now
+            return False
+        return there == expected
+
+    def _look(self, offset: int = 0, expected: bytes = b"") -> None:
+        try:
+            self._compare()
+            if not self._has(offset, expected):
+                raise CorruptionError(
+                    f"{self.medium.info.name}: expected what was stored last, at byte {offset}, "
+                    "found something else: another program overwrote it while it was being "
+                    "written; save to a new pool"
+                )
+        except CorruptionError:
+            self.changed_by_others = True
+            self.medium.poison("another program changed it while it was being written")
+            raise
+
+    def _compare(self) -> None:
+        root, name = self._roots[0].root, self.medium.info.name
+        if self.medium.size < root.size:
+            raise CorruptionError(
+                f"{name}: expected {root.size} bytes or more, found {self.medium.size}: "
+                "another program truncated it while it was being written; save to a new pool"
+            )
+        fixed = [whole_superblock(self.medium, offset) for offset in SUPERBLOCK_OFFSETS]
+        if not any(block is not None and block.uuid == self.superblock.uuid for block in fixed):
+            raise CorruptionError(
+                f"{name}: expected pool {self.superblock.uuid.hex()}, found no superblock of "
+                "it: another program overwrote it while it was being written; save to a new "
+                "pool"
+            )
+        if fixed != [self.superblock] * len(fixed):
+            settle_superblock(self.medium, self.superblock)
+        for there in read_roots(self.medium, self.superblock.uuid):
+            if there.slot not in self._unsure and there != self._slots.get(there.slot):
+                raise CorruptionError(
+                    f"{name}: expected commit {root.sequence} to be the newest, found commit "
+                    f"{there.sequence} of another writer; save to a new pool"
+                )
+
+    def _persist(self, ranges: Sequence[Extent]) -> None:
+        start = time.perf_counter()
+        self.medium.persist(ranges)
+        self.persist_s += time.perf_counter() - start
+
+    def retire(self, versions: Collection[int]) -> None:
+        """Let go of versions, by id; those that are not there are ignored."""
+        if not self.catalogue().ids().isdisjoint(versions):
+            self.commit(None, retire=versions)
+
+    def close(self) -> None:
+        """Release the writer lock and let go of the medium. Reservations are forgotten."""
+        with self._committing:
+            super().close()
+
+    def _recover(self) -> None:
+        """Choose the root, make sure that it is on the medium and not only in caches, and find
+        out what is reached (V2, V10)."""
+        newest = newest_catalogue(self.medium, self.superblock.uuid)
+        current = self._with_copies(self._ahead(newest))
+        if (
+            current.root.sequence > newest.root.sequence
+        ):  # it may be in caches only, or a part of it
+            everything = Extent(DATA_START, self.medium.size - DATA_START)
+            self.medium.persist([everything])
+        slot = store_root(self.medium, self.superblock.uuid, current.root)
+        self._store_holder()
+        declared = SUPERBLOCK_OFFSETS if self.superblock.incompat else ()
+        # V2: before any space is reused. A bit that old programs must see may be in caches only.
+        self.medium.persist([slot, *(Extent(offset, PAGE) for offset in declared)])
+        self._slots.update({r.slot: r for r in read_roots(self.medium, self.superblock.uuid)})
+        roots = [current, *self._older(current)]
+        entries = {entry.info.id: entry for each in reversed(roots) for entry in each.entries()}
+        holes = self.medium.holes() if isinstance(self.medium, SparseMedium) else []
+        reach = {version: self._reach_of(entry) for version, entry in entries.items()}
+        self._space.start(roots, reach, holes)
+        if len(self._roots) == 1 and not current.root.is_first:
+            # The other slot is torn. If only caches say so (its writer was killed in the middle
+            # of the store), then on the medium it may still reach an older catalogue (V1).
+            self._commit_again()
+        elif len(self._roots) == 1:  # nothing was ever committed, only tried
+            blanked = clear_slot(self.medium, 1 - current.root.slot)
+            if blanked is not None:
+                self.medium.persist([blanked])
+
+    def _older(self, current: Catalogue) -> list[Catalogue]:
+        """The catalogue of the other slot, if it is whole: what it reaches is not reused yet."""
+        for root in read_roots(self.medium, self.superblock.uuid):
+            if root.sequence < current.root.sequence:
+                with contextlib.suppress(CorruptionError):
+                    return [self._with_copies(read_catalogue(self.medium, root))]
+        return []
+
+    def _with_copies(self, catalogue: Catalogue) -> Catalogue:
+        return replace(catalogue, copies=read_copies(self.medium, catalogue.root))
+
+    def _reach_of(self, entry: VersionEntry) -> Runs:
+        try:
+            record = read_version(self.medium, entry)
+            self._shapes[entry.info.id] = record.layout, record.tree
+            return version_runs(entry, record)
+        except CorruptionError as error:
+            # It can never be loaded again; only its record is kept, for `portus check` to name.
+            _log.error("%s: version %d is lost: %s", self.medium.info.name, entry.info.id, error)
+            return extents_runs([entry.pointer.extent])
+
+    def announce(self) -> str:
+        """What others find in the pool that says who has it open, in words; it is durable, so that
+        they find it on other machines too. Raises ``MediumError``."""
+        self.medium.persist([Extent(HOLDER_OFFSET, HOLDER_SIZE)])
+        return read_holder(self.medium)
+
+    def _store_holder(self) -> None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        holder = f"pid {os.getpid()} on {platform.node()}, since {since}"
+        store_messages(self.medium, holder, read_failure(self.medium))
+
+    def _make_room(self, wanted: Wanted) -> list[Extent]:
+        """Retired versions first, growth, and what was to be spared last."""
+        # Growing first would make a pool larger than its versions need, and one with ``max_bytes``
+        # would fail with space to spare.
+        if self._settle():
+            extents = self._space.take(wanted)
+            if extents is not None:
+                return extents
+        while True:  # ends: who takes what is added here needs no turn, but has what it wanted then
+            try:
+                self._grow(self._space.missing(wanted), contiguous=wanted.contiguous)
+            except MediumError as error:
+                extents = self._space.take(wanted) if self.yields() else None
+                extents = extents or self._scrape(replace(wanted, spare=0), error)
+                if extents is None:
+                    raise
+                return extents
+            extents = self._space.take(wanted)
+            if extents is not None:
+                return extents
+
+    def _scrape(self, wanted: Wanted, why: MediumError) -> list[Extent] | None:
+        """Room where the pool cannot grow any more: what was to be spared; many small pieces, given
+        back for one at the end; copies of records, last."""
+        extents = self._space.take(wanted)
+        scattered = extents is None and wanted.contiguous and why.errno in OUT_OF_SPACE
+        if scattered and self.give_back(wanted.pages * PAGE):
+            with contextlib.suppress(MediumError):
+                self._grow(wanted.pages, contiguous=True)
+                extents = self._space.take(wanted)
+        if extents is None and self._drop_copies(wanted.pages):
+            extents = self._space.take(wanted)
+        return extents
+
+    def _settle(self) -> bool:
+        """Commit the same catalogue once more if the older root alone reaches something, so that
+        its space can be used. False if that frees nothing."""
+        if len(self._roots) < 2 or self._roots[0].ids() >= self._roots[1].ids():
+            return False
+        self._commit_again()
+        return True
+
+    def _commit_again(self, *, copies: bool = True) -> None:
+        """Commit the same catalogue, which both slots reach then, and no other.
+
+        copies: keep them.
+        """
+        current = self._roots[0]
+        root = replace(current.root, sequence=current.root.sequence + 1)
+        again = replace(current, root=root)
+        if not copies:
+            again = replace(current, root=replace(root, copies=NOWHERE), copies=())
+        self._persist_root(again.root)
+        self._space.advance([again, current], {})
+
+    def _drop_copies(self, pages: int) -> bool:
+        """Copies yield to data: without other room for ``pages``, no root reaches any until there
+        is some. False if that would not help."""
+        copies = [copy.pointer.extent for each in self._roots for copy in each.copies]
+        held = page_count(extents_runs(copies))
+        if not held or page_count(self._space.free()) + held < pages:
+            return False
+        self._commit_again(copies=False)
+        self._commit_again(copies=False)
+        return True
+
+    def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
+        """Have so many pages more: those that were given back first, then new ones at the end. What
+        was added. Raises ``MediumError``."""
+        if pages <= 0:
+            return []
+        try:
+            self._look()  # what was cut off would come back as zeros
+        except CorruptionError as error:
+            raise MediumError(errno.EIO, str(error)) from error
+        filled = self._fill_holes(pages, contiguous=contiguous)
+        pages -= page_count(extents_runs(filled))
+        if not pages:
+            return filled
+        before = self.medium.size
+        exact = before + pages * PAGE
+        size = exact + -exact % _GROWTH
+        if self.max_bytes is not None:
+            size = min(size, self.max_bytes - self.max_bytes % PAGE)
+            if size < exact:
+                raise MediumError(errno.ENOSPC, self._full(pages, f"max_bytes is {self.max_bytes}"))
+        self._grow_to(size, exact)
+        return [*filled, Extent(before, self.medium.size - before)]
+
+    def _grow_to(self, size: int, at_least: int) -> None:
+        try:
+            self.medium.grow(size)
+        except MediumError as error:
+            if error.errno not in OUT_OF_SPACE or size == at_least:
+                raise
+            self.medium.grow(at_least)
+
+    def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
+        """Have space again where it was given back, for so many pages at most; where."""
+        extents = self._space.choose_holes(pages, contiguous=contiguous)
+        if not extents:
+            return []
+        assert isinstance(self.medium, SparseMedium)
+        try:
+            self.medium.fill(extents)
+        except MediumError as error:
+            if error.errno not in OUT_OF_SPACE:
+                raise
+            return []  # there may be less at the end
+        self._space.fill(extents)
+        return extents
+
+    def _full(self, pages: int, why: str) -> str:
+        pinned = self._space.pinned()
+        return (
+            f"{self.medium.info.name}: {pages * PAGE} more bytes needed, "
+            f"{self.free_bytes()} of {self.medium.size} free, {why}"
+            + (f"; readers hold versions {pinned}" if pinned else "")
+        )
+
+    def _drafted(
+        self, changes: Sequence[Change]
+    ) -> tuple[CommitRecords, list[Extent], list[Extent]]:
+        """A draft on the newest root, room for its records, and for their copies if there is any.
+        Raises ``RoomError``.
+
+        Making room may commit (settle): then the draft is made again,
+        or it would take the number of that commit, and bring back what it retired.
+        """
+        while True:  # ends: each turn but the last freed space that then stays free
+            before = self._roots[0]
+            draft = CommitRecords(
+                before, self.superblock.uuid, changes, self._kept(before, changes)
+            )
+            try:
+                area = self.reserve(draft.size, contiguous=True)
+            except MediumError as error:
+                raise RoomError(error.errno, error.strerror) from error
+            if self._roots[0] is before:
+                return draft, area, self._apart(draft.copies_size)
+            self.release(area)
+
+    def _apart(self, length: int) -> list[Extent]:
+        """Room for copies, if they leave enough to the records of later commits."""
+        pages = -(-length // PAGE)
+        wanted = Wanted(pages, True, left_to_records(pages), apart=True)
+        extents = self._space.take(wanted)
+        if extents is None:
+            with contextlib.suppress(MediumError):
+                self._grow(wanted.pages + wanted.spare, contiguous=True)
+                extents = self._space.take(wanted)
+        if extents is None and not self._cramped:
+            _log.warning(
+                "%s: no space for copies of records, which survive a damaged page: make room for "
+                "the pool",
+                self.medium.info.name,
+            )
+        self._cramped = extents is None
+        return extents or []
+
+    def _kept(self, before: Catalogue, changes: Sequence[Change]) -> Foundation:
+        """What a commit keeps of the catalogue before it, and what it writes afresh."""
+        retire = set[int]().union(*(change.retire for change in changes))
+        new = [change.new for change in changes if change.new is not None]
+        models = {
+            name: [entry for entry in model.versions if entry.info.id not in retire]
+            for name, model in before.models.items()
+        }
+        changed = {each.model for each in new}
+        indices = {
+            name: model.pointer
+            for name, model in before.models.items()
+            if name not in changed
+            and models[name] == list(model.versions)
+            and self.is_sound(model.pointer, RecordKind.MODEL_INDEX)
+        }
+        ids = [entry.info.id for entries in models.values() for entry in entries]
+        shapes = [self._shapes[version] for version in ids if version in self._shapes]
+        shapes += [(each.layout, each.tree) for each in new]
+        wanted = dict.fromkeys(indices.values(), RecordKind.MODEL_INDEX)
+        for layout, tree in shapes:
+            for each, kind in ((layout, RecordKind.LAYOUT), (tree, RecordKind.TREE)):
+                if isinstance(each, Pointer):
+                    wanted[each] = kind
+        return self._copied(before, models, indices, wanted)
+
+    def _copied(
+        self,
+        before: Catalogue,
+        models: Mapping[str, list[VersionEntry]],
+        indices: Mapping[str, Pointer],
+        wanted: Mapping[Pointer, RecordKind],
+    ) -> Foundation:
+        """Return the foundation of a commit, with the copies of the records ``wanted`` that exist,
+        and the records that are still to be copied."""
+        damaged, room = frozenset(self._damaged), _COPIES_MAX
+        copies: dict[Copy, None] = {}
+        again: list[tuple[RecordKind, bytes]] = []
+        for pointer, kind in wanted.items():
+            there = [copy for copy in before.copies_of(pointer) if copy.pointer not in damaged]
+            copies.update(dict.fromkeys(there))
+            missing = (2 if pointer in damaged else 1) - len(there)
+            if missing > 0 and pointer.length * missing <= room:
+                room -= pointer.length * missing
+                again += [(kind, record) for record in self._whole(pointer, kind)] * missing
+        return Foundation(models, indices, tuple(copies), again, damaged)
+
+    def _whole(self, pointer: Pointer, kind: RecordKind) -> list[bytes]:
+        """A record, or a copy of it; none if all are damaged."""
+        for place in (pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))):
+            with contextlib.suppress(CorruptionError, MediumError):
+                return [bytes(read_whole(self.medium, place, kind))]
+        return []
+
+    def _advance(self, draft: CommitRecords) -> None:
+        reach = {entry.info.id: version_runs(entry, record) for entry, record in draft.made}
+        self._space.advance([draft.catalogue, self._roots[0]], reach)
+        for entry, record in draft.made:
+            self._shapes[entry.info.id] = record.layout, record.tree
+        for gone in self._shapes.keys() - draft.catalogue.ids():
+            del self._shapes[gone]
+        self._damaged.difference_update(draft.kept.damaged)
+
+
+def _model_of(change: Change) -> str | None:
+    return None if change.new is None else change.new.model

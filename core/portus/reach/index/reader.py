@@ -1,0 +1,155 @@
+"""Looks at a pool that somebody may be writing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE
+from portus.errors import CorruptionError, StaleError
+from portus.reach.format.layout import DATA_START, RecordKind
+from portus.reach.index.catalogue import (
+    Catalogue,
+    newest_catalogue,
+    read_copies,
+    read_version,
+    version_runs,
+)
+from portus.reach.index.records import Copy, Pointer, VersionEntry, VersionRecord, read_copied
+from portus.reach.index.rescue import next_catalogue
+from portus.reach.index.roots import Root, Superblock, damaged_slot, read_superblock
+from portus.reach.index.space import Runs, alone, extents_runs, merged, page_count
+from portus.reach.media.pool import Locks
+
+_log: Final = logging.getLogger("portus")
+
+
+def spare_pages(records: Runs) -> int:
+    """Return the number of pages to spare for the records, and their copies, of a commit that
+    retires something, and some more. records: the pages of the records that are there."""
+    return 8 + 2 * page_count(records)
+
+
+class PoolReader:
+    """Looks at a pool that somebody may be writing. Owns medium and locks, and closes them.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self, medium: Medium, locks: Locks, superblock: Superblock | None = None) -> None:
+        """superblock: if it is known."""
+        self.medium: Final = medium
+        self.locks: Final = locks
+        self._superblock = read_superblock(medium) if superblock is None else superblock
+        self._searched: tuple[Root, Catalogue] | None = None
+
+    @property
+    def superblock(self) -> Superblock:
+        """The superblock, which identifies the pool."""
+        return self._superblock
+
+    def catalogue(self) -> Catalogue:
+        """What is committed now. Raises ``CorruptionError``.
+
+        Where a root slot is damaged, the commit that it may have led to is searched for, once: all
+        that is free is read.
+        """
+        return self._ahead(newest_catalogue(self.medium, self.superblock.uuid))
+
+    def _ahead(self, found: Catalogue) -> Catalogue:
+        """The catalogue that a damaged slot led to, if all of it is whole; else ``found``. A slot
+        that is torn since a crash in a commit looks like one that rotted."""
+        slot = damaged_slot(self.medium, self.superblock.uuid, found.root)
+        if slot is None or self._is_being_written():
+            return found
+        if self._searched is None or self._searched[0] != found.root:
+            name = self.medium.info.name
+            _log.warning(
+                "%s: root slot %d is damaged; searching for the commit that it led to. Look at the "
+                "disk",
+                name,
+                slot,
+            )
+            ahead = next_catalogue(self.medium, self.superblock.uuid, found)
+            if ahead is not None:
+                _log.error(
+                    "%s: root slot %d is damaged, but commit %d, to which it led, is intact: "
+                    "that is the newest",
+                    name,
+                    slot,
+                    ahead.root.sequence,
+                )
+            self._searched = found.root, ahead or found
+        return self._searched[1]
+
+    def _is_being_written(self) -> bool:
+        """True if somebody may be storing a slot just now."""
+        return self.locks.has_writer()
+
+    def kept_bytes(self, but: Collection[int] = ()) -> int:
+        """Bytes of pages that the versions reach, all ``but`` some by their ids, and what leads to
+        them. Reads the record of each."""
+        catalogue = self.catalogue()
+        kept = [entry for entry in catalogue.entries() if entry.info.id not in but]
+        reaches = [self._reach_of(entry) for entry in kept]
+        return DATA_START + page_count(merged([*reaches, self._record_runs(catalogue)])) * PAGE
+
+    def spare_bytes(self) -> int:
+        """Bytes that stay free when a writer gives space back: see ``spare_pages``."""
+        return spare_pages(self._record_runs(self.catalogue())) * PAGE
+
+    def _record_runs(self, catalogue: Catalogue) -> Runs:
+        return replace(catalogue, copies=read_copies(self.medium, catalogue.root)).record_runs
+
+    def unique_bytes(self) -> dict[int, int]:
+        """Return, for each version by its id, the bytes of the pages that no other version reaches,
+        which is what removing it alone would free. Reads the record of each."""
+        entries = list(self.catalogue().entries())
+        pages = alone([self._reach_of(entry) for entry in entries])
+        return {e.info.id: each * PAGE for e, each in zip(entries, pages, strict=True)}
+
+    def _reach_of(self, entry: VersionEntry) -> Runs:
+        """The pages of a version; of one whose record is damaged, those of the record."""
+        with contextlib.suppress(CorruptionError):
+            return version_runs(entry, self.record(entry))
+        return extents_runs([entry.pointer.extent])
+
+    @contextlib.contextmanager
+    def pinned(self, version: int) -> Iterator[VersionEntry]:
+        """Hold a version while it is read: its space is not reused before this ends (V1).
+
+        Raises ``StaleError`` if it is not in the pool (any more).
+        """
+        self.locks.pin(version)
+        try:
+            # After the pin: a writer that asked for pins before it saw no version of this id
+            # in its own roots, so if the root still has it, the writer has to see our pin.
+            entry = self.catalogue().find(version)
+            if entry is None:
+                raise StaleError(
+                    f"version {version} is not in {self.medium.info.name} any more; load the "
+                    "newest again"
+                )
+            yield entry
+        finally:
+            self.locks.unpin(version)
+
+    def record(self, entry: VersionEntry) -> VersionRecord:
+        """The record of a pinned version. Raises ``CorruptionError``."""
+        return read_version(self.medium, entry)
+
+    def payload(self, pointer: Pointer, kind: RecordKind) -> memoryview:
+        """A layout or a tree of a pinned version, or its copy. Raises ``CorruptionError``."""
+        return read_copied(self.medium, pointer, kind, self._copies)
+
+    def _copies(self) -> Sequence[Copy]:
+        return read_copies(self.medium, self.catalogue().root)
+
+    def close(self) -> None:
+        """Let go of the medium, the lock and the pins."""
+        self.locks.close()
+        self.medium.close()

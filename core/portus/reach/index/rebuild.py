@@ -1,0 +1,150 @@
+"""A pool of versions that were found without roots: see ``rescue``.
+
+Their records and bytes stay where they are, or are copied to the same places of a new medium; what
+led to them is written anew, behind all of them. So ids, tokens, commits and times stay as they
+were, pointers lead to them again, and what versions share they share still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from portus.engine.media.base import Medium
+from portus.engine.spec import PAGE, Extent
+from portus.reach.format.layout import (
+    BUNCHES,
+    DATA_START,
+    HEADER,
+    IN_PLACE,
+    LOGS,
+    SUPERBLOCK_OFFSETS,
+    RecordKind,
+)
+from portus.reach.index.catalogue import version_runs
+from portus.reach.index.check_catalogue import load
+from portus.reach.index.records import Pointer, encode_index, encode_table, frame, point
+from portus.reach.index.rescue import CHUNK, RecoverableVersion
+from portus.reach.index.roots import Root, Superblock, store_root, store_superblock
+from portus.reach.index.space import EMPTY, Runs, extents_runs, merged, page_count, runs_of
+
+
+def chosen(medium: Medium, found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
+    """Return those of some whole versions that can be in one pool: of the same pool as most, each
+    id and token once, no page of two commits. Of two that exclude each other the newer stays: the
+    other was retired, or given up.
+
+    They are in the order of their commits.
+    """
+    uuids = [each.uuid for each in found]
+    uuid = max(uuids, key=uuids.count, default=b"")
+    ids, tokens = set[int](), set[bytes]()
+    taken: dict[int, Runs] = {}
+    kept: list[RecoverableVersion] = []
+    own = [each for each in found if each.uuid == uuid]
+    for each in sorted(own, key=lambda each: each.record.info.time_ns, reverse=True):
+        info, pages = each.record.info, _pages_by_commit(medium, each)
+        if info.id in ids or info.token in tokens or _meets(pages, taken):
+            continue
+        ids.add(info.id)
+        tokens.add(info.token)
+        for commit, runs in pages.items():
+            taken[commit] = merged([taken.get(commit, EMPTY), runs])
+        kept.append(each)
+    return sorted(kept, key=lambda each: (each.record.info.commit, each.record.info.id))
+
+
+def copy_versions(
+    source: Medium,
+    target: Medium,
+    versions: Sequence[RecoverableVersion],
+    advanced: Callable[[int], None],
+) -> None:
+    """Copy all pages of ``versions`` to the same places of ``target``, which is as long.
+
+    advanced: told bytes as they are copied.
+    """
+    for first, after in merged([_reach(each) for each in versions]).tolist():
+        end = min(after * PAGE, source.size)
+        for start in range(first * PAGE, end, CHUNK):
+            data = load(source, start, min(CHUNK, end - start))
+            target.store(start, data)
+            advanced(len(data))
+
+
+def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
+    """Write what leads to ``versions``, whose bytes and records ``medium`` has: indices, table,
+    both roots and the superblock. Durable on return; whatever else there was is free space.
+
+    versions: as ``chosen`` gives them, one at least. Raises ``MediumError``; then the medium is
+    no more of a pool than it was.
+    """
+    uuid = versions[0].uuid
+    sequence = max(each.record.info.commit for each in versions) + 1
+    models: dict[str, list[RecoverableVersion]] = {}
+    for each in versions:
+        models.setdefault(each.record.info.model, []).append(each)
+    place = medium.size + -medium.size % PAGE
+    data = b""
+
+    def add(kind: RecordKind, payload: bytes) -> Pointer:
+        nonlocal data
+        record = frame(kind, sequence, uuid, payload)
+        pointer = point(place + len(data), record)
+        data += record + bytes(-len(record) % 8)
+        return pointer
+
+    rows = [
+        (name, add(RecordKind.MODEL_INDEX, encode_index(name, [each.entry for each in entries])))
+        for name, entries in models.items()
+    ]
+    table = add(RecordKind.MODEL_TABLE, encode_table(rows))
+    medium.grow(place + len(data) + -len(data) % PAGE)
+    medium.store(place, data)
+    medium.persist([Extent(DATA_START, medium.size - DATA_START)])
+    next_version = max(each.record.info.id for each in versions) + 1
+    medium.store(0, bytes(DATA_START))
+    for number in (sequence, sequence + 1):
+        store_root(medium, uuid, Root(number, next_version, medium.size, table))
+    logs = [each.record.log for each in versions if each.record.log is not None]
+    features = (LOGS | BUNCHES if logs else 0) | (IN_PLACE if any(x.in_place for x in logs) else 0)
+    block = Superblock(uuid, time.time_ns(), incompat=features)
+    for offset in SUPERBLOCK_OFFSETS:
+        store_superblock(medium, block, offset)
+    medium.persist([Extent(0, DATA_START)])
+
+
+def _reach(found: RecoverableVersion) -> Runs:
+    return version_runs(found.entry, found.record)
+
+
+def _pages_by_commit(medium: Medium, found: RecoverableVersion) -> dict[int, Runs]:
+    """The pages that a version reaches, by the commit that wrote them."""
+    record = found.record
+    parts: list[tuple[int, Runs]] = []
+    for pointer in (found.entry.pointer, record.layout, record.tree):
+        header = HEADER.unpack(load(medium, pointer.offset, HEADER.size))
+        parts.append((cast(int, header["commit"]), extents_runs([pointer.extent])))
+    for born in set(record.storages["born"].tolist()):
+        extents = [
+            extent
+            for index in (record.storages["born"] == born).nonzero()[0].tolist()
+            for extent in record.storage_extents(index)
+        ]
+        parts.append((born, runs_of([e.offset for e in extents], [e.length for e in extents])))
+    if record.log is not None:
+        parts.append((record.log.born, extents_runs([record.log.extent])))
+    pages: dict[int, Runs] = {}
+    for commit, runs in parts:
+        pages[commit] = merged([pages.get(commit, EMPTY), runs])
+    return pages
+
+
+def _meets(pages: dict[int, Runs], taken: dict[int, Runs]) -> bool:
+    """True if a page is one of another commit already."""
+    for commit, runs in pages.items():
+        others = merged([each for other, each in taken.items() if other != commit])
+        if page_count(merged([runs, others])) < page_count(runs) + page_count(others):
+            return True
+    return False

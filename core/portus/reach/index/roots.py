@@ -1,0 +1,262 @@
+"""The two root slots: which one counts, and how it is replaced.
+
+A slot is believed when its digest and its pool's uuid are right; of two, the one with the higher
+sequence counts. Commit n goes to slot n mod 2, so the slot of commit n-1 is never touched by it:
+whatever tears, one slot stays whole. No width of an atomic store is assumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Final, cast
+
+from portus.engine.format.checksum import digest
+from portus.engine.format.record import Record, Value
+from portus.engine.media.base import Medium, MediumKind
+from portus.engine.spec import PAGE, Extent
+from portus.errors import CorruptionError, UsageError
+from portus.reach.format.layout import (
+    COMPAT_KNOWN,
+    DATA_START,
+    FORMAT_VERSION,
+    INCOMPAT_KNOWN,
+    MAGIC,
+    READ_ONLY_COMPAT_KNOWN,
+    ROOT_MAGIC,
+    SLOT,
+    SLOT_OFFSETS,
+    SUPERBLOCK,
+    SUPERBLOCK_OFFSETS,
+)
+from portus.reach.index.records import NOWHERE, Pointer, pointer_of
+
+_log: Final = logging.getLogger("portus")
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What a pool is. ``writable``: no feature that this program cannot write. ``compat``,
+    ``read_only_compat`` and ``incompat``: its feature bits."""
+
+    uuid: bytes
+    created_ns: int
+    writable: bool = True
+    compat: int = COMPAT_KNOWN
+    read_only_compat: int = 0
+    incompat: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What one slot says. ``size``: bytes of the pool it may reach into."""
+
+    sequence: int
+    next_version: int
+    size: int
+    table: Pointer
+    copies: Pointer = NOWHERE
+
+    @property
+    def is_first(self) -> bool:
+        """True while nothing was committed to the pool."""
+        return self.table == NOWHERE
+
+    @property
+    def slot(self) -> int:
+        """The slot that the root belongs in, 0 or 1."""
+        return self.sequence % 2
+
+
+FIRST_ROOT: Final = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
+
+
+def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
+    """Store (not persist) the superblock, twice, and the first root. For a new medium only."""
+    block = Superblock(uuid or os.urandom(16), time.time_ns())
+    for offset in SUPERBLOCK_OFFSETS:
+        store_superblock(medium, block, offset)
+    store_root(medium, block.uuid, FIRST_ROOT)
+    return block
+
+
+def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:
+    """Store one copy of the superblock, and say what must be persisted of it."""
+    medium.store(offset, _packed(block))
+    return Extent(offset, PAGE)
+
+
+def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
+    """Make both copies of the superblock whole, equal, and say what this Portus writes; durable on
+    return. What is damaged is restored from the other, with an error in the log.
+
+    block: what was read. Returns what is there now. Raises ``MediumError``.
+    """
+    block = replace(block, compat=block.compat | COMPAT_KNOWN)
+    damaged = [each for each in SUPERBLOCK_OFFSETS if whole_superblock(medium, each) is None]
+    for offset in damaged:
+        _log.error(
+            "%s: the superblock at byte %d is damaged; restored from its copy. Look at the disk",
+            medium.info.name,
+            offset,
+        )
+    whole = [offset for offset in SUPERBLOCK_OFFSETS if offset not in damaged]
+    for offset in (*damaged, *whole):  # one after the other: whatever tears, one is whole
+        found = bytearray(SUPERBLOCK.size)
+        medium.load(offset, memoryview(found))
+        if found != _packed(block):
+            medium.persist([store_superblock(medium, block, offset)])
+    return block
+
+
+def _packed(block: Superblock) -> bytes:
+    return _seal(
+        SUPERBLOCK.pack(
+            magic=MAGIC,
+            format_version=FORMAT_VERSION,
+            page_size=PAGE,
+            compat=block.compat,
+            read_only_compat=block.read_only_compat,
+            incompat=block.incompat,
+            uuid=block.uuid,
+            created_ns=block.created_ns,
+        )
+    )
+
+
+def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
+    """The copy of the superblock at ``offset``; None if it is damaged, or none.
+
+    Raises ``UsageError`` if a newer Portus wrote it.
+    """
+    row = _read(medium, SUPERBLOCK, offset)
+    if row is None or row["magic"] != MAGIC:
+        return None
+    return _superblock(medium.info.name, row)
+
+
+def read_superblock(medium: Medium) -> Superblock:
+    """The first of its copies that is whole.
+
+    Raises ``CorruptionError`` if none is, ``UsageError`` if a newer Portus wrote the pool or if
+    it is no pool at all.
+    """
+    if medium.size < DATA_START:
+        raise CorruptionError(
+            f"{medium.info.name}: expected a pool of at least {DATA_START} bytes, found "
+            f"{medium.size}; was it truncated, or is it not a pool?"
+        )
+    magic = b""
+    for offset in SUPERBLOCK_OFFSETS:
+        found = whole_superblock(medium, offset)
+        if found is not None:
+            return found
+        head = memoryview(bytearray(16))
+        medium.load(offset, head)
+        magic = magic or bytes(head)
+    if magic != MAGIC:
+        hint = ""
+        if medium.info.kind is MediumKind.DEVDAX:
+            hint = f"; `portus format {medium.info.name}` makes one and erases the device"
+        raise CorruptionError(
+            f"{medium.info.name} is not a Portus pool: it starts with {magic!r}{hint}"
+        )
+    raise CorruptionError(
+        f"{medium.info.name}: both copies of the superblock are damaged; `portus rescue "
+        f"{medium.info.name}` lists what is intact"
+    )
+
+
+def _superblock(name: str, row: dict[str, Value]) -> Superblock:
+    unknown = cast(int, row["incompat"]) & ~INCOMPAT_KNOWN
+    if row["format_version"] != FORMAT_VERSION or row["page_size"] != PAGE or unknown:
+        raise UsageError(
+            f"{name}: written by a newer Portus (format {row['format_version']!r}, page size "
+            f"{row['page_size']!r}, unknown features {unknown:#x}); this one knows format "
+            f"{FORMAT_VERSION}. Upgrade portus-checkpoint"
+        )
+    read_only_compat = cast(int, row["read_only_compat"])
+    return Superblock(
+        cast(bytes, row["uuid"]),
+        cast(int, row["created_ns"]),
+        not read_only_compat & ~READ_ONLY_COMPAT_KNOWN,
+        cast(int, row["compat"]),
+        read_only_compat,
+        cast(int, row["incompat"]),
+    )
+
+
+def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
+    """Store a root in its slot, and say which bytes must be persisted for it to count."""
+    body = SLOT.pack(
+        magic=ROOT_MAGIC,
+        sequence=root.sequence,
+        next_version=root.next_version,
+        size=root.size,
+        uuid=uuid,
+        table_offset=root.table.offset,
+        table_length=root.table.length,
+        table_digest=root.table.digest,
+        copies_offset=root.copies.offset,
+        copies_length=root.copies.length,
+        copies_digest=root.copies.digest,
+    )
+    offset = SLOT_OFFSETS[root.slot]
+    medium.store(offset, _seal(body))
+    return Extent(offset, PAGE)
+
+
+def clear_slot(medium: Medium, slot: int) -> Extent | None:
+    """Blank a slot that holds no root, and say which bytes must be persisted; None if it is blank.
+
+    Where lines of 64 bytes may survive one by one, the rest of a root that was never committed,
+    behind the first line of another of the same number, makes that root whole again.
+    """
+    found = bytearray(SLOT.size)
+    medium.load(SLOT_OFFSETS[slot], memoryview(found))
+    if not any(found):
+        return None
+    medium.store(SLOT_OFFSETS[slot], bytes(SLOT.size))
+    return Extent(SLOT_OFFSETS[slot], PAGE)
+
+
+def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
+    """The roots that are whole, newest first: none, one or two."""
+    roots = []
+    for slot, offset in enumerate(SLOT_OFFSETS):
+        row = _read(medium, SLOT, offset)
+        if row is None or row["magic"] != ROOT_MAGIC or row["uuid"] != uuid:
+            continue
+        numbers = {name: cast(int, row[name]) for name in ("sequence", "next_version", "size")}
+        root = Root(table=pointer_of(row, "table_"), copies=pointer_of(row, "copies_"), **numbers)
+        if root.slot == slot:
+            roots.append(root)
+    return sorted(roots, key=lambda root: -root.sequence)
+
+
+def damaged_slot(medium: Medium, uuid: bytes, root: Root) -> int | None:
+    """The slot that holds no root, though it should; None if both are as they should be.
+
+    root: the newest one. Slot 1 is blank until the first commit.
+    """
+    slots = {each.slot for each in read_roots(medium, uuid)}
+    if len(slots) == 2:
+        return None
+    other = 1 - root.slot
+    found = bytearray(SLOT.size)
+    medium.load(SLOT_OFFSETS[other], memoryview(found))
+    return other if not root.is_first or any(found) else None
+
+
+def _seal(body: bytes) -> bytes:
+    """A record with its digest in its last 16 bytes, which were zero."""
+    return body[:-16] + digest(body[:-16])
+
+
+def _read(medium: Medium, record: Record, offset: int) -> dict[str, Value] | None:
+    data = memoryview(bytearray(record.size))
+    medium.load(offset, data)
+    row = record.unpack(data)
+    return row if row["digest"] == digest(data[:-16]) else None

@@ -1,0 +1,152 @@
+"""What is in a checkpoint file, without the bytes of its tensors: for people who look."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from portus.engine.image.key_paths import storage_places
+from portus.engine.image.torch_reader import TorchFile
+from portus.engine.loading.checkpoint_file import use_file
+from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.loading.recognized import note_of, outlined_in
+from portus.errors import printable
+from portus.reach.formats.safetensors import DTYPES
+from portus.reach.formats.safetensors_reader import SafetensorsFile
+
+_VALUE_MAX: Final = 60
+_NAMES: Final = {code: name for name, code in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class OutlinedTensor:
+    """One tensor. ``dtype``: empty if it is of a class that was not made; then ``size`` is that of
+    its storage. ``size``: in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileOutline:
+    """``note``: what a ``Checkpointer`` noted, as text. ``others``: key paths and values that are
+    no tensors."""
+
+    has_digests: bool
+    note: str
+    tensors: tuple[OutlinedTensor, ...]
+    others: tuple[tuple[str, str], ...]
+
+
+def outline_of(path: str | os.PathLike[str]) -> FileOutline:
+    """Return what is in the file at ``path``, or in the one that a pointer there leads to; see
+    ``outline_in``. Raises as that, and ``UsageError`` for a pointer that leads nowhere."""
+    where = os.fspath(path)
+    return use_file(where, lambda file: outline_in(file, where), as_torch=False)
+
+
+def outline_in(file: OpenFile, where: str) -> FileOutline:
+    """Return what is in an open file of torch or safetensors; ``where``: what errors call it. Runs
+    no code that it names: of classes that ``weights_only`` refuses, only the names and storages of
+    tensors are told. Raises ``CorruptionError``, ``MediumError``."""
+    found = outlined_in(reads(file), file.size, printable(where))
+    if isinstance(found, SafetensorsFile):
+        return FileOutline(
+            has_digests=found.digests is not None,
+            note=found.note or "",
+            tensors=tuple(
+                OutlinedTensor(e.name, _NAMES.get(e.dtype, e.dtype), e.shape, e.size)
+                for e in found.tensors
+            ),
+            others=tuple((key, _text(value)) for key, value in found.metadata.items()),
+        )
+    assert isinstance(found, TorchFile)
+    note = note_of(file, where)
+    try:
+        state = torch.load(
+            io.BufferedReader(_Hollow(file, found)), map_location="meta", weights_only=True
+        )
+    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
+        lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
+        places = [each for each in storage_places(found.pickle) if each.storage in lengths]
+        tensors = [OutlinedTensor(e.dotted, "", (), lengths[e.storage]) for e in places]
+        leaves: list[tuple[str, Any]] = []
+    else:
+        leaves = leaves_of(state)
+        tensors = [
+            OutlinedTensor(
+                name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes
+            )
+            for name, value in leaves
+            if isinstance(value, torch.Tensor)
+        ]
+    return FileOutline(
+        has_digests=found.digests is not None,
+        note="" if note is None else note.decode(errors="replace"),
+        tensors=tuple(tensors),
+        others=tuple(
+            (name, _text(value)) for name, value in leaves if not isinstance(value, torch.Tensor)
+        ),
+    )
+
+
+class _Hollow(io.RawIOBase):
+    """A file object without the bytes of storages: memory for them is left as it is."""
+
+    def __init__(self, file: OpenFile, found: TorchFile) -> None:
+        self._file: Final = file
+        order = np.argsort(found.offset, kind="stable")
+        self._starts: Final = found.offset[order]
+        self._ends: Final = self._starts + found.length[order]
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")[: max(0, self._file.size - self._position)]
+        end = self._position + len(view)
+        last = int(np.searchsorted(self._starts, self._position, "right")) - 1
+        if view and (last < 0 or end > self._ends[last]):
+            self._file.load(self._position, view)
+        self._position = end
+        return len(view)
+
+
+def leaves_of(state: object) -> list[tuple[str, Any]]:
+    """Return the values in nested dicts, lists and tuples, and their key paths, with dots."""
+    return list(_leaves(state, ()))
+
+
+def _leaves(value: Any, keys: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(each, (*keys, key))
+    elif isinstance(value, (list, tuple)) and value:
+        for index, each in enumerate(value):
+            yield from _leaves(each, (*keys, index))
+    else:
+        yield ".".join(map(str, keys)), value
+
+
+def _text(value: object) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
+    text = repr(value) if plain else type(value).__name__
+    return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."

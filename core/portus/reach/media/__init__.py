@@ -1,0 +1,1 @@
+"""Media of pools, and who may store to them. Knows bytes, not tensors."""

@@ -1,0 +1,428 @@
+"""Persistent memory: ``DaxDevice`` on a DAX device, ``DaxFile`` on a file system with DAX.
+
+Theory. What is stored goes through a mapping, straight to the memory, but for what still is in
+caches of the processor. So ``persist`` writes back the lines of its ranges and waits. Both is done
+by the thread that calls it: a fence waits for what its own thread has flushed, no other. It need
+not know who stored (caches are coherent, also with a network card that wrote there), as long as
+who stores around the caches fences before it says so, which the C library and our helper do.
+
+Nothing here can tell the system to write something back: on a device, msync and fsync are errors.
+Where the whole file system must take part (a file without MAP_SYNC), the medium is ``MappedFile``.
+
+A DAX device has no size but that in /sys, cannot be read or written but by mapping it, and never
+grows. One that belongs to no NVDIMM namespace (a CXL memory expander, say) is volatile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Final, Protocol
+
+import numpy as np
+
+from portus.engine.media import linux
+from portus.engine.media.addresses import AddressRange
+from portus.engine.media.base import MediumInfo, MediumKind
+from portus.engine.media.file_calls import file_error
+from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.process import Descriptor
+from portus.engine.spec import Extent
+from portus.errors import MediumError, UsageError
+from portus.reach.media.file import MappedFile
+from portus.reach.media.memory import WORD
+from portus.reach.media.pmem import Processor, processor
+from portus.reach.media.pool import bounds, spans
+
+_SYS_DEVICES: Final = "/sys/dev/char"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What the system says of a DAX device. ``size`` and ``alignment`` in bytes; ``volatile``:
+    it belongs to no NVDIMM namespace."""
+
+    path: str
+    size: int
+    alignment: int
+    volatile: bool
+
+
+def device_facts(path: str) -> DeviceFacts | None:
+    """Return the facts of the device at ``path``; None if it is no DAX device. Opens no device.
+
+    Raises ``MediumError`` if the system does not tell.
+    """
+    try:
+        status = os.stat(path)
+        if not stat.S_ISCHR(status.st_mode):
+            return None
+        number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+        place = Path(_SYS_DEVICES, number).resolve()
+        if not _is_dax(place):
+            return None
+        return DeviceFacts(
+            path=path,
+            size=int((place / "size").read_text()),
+            alignment=int((place / "align").read_text()),
+            volatile=not any(part.startswith("ndbus") for part in place.parts),
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        cause = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
+        raise file_error("ask the system about", path, cause) from error
+
+
+def is_device(path: str) -> bool:
+    """True if ``path`` is a DAX device."""
+    return device_facts(path) is not None
+
+
+class Space(Protocol):
+    """The bytes of a device, as a process has them: stored at once, in caches at first."""
+
+    @property
+    def size(self) -> int:
+        """Bytes, all of them."""
+
+    def store(self, offset: int, data: memoryview) -> None:
+        """Put ``data`` there."""
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from there."""
+
+    def flush(self, offset: int, length: int) -> None:
+        """Begin to write back these bytes."""
+
+    def drain(self) -> None:
+        """Return when what this thread flushed survives power loss."""
+
+    def close(self) -> None:
+        """Let go of it. A second call does nothing."""
+
+
+class MappedSpace:
+    """A device that is mapped into this process, and written back by its processor."""
+
+    def __init__(self, facts: DeviceFacts, *, writable: bool, cpu: Processor) -> None:
+        """Raises ``MediumError``."""
+        self.size: Final = facts.size
+        self._cpu: Final = cpu
+        try:
+            self._descriptor: Final = Descriptor(facts.path, os.O_RDWR if writable else os.O_RDONLY)
+        except OSError as error:
+            raise file_error("open", facts.path, error) from error
+        try:
+            self._addresses: Final = AddressRange(facts.path, facts.size, alignment=facts.alignment)
+            self._addresses.map(facts.size, self._descriptor.number, writable=writable)
+        except MediumError:
+            self.close()
+            raise
+
+    @property
+    def start(self) -> int:
+        """The address of the first byte. ``UsageError`` when closed, and in a forked child."""
+        return self._addresses.start
+
+    def store(self, offset: int, data: memoryview) -> None:
+        ctypes.memmove(self.start + offset, _pointer(data), data.nbytes)
+
+    def load(self, offset: int, target: memoryview) -> None:
+        ctypes.memmove(_pointer(target), self.start + offset, target.nbytes)
+
+    def flush(self, offset: int, length: int) -> None:
+        self._cpu.flush(self.start + offset, length)
+
+    def drain(self) -> None:
+        self._cpu.drain()
+
+    def close_but(self, kept: Sequence[Extent]) -> None:
+        """Let go of it, but have private copies of these bytes where they are."""
+        self._addresses.close_but(kept)
+
+    def close(self) -> None:
+        if hasattr(self, "_addresses"):
+            self._addresses.close()
+        self._descriptor.close()
+
+
+class SpaceMedium:
+    """A DAX device, or the first part of one, by its space alone. Owns the space."""
+
+    def __init__(
+        self, space: Space, name: str, *, writable: bool, volatile: bool, size: int | None = None
+    ) -> None:
+        """size: bytes to use, of which ``grow`` makes more; None: all there are."""
+        self._info: Final = MediumInfo(MediumKind.DEVDAX, name, WORD, volatile, writable)
+        self._space: Final = space
+        self._size = space.size if size is None else size
+        self._growing: Final = threading.Lock()
+        self._poison = ""
+        self._closed = False
+
+    @property
+    def info(self) -> MediumInfo:
+        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
+        return self._info
+
+    @property
+    def size(self) -> int:
+        """Bytes of it that are used."""
+        return self._size
+
+    @property
+    def poisoned(self) -> bool:
+        """True since a persist failed, or since ``poison``."""
+        return bool(self._poison)
+
+    def poison(self, reason: str) -> None:
+        """See ``Medium``."""
+        self._poison = self._poison or f"{self._info.name}: accepts no more writes: {reason}"
+
+    def grow(self, size: int) -> None:
+        """Use more of the device, cleared first. ``MediumError`` (ENOSPC) behind its end."""
+        self._check_writable()
+        with self._growing:
+            before = self._size
+            if size <= before:
+                return
+            if size > self._space.size:
+                raise MediumError(
+                    errno.ENOSPC,
+                    f"{self._info.name}: cannot grow from {before} to {size} bytes: the device "
+                    f"has {self._space.size}; keep fewer versions, or take a larger one",
+                )
+            self._clear(before, size)
+            self._write_back([Extent(before, size - before)])
+            self._size = size
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Store through the mapping; other threads run meanwhile."""
+        self._check_writable()
+        view = memoryview(data)
+        self._check_range(offset, view.nbytes)
+        if not view.c_contiguous:
+            raise UsageError(f"{self._info.name}: store from memory that has gaps")
+        if view.nbytes:
+            self._space.store(offset, view.cast("B"))
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Load through the mapping. A line that the memory lost ends the process (SIGBUS)."""
+        self._check_open()
+        self._check_range(offset, target.nbytes)
+        if target.readonly or not target.c_contiguous:
+            raise UsageError(f"{self._info.name}: load into memory that is read-only or has gaps")
+        if target.nbytes:
+            self._space.load(offset, target.cast("B"))
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        """Writes back every line of ``ranges``, and waits."""
+        self._check_writable()
+        for extent in bounds(ranges):
+            self._check_range(extent.offset, extent.length)
+        self._write_back(ranges)
+
+    def close(self) -> None:
+        """Also gives the addresses back: nobody may use one any more."""
+        self._closed = True
+        self._space.close()
+
+    def _write_back(self, ranges: Sequence[Extent]) -> None:
+        some = spans(ranges)
+        if not some:
+            return
+        try:
+            for offset, length in some:
+                self._space.flush(offset, length)
+            self._space.drain()
+        except OSError as error:
+            self._poison = (
+                f"{self._info.name}: accepts no more writes: persist failed "
+                f"({error.strerror}), so bytes stored since the previous persist may be lost; "
+                "older bytes can still be loaded; see the kernel's log, then open it again"
+            )
+            raise MediumError(error.errno, self._poison) from error
+
+    def _clear(self, begin: int, end: int) -> None:
+        zeros = memoryview(bytes(min(end - begin, 1 << 20)))
+        for offset in range(begin, end, len(zeros)):
+            self._space.store(offset, zeros[: end - offset])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self._info.name}: used after it was closed")
+
+    def _check(self) -> None:
+        self._check_open()
+        if self._poison:
+            raise MediumError(errno.EIO, self._poison)
+
+    def _check_writable(self) -> None:
+        if not self._info.writable:
+            raise UsageError(f"{self._info.name}: opened for reading; open it with writable=True")
+        self._check()
+
+    def _check_range(self, offset: int, length: int) -> None:
+        if offset < 0 or offset + length > self._size:
+            raise UsageError(
+                f"{self._info.name}: bytes {offset} to {offset + length} are outside the "
+                f"{self._size} bytes of it"
+            )
+
+
+class DaxDevice(SpaceMedium):
+    """A DAX device, or the first part of one, with addresses."""
+
+    def __init__(
+        self, space: MappedSpace, facts: DeviceFacts, *, writable: bool, size: int | None = None
+    ) -> None:
+        """size: as in ``SpaceMedium``."""
+        super().__init__(space, facts.path, writable=writable, volatile=facts.volatile, size=size)
+        self._mapped: Final = space
+
+    def address(self, extent: Extent) -> int:
+        """Writable if the medium is."""
+        self._check()
+        self._check_range(extent.offset, extent.length)
+        return self._mapped.start + extent.offset
+
+    def close_but(self, kept: Sequence[Extent]) -> None:
+        """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the
+        process ends: a private copy of the bytes is there.
+
+        Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
+        """
+        try:
+            self._mapped.close_but(kept)
+        finally:
+            self.close()
+
+    def expect(self, extent: Extent) -> None:
+        """Checks the extent; a device is mapped with huge pages, which stay."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+
+    def wrote(self, extent: Extent) -> None:
+        """Checks the extent; its lines are written back by ``persist``."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+
+
+class DaxFile(MappedFile):
+    """A file on a file system with DAX, opened for writing: its bytes are the memory itself.
+
+    The mapping is made with MAP_SYNC: whatever the file system must write to find a byte again is
+    durable before that byte can be stored to. So only the lines are left to write back.
+    """
+
+    kind: ClassVar[MediumKind] = MediumKind.FSDAX
+
+    def __init__(
+        self, descriptor: Descriptor, file_system: FileSystemTraits, *, cpu: Processor | None = None
+    ) -> None:
+        """Raises ``MediumError``, also where libpmem is missing; ``descriptor`` stays open."""
+        self._cpu: Final = cpu or processor()
+        file_system = replace(file_system, early=False)  # nothing is written back by the system
+        super().__init__(descriptor, file_system, sync=self._nothing_to_sync)
+
+    @property
+    def info(self) -> MediumInfo:
+        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
+        return MediumInfo(self.kind, self.path, WORD, self._file_system.volatile, True)
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Store through the mapping: what pwrite changes of the file system would need a sync."""
+        self._check_writable()
+        view = memoryview(data)
+        self._check_range(offset, view.nbytes)
+        if not view.c_contiguous:
+            raise UsageError(f"{self.path}: store from memory that has gaps")
+        if view.nbytes:
+            self._check_length(offset + view.nbytes)
+            ctypes.memmove(self._addresses.start + offset, _pointer(view), view.nbytes)
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        """Writes back every line of ``ranges``, and waits."""
+        self._check_writable()
+        for extent in bounds(ranges):
+            self._check_range(extent.offset, extent.length)
+        some, start, flush = spans(ranges), self._addresses.start, self._cpu.flush
+        if not some:
+            return
+        try:
+            for offset, length in some:
+                flush(start + offset, length)
+            self._cpu.drain()
+        except OSError as error:
+            raise self._poisoned("persist", error) from error
+
+    def close_but(self, kept: Sequence[Extent]) -> None:
+        """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the
+        process ends: a private copy of the bytes is there.
+
+        Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
+        """
+        try:
+            self._addresses.close_but(kept)
+        finally:
+            self.close()
+
+    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
+        self._addresses.map(size, descriptor.number, synchronous=True)
+
+    @staticmethod
+    def _nothing_to_sync(_number: int) -> None:
+        raise AssertionError("a DAX file is persisted by the processor")
+
+
+def open_device(
+    path: str, *, writable: bool, size: int | None = None, cpu: Processor | None = None
+) -> DaxDevice:
+    """The DAX device at ``path``. Raises ``UsageError`` if it is none, ``MediumError`` if it cannot
+    be mapped, and where libpmem is missing (for reading it is not needed)."""
+    facts = device_facts(path)
+    if facts is None:
+        raise UsageError(f"{path}: expected a DAX device; give the path of one, or of a file")
+    space = MappedSpace(facts, writable=writable, cpu=cpu or (processor() if writable else _NONE))
+    return DaxDevice(space, facts, writable=writable, size=size)
+
+
+def accepts_map_sync(descriptor: Descriptor) -> bool:
+    """True if the file can be mapped so that a flush by the processor is enough."""
+    flags = linux.MAP_SHARED_VALIDATE | linux.MAP_SYNC
+    length = os.sysconf("SC_PAGESIZE")
+    try:
+        start = linux.map_pages(0, length, linux.PROT_READ, flags, (descriptor.number, 0))
+    except OSError:
+        return False
+    linux.unmap_pages(start, length)
+    return True
+
+
+class _NoProcessor:
+    """The ``Processor`` of a medium that is only read."""
+
+    def flush(self, address: int, length: int) -> None:
+        raise AssertionError("a reader writes nothing back")
+
+    def drain(self) -> None:
+        raise AssertionError("a reader writes nothing back")
+
+
+_NONE: Final = _NoProcessor()
+
+
+def _is_dax(place: Path) -> bool:
+    return (place / "subsystem").resolve().name == "dax"
+
+
+def _pointer(view: memoryview) -> int:
+    """The address of the first byte; ``view`` is not empty."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data)

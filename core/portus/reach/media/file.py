@@ -1,0 +1,372 @@
+"""Files as media: ``PlainFile`` writes with pwrite, ``MappedFile`` also has addresses.
+``UncachedFile`` is only read from.
+
+Theory. Each file has one descriptor, opened before the first store and kept: the kernel reports
+a failed write-back once, to descriptors that were open when it happened. Loads use preadv, so a
+bad sector or a truncated file is an error, not a signal; stores use pwrite for the same reason.
+Only bytes that go through an address can be hit by SIGBUS, and for those every block was
+allocated by ``grow``, or when the file was opened. Pages of the mapping and of pwrite are the
+same pages, so both see each other at once. Persist is fdatasync of the whole file; write-back
+begins during the copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from portus.engine.media import linux
+from portus.engine.media.addresses import AddressRange
+from portus.engine.media.base import MediumInfo, MediumKind
+from portus.engine.media.file_calls import (
+    Sync,
+    advice,
+    allocate,
+    data_sync,
+    file_error,
+    fill_holes,
+    free_bytes,
+    write_all,
+)
+from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.process import Descriptor
+from portus.engine.media.read_file import SECTOR, ReadFile
+from portus.engine.spec import Extent
+from portus.errors import MediumError, UsageError
+
+WRITEBACK_MIN: Final = 16 << 20
+"""Bytes stored before write-back is started on them: fewer calls, longer runs on the disk."""
+
+UNCACHED: Final = 1 << 20
+"""Bytes that are read at once past the system's pages."""
+
+_BLOCK: Final = 4096
+"""Such reads begin and end at multiples of it, in memory too: no disk asks for more."""
+
+
+class PlainFile(ReadFile):
+    """A regular file, stored to with pwrite. Owns its descriptor."""
+
+    kind: ClassVar[MediumKind] = MediumKind.FILE_PLAIN
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        file_system: FileSystemTraits,
+        *,
+        writable: bool,
+        sync: Sync = data_sync,
+    ) -> None:
+        """sync: what ``persist`` calls; tests pass one that fails."""
+        self._file_system: Final = file_system
+        self._writable: Final = writable
+        self._sync: Final = sync
+        self._growing: Final = threading.Lock()
+        self._poison = ""
+        self._begin = self._end = self._stored = 0
+        super().__init__(descriptor)
+
+    def path_now(self) -> str:
+        """A name that it has now: it may have been renamed, or a directory above it. The name that
+        it was opened by if it has none, or if this platform does not say."""
+        if self.is_at(self.path):
+            return self.path
+        try:
+            now = os.readlink(f"/proc/self/fd/{self._descriptor.number}")
+        except OSError:
+            return self.path
+        return now if self.is_at(now) else self.path
+
+    def is_at(self, path: str) -> bool:
+        """True if ``path`` leads to this file now."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor.number))
+        except OSError:
+            return False
+
+    @property
+    def info(self) -> MediumInfo:
+        """The medium's ``MediumInfo``; its granularity is a sector of the disk."""
+        return MediumInfo(self.kind, self.path, SECTOR, self._file_system.volatile, self._writable)
+
+    @property
+    def poisoned(self) -> bool:
+        """True since a persist, or the sync of a growth, failed; or since ``poison``."""
+        return bool(self._poison)
+
+    def poison(self, reason: str) -> None:
+        """See ``Medium``."""
+        self._poison = self._poison or f"{self.path}: accepts no more writes: {reason}"
+
+    def grow(self, size: int) -> None:
+        """Grow the file. Without space this is undone, and does not poison; a failed sync does."""
+        self._check_writable()
+        with self._growing:
+            before = self.size
+            if size <= before:
+                return
+            self._allocate(before, size)
+            try:
+                os.fsync(self._descriptor.number)
+            except OSError as error:
+                raise self._poisoned("sync of a growth", error) from error
+            try:
+                self._reach(size)
+            except MediumError:
+                self._shrink(before)
+                raise
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Store with pwrite; an error leaves these bytes, and only these, undefined."""
+        self._check_writable()
+        view = memoryview(data)
+        self._check_range(offset, view.nbytes)
+        if not view.c_contiguous:
+            raise UsageError(f"{self.path}: store from memory that has gaps")
+        if view.nbytes == 0:
+            return
+        self._check_length(offset + view.nbytes)
+        try:
+            write_all(self._descriptor.number, view.cast("B"), offset)
+        except OSError as error:
+            raise file_error(
+                "store", self.path, error, f"{view.nbytes} bytes at {offset}"
+            ) from error
+        self._write_early(offset, view.nbytes)
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        """Blocks for as long as the device needs. Any failure poisons, also that somebody deleted
+        the file."""
+        self._check_writable()
+        for extent in ranges:
+            self._check_range(extent.offset, extent.length)
+        if not any(extent.length for extent in ranges):
+            return
+        try:
+            self._sync(self._descriptor.number)
+            gone = self._is_gone()
+        except OSError as error:
+            raise self._poisoned("persist", error) from error
+        if gone:
+            raise self._poisoned("persist", OSError(errno.ENOENT, "the file was deleted"))
+
+    def discard(self, ranges: Sequence[Extent]) -> int:
+        """Punches holes. The size stays. 0 too where the file system has none."""
+        self._check_writable()
+        for extent in ranges:
+            self._check_range(extent.offset, extent.length)
+        number = self._descriptor.number
+        before = self._status().st_blocks
+        for extent in ranges:
+            try:
+                linux.punch(number, extent.offset, extent.length)
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    return 0
+                what = f"{extent.length} bytes at {extent.offset}"
+                raise file_error("give back", self.path, error, what) from error
+        return max(0, before - self._status().st_blocks) * 512
+
+    def fill(self, ranges: Sequence[Extent]) -> None:
+        """Allocate space with fallocate(2). Does nothing on a file system without holes."""
+        self._check_writable()
+        for extent in ranges:
+            self._check_range(extent.offset, extent.length)
+        for extent in ranges:
+            try:
+                linux.allocate(self._descriptor.number, extent.offset, extent.length)
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    return
+                what = f"{extent.length} bytes at {extent.offset}"
+                raise file_error("find space for", self.path, error, what) from error
+
+    def holes(self) -> list[Extent]:
+        """What was allocated and never stored to may be listed too."""
+        try:
+            found = linux.holes(self._descriptor.number, self.size)
+        except OSError as error:
+            raise file_error("look for holes of", self.path, error) from error
+        return [Extent(offset, length) for offset, length in found]
+
+    def _is_gone(self) -> bool:
+        """True if the file has no name any more: what is stored to it ends with this process."""
+        status = os.fstat(self._descriptor.number)
+        if status.st_nlink > 0:
+            return False
+        try:  # there are file systems that count no links
+            return not os.path.samestat(status, os.stat(self.path))
+        except OSError:
+            return True
+
+    def _check_writable(self) -> None:
+        _ = self._descriptor.number  # Raises when closed, and in a forked child.
+        if not self._writable:
+            raise UsageError(f"{self.path}: opened for reading; open it with writable=True")
+        if self._poison:
+            raise MediumError(errno.EIO, self._poison)
+
+    def _check_length(self, end: int) -> None:
+        """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
+        if end > self._status().st_size:
+            raise self._truncated(end)
+
+    def _poisoned(self, operation: str, error: OSError) -> MediumError:
+        self._poison = (
+            f"{self.path}: accepts no more writes: {operation} failed ({error.strerror}), so "
+            "bytes stored since the previous persist may be lost; older bytes can still be "
+            f"loaded; {advice(error)}, then open it again"
+        )
+        return MediumError(error.errno, self._poison)
+
+    def _reach(self, size: int) -> None:
+        """Allow access to the bytes below ``size`` from now on."""
+        self._known = size
+
+    def _allocate(self, before: int, size: int) -> None:
+        number = self._descriptor.number
+        try:
+            allocate(number, before, size - before)
+        except OSError as error:
+            free = free_bytes(number)
+            self._shrink(before)
+            raise MediumError(
+                error.errno,
+                f"{self.path}: cannot grow from {before} to {size} bytes: {error.strerror}; "
+                f"needed {size - before}, free {free}; {advice(error)}",
+            ) from error
+
+    def _shrink(self, size: int) -> None:
+        """Undo a failed growth, also where the size is the same but blocks were added."""
+        try:
+            os.ftruncate(self._descriptor.number, size)
+        except OSError as error:
+            raise self._poisoned("undoing a failed growth", error) from error
+
+    def _write_early(self, offset: int, length: int) -> None:
+        """Count stored bytes, and start write-back on the hull of what was stored since the last
+        time. Clean pages in between cost nothing."""
+        if not self._file_system.early:
+            return
+        with self._lock:
+            self._begin = min(self._begin, offset) if self._stored else offset
+            self._end = max(self._end, offset + length)
+            self._stored += length
+            if self._stored < WRITEBACK_MIN:
+                return
+            begin, end = self._begin, self._end
+            self._begin = self._end = self._stored = 0
+        self._start_writeback(Extent(begin, end - begin))
+
+    def _start_writeback(self, extent: Extent) -> None:
+        linux.start_writeback(self._descriptor.number, extent.offset, extent.length)
+
+
+class UncachedFile(PlainFile):
+    """A file that is only read from, past the pages that the system keeps of it: what the disk has,
+    and nothing that others keep there is displaced. Its descriptor is opened with ``O_DIRECT``."""
+
+    def __init__(self, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
+        """Raises ``OSError`` where the file system cannot read so."""
+        super().__init__(descriptor, file_system, writable=False)
+        self._buffer: Final = memoryview(mmap.mmap(-1, UNCACHED))
+        os.preadv(descriptor.number, [self._buffer[:_BLOCK]], 0)
+
+    def _read(self, offset: int, target: memoryview) -> int:
+        done = 0
+        with self._lock:
+            while done < len(target):
+                start = (offset + done) // _BLOCK * _BLOCK
+                skip = offset + done - start
+                wanted = min(UNCACHED, skip + len(target) - done + _BLOCK - 1) // _BLOCK * _BLOCK
+                found = os.preadv(self._descriptor.number, [self._buffer[:wanted]], start)
+                length = min(found - skip, len(target) - done)
+                if length <= 0:
+                    break
+                target[done : done + length] = self._buffer[skip : skip + length]
+                done += length
+        return done
+
+
+class MappedFile(PlainFile):
+    """A file of a local file system, opened for writing, whose bytes also have addresses.
+
+    Only where an allocated block never needs a new one when it is stored to: there a store
+    through an address cannot run out of space.
+    """
+
+    kind: ClassVar[MediumKind] = MediumKind.FILE_MAPPED
+
+    def __init__(
+        self, descriptor: Descriptor, file_system: FileSystemTraits, *, sync: Sync = data_sync
+    ) -> None:
+        """Raises ``MediumError`` if the addresses cannot be had, or the file has holes that cannot
+        be filled; ``descriptor`` stays open."""
+        try:
+            size = os.fstat(descriptor.number).st_size
+            fill_holes(descriptor.number, size, every_block_counts=file_system.volatile)
+        except OSError as error:
+            raise file_error("fill holes of", descriptor.path, error) from error
+        self._addresses: Final = AddressRange(descriptor.path, size)
+        self._has_holes = False
+        try:
+            self._map(size, descriptor, file_system)
+        except MediumError:
+            self._addresses.close()
+            raise
+        super().__init__(descriptor, file_system, writable=True, sync=sync)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file that are mapped too."""
+        return min(super().size, self._addresses.mapped)
+
+    def address(self, extent: Extent) -> int:
+        """Storing there while somebody truncates the file is SIGBUS; that is asked here, once."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+        self._check_length(extent.end)
+        return self._addresses.start + extent.offset
+
+    def expect(self, extent: Extent) -> None:
+        """What was let go of for write-back is mapped again, in one go: one page after another, as
+        they are stored to, costs three times as much."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+        if self._file_system.early:
+            self._addresses.populate(extent)
+
+    def wrote(self, extent: Extent) -> None:
+        """Starts write-back when enough has been written; may block while the disk is busy."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+        self._write_early(extent.offset, extent.length)
+
+    def discard(self, ranges: Sequence[Extent]) -> int:
+        """Storing through an address there is SIGBUS on a full disk, until it was filled."""
+        self._has_holes = True
+        return super().discard(ranges)
+
+    def holes(self) -> list[Extent]:
+        """None before anything was discarded."""
+        return super().holes() if self._has_holes else []
+
+    def close(self) -> None:
+        """Also gives the addresses back: nobody may use one any more."""
+        self._addresses.close()
+        super().close()
+
+    def _start_writeback(self, extent: Extent) -> None:
+        self._addresses.release(extent)
+        super()._start_writeback(extent)
+
+    def _reach(self, size: int) -> None:
+        self._map(size, self._descriptor, self._file_system)
+        super()._reach(size)
+
+    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
+        self._addresses.map(size, descriptor.number, huge=file_system.volatile)

@@ -1,0 +1,192 @@
+"""Files of the file systems of this machine, and the choice of a medium for each.
+
+Addresses are used where a block that was allocated is overwritten in place: ext2, ext3, ext4,
+tmpfs, and xfs made without reflink. Everywhere else (network and FUSE file systems, overlay,
+btrfs, ZFS, shared xfs blocks) a store may need space or a peer, which through an address would be
+SIGBUS; there pwrite is used, whose failure is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from portus.engine.media.file_calls import Sync, data_sync, file_error
+from portus.engine.media.file_system import FileSystemTraits, file_system_of
+from portus.engine.media.process import Descriptor
+from portus.errors import MediumError, UsageError
+from portus.reach.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device
+from portus.reach.media.file import MappedFile, PlainFile, UncachedFile
+from portus.reach.media.pmem import Processor
+from portus.reach.media.pool import FileStatus
+
+_LOG: Final = logging.getLogger("portus")
+
+Result = TypeVar("Result")
+
+
+class LocalFiles:
+    """``Files`` and ``Names`` through the operating system. Holds nothing; any number may be."""
+
+    def __init__(
+        self, *, mapped: bool = True, sync: Sync = data_sync, cpu: Processor | None = None
+    ) -> None:
+        """mapped: use addresses where the file system allows. sync, cpu: what ``persist`` calls,
+        of files and of persistent memory; tests pass ones that fail."""
+        self._mapped: Final = mapped
+        self._sync: Final = sync
+        self._cpu: Final = cpu
+
+    def create(self, path: str, size: int) -> PlainFile:
+        """Also durable in its size. If it does not fit, the name is gone again."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        descriptor = _translate("create", path, lambda: Descriptor(path, flags))
+        try:
+            # Grown before it is mapped, so that addresses are set aside for its real size.
+            PlainFile(
+                descriptor, file_system_of(descriptor.number, descriptor.path)[0], writable=True
+            ).grow(size)
+            return self._medium(descriptor, writable=True)
+        except MediumError:
+            descriptor.close()
+            self.remove(path)
+            raise
+
+    def open(self, path: str, *, writable: bool) -> PlainFile | DaxDevice:
+        """``UsageError`` for what is neither a regular file nor a DAX device."""
+        mode = _translate("open", path, lambda: os.stat(path)).st_mode
+        if stat.S_ISCHR(mode) and is_device(path):
+            return open_device(path, writable=writable, cpu=self._cpu)
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path}: expected a regular file, found {_kind(mode)}; give a file")
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        descriptor = _translate("open", path, lambda: Descriptor(path, flags))
+        return self._medium(descriptor, writable=writable)
+
+    def open_uncached(self, path: str) -> PlainFile | DaxDevice:
+        """Open for reading what the disk has, past the pages that the system keeps of it. Falls
+        back to ``open`` where that cannot be (memory, devices, some network file systems)."""
+        with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this platform
+            if stat.S_ISREG(os.stat(path).st_mode):
+                descriptor = Descriptor(path, os.O_RDONLY | os.O_DIRECT)
+                try:
+                    return UncachedFile(
+                        descriptor, file_system_of(descriptor.number, descriptor.path)[0]
+                    )
+                except OSError:
+                    descriptor.close()
+                    raise
+        return self.open(path, writable=False)
+
+    def forget(self, path: str) -> None:
+        """Ask the system to hand out no page of a file that it has not on the disk. What is mapped,
+        or was not written yet, stays."""
+        with contextlib.suppress(OSError, AttributeError):  # another platform
+            if stat.S_ISREG(os.stat(path).st_mode):
+                descriptor = Descriptor(path, os.O_RDONLY)
+                try:
+                    os.posix_fadvise(descriptor.number, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    descriptor.close()
+
+    def link(self, source: str, target: str) -> None:
+        """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""
+        _translate(f"link {source} as", target, lambda: os.link(source, target))
+
+    def replace(self, source: str, target: str) -> None:
+        """rename(2): both names must be on one file system."""
+        _translate(f"rename {source} to", target, lambda: os.replace(source, target))
+
+    def remove(self, path: str) -> None:
+        """unlink(2)."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise file_error("remove", path, error) from error
+
+    def sync(self, directory: str) -> None:
+        """fsync of the directory."""
+        descriptor = _translate("sync", directory, lambda: Descriptor(directory, os.O_RDONLY))
+        try:
+            os.fsync(descriptor.number)
+        except OSError as error:
+            # EINVAL: a file system whose directories have nothing to sync (some network ones).
+            if error.errno != errno.EINVAL:
+                raise file_error("sync", directory, error) from error
+        finally:
+            descriptor.close()
+
+    def entries(self, directory: str) -> list[str]:
+        """Names of every kind, hidden ones too."""
+        try:
+            return sorted(os.listdir(directory))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise file_error("list", directory, error) from error
+
+    def status(self, path: str) -> FileStatus | None:
+        """None also for a symbolic link that leads nowhere."""
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP and os.path.islink(path):
+                return None  # in a circle; and else nobody knows whether something is there
+            raise file_error("look at", path, error) from error
+        identity = (found.st_dev, found.st_ino)
+        return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)
+
+    def _medium(self, descriptor: Descriptor, *, writable: bool) -> PlainFile:
+        """The best medium for the file of ``descriptor``, which is closed if there is none."""
+        try:
+            file_system, in_place = file_system_of(descriptor.number, descriptor.path)
+            if writable and self._mapped and in_place:
+                mapped = self._mapped_medium(descriptor, file_system)
+                if mapped is not None:
+                    return mapped
+            return PlainFile(descriptor, file_system, writable=writable, sync=self._sync)
+        except MediumError:
+            descriptor.close()
+            raise
+
+    def _mapped_medium(
+        self, descriptor: Descriptor, file_system: FileSystemTraits
+    ) -> MappedFile | None:
+        """One with addresses; None, and a warning, if there can be none after all."""
+        if not file_system.volatile and accepts_map_sync(descriptor):
+            try:
+                return DaxFile(descriptor, file_system, cpu=self._cpu)
+            except MediumError as error:
+                _LOG.warning("%s; persisted by the file system, which is slower", error.strerror)
+        try:
+            return MappedFile(descriptor, file_system, sync=self._sync)
+        except MediumError as error:
+            _LOG.warning("%s; written to by pwrite, which is slower", error.strerror)
+        return None
+
+
+def _translate(operation: str, path: str, call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except OSError as error:
+        raise file_error(operation, path, error) from error
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "something else")

@@ -1,0 +1,365 @@
+"""Locks that show who writes a pool, and who reads which version: ``FileLocks`` between processes,
+``ProcessLocks`` within one.
+
+Theory. A lock is an open-file-description lock on one byte far behind the end of the pool file:
+the system releases it when the last descriptor of that description is closed, so also when its
+holder is killed. Forked children close theirs at once (see ``process``). Writer lock and pins are
+on two descriptions, because a description never conflicts with itself, and the writer asks about
+its own pins too. It asks without taking anything, so a reader's pin never fails by being looked at.
+
+A pin alone does not keep a version: who pins then reads the root again and finds the version
+there, or gone. The writer makes it gone from the root first, and then asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import struct
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from portus.engine.media.file_calls import file_error
+from portus.engine.media.process import Descriptor
+from portus.errors import BusyError, MediumError, UsageError
+
+PIN_BASE: Final = 1 << 62
+"""The byte of version 0's pin; that of version n is n bytes behind."""
+
+WRITER_BYTE: Final = PIN_BASE - 1
+
+_VERSION_MAX: Final = PIN_BASE - 1
+_POLL_MIN_S: Final = 0.005
+_POLL_MAX_S: Final = 0.25
+_QUIET_S: Final = 0.5
+"""Waits below it are not worth a word: a process that its parent forked just before it was killed
+holds the lock for the moment that it takes to let go of it."""
+_LOG: Final = logging.getLogger("portus")
+
+_READ, _WRITE, _NONE = 0, 1, 2
+"""F_RDLCK, F_WRLCK, F_UNLCK of Linux."""
+
+_HOLDER_MAX: Final = 20
+"""Bytes of the number of a process, with spaces behind it."""
+
+_FLOCK: Final = struct.Struct("@hhqqi0q")
+"""``struct flock`` of 64-bit Linux: type, whence, start, length, process (0 for these locks)."""
+
+
+class FileLocks:
+    """Locks of the pool file at ``path``, good between all processes of this machine.
+
+    Two ``FileLocks`` of one file conflict, also inside one process. Where the platform has no
+    such locks, ``acquire_writer`` raises ``UsageError`` and pins do nothing.
+    """
+
+    def __init__(
+        self, path: str, *, writable: bool, describe_holder: Callable[[], str] = lambda: "unknown"
+    ) -> None:
+        """describe_holder: who holds the writer lock, for messages; asked while it is held."""
+        self.path: Final = path
+        self._writable: Final = writable
+        self._describe_holder: Final = describe_holder
+        self._lock: Final = threading.Lock()
+        self._pins: Counter[int] = Counter()
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        self._writer_file: Final = self._open(flags)
+        try:
+            self._pin_file: Final = self._open(os.O_RDONLY)
+        except MediumError:
+            self._writer_file.close()
+            raise
+
+    def acquire_writer(self, timeout_s: float) -> None:
+        """Polls, and logs once that it waits. ``describe_holder`` is asked for messages."""
+        if not self._writable:
+            raise UsageError(f"{self.path}: opened for reading; open it with writable=True")
+        if not _can_lock():
+            raise UsageError(
+                f"{self.path}: a pool can be written on Linux only: {sys.platform} has no "
+                "locks of open files; it can be read here"
+            )
+        number = self._writer_file.number
+        wait = _Wait(self.path, timeout_s, self._describe_holder)
+        while not self._set(number, _WRITE, WRITER_BYTE):
+            wait.once()
+
+    def release_writer(self) -> None:
+        """Does nothing if it is not the writer."""
+        if self._writable and _can_lock():
+            self._set(self._writer_file.number, _NONE, WRITER_BYTE)
+
+    def has_writer(self) -> bool:
+        """Takes no lock. False where the platform has none."""
+        return _can_lock() and self._would_conflict(self._writer_file.number, WRITER_BYTE)
+
+    def pin(self, version: int) -> None:
+        """``UsageError`` for an impossible version, ``BusyError`` if a stranger locked its byte."""
+        byte, number = _pin_byte(version), self._pin_file.number
+        with self._lock:
+            first = self._pins[version] == 0
+            if first and _can_lock() and not self._set(number, _READ, byte):
+                raise BusyError(
+                    errno.EAGAIN, f"{self.path}: version {version} is locked by another program"
+                )
+            self._pins[version] += 1
+
+    def unpin(self, version: int) -> None:
+        """``UsageError`` if it is not pinned by this object."""
+        byte, number = _pin_byte(version), self._pin_file.number
+        with self._lock:
+            if self._pins[version] == 0:
+                raise UsageError(f"{self.path}: version {version} is not pinned here")
+            self._pins[version] -= 1
+            if self._pins[version] == 0:
+                del self._pins[version]
+                if _can_lock():
+                    self._set(number, _NONE, byte)
+
+    def pinned(self, version: int) -> bool:
+        """Takes no lock: a pin that is being made is never in its way."""
+        byte, number = _pin_byte(version), self._writer_file.number
+        if not _can_lock():
+            return self._pins[version] > 0
+        return self._would_conflict(number, byte)
+
+    def pins(self) -> set[int]:
+        """Takes no lock. The system names one lock in a range; then both sides are asked about."""
+        if not _can_lock():
+            return set(self._pins)
+        found: set[int] = set()
+        ranges = [(PIN_BASE, _VERSION_MAX)]
+        while ranges:
+            start, length = ranges.pop()
+            byte = self._conflict(self._writer_file.number, start, length) if length > 0 else None
+            if byte is not None:
+                found.add(byte - PIN_BASE)
+                ranges += [(start, byte - start), (byte + 1, start + length - byte - 1)]
+        return found
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._pins.clear()
+        self._pin_file.close()
+        self._writer_file.close()
+
+    def _open(self, flags: int) -> Descriptor:
+        try:
+            return Descriptor(self.path, flags)
+        except OSError as error:
+            raise file_error("open", self.path, error) from error
+
+    def _set(self, number: int, kind: int, byte: int) -> bool:
+        """Set a lock, or take it back. False if another description is in the way."""
+        import fcntl
+
+        try:
+            fcntl.fcntl(number, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise file_error("lock", self.path, error) from error
+        return True
+
+    def _would_conflict(self, number: int, byte: int) -> bool:
+        """True if a write lock of ``byte`` by the description of ``number`` had to wait."""
+        return self._conflict(number, byte, 1) is not None
+
+    def _conflict(self, number: int, start: int, length: int) -> int | None:
+        """A byte that is in the way of a write lock of the range, None if there is none."""
+        import fcntl
+
+        question = _FLOCK.pack(_WRITE, os.SEEK_SET, start, length, 0)
+        try:
+            answer = fcntl.fcntl(number, fcntl.F_OFD_GETLK, question)
+        except OSError as error:
+            raise file_error("ask for locks of", self.path, error) from error
+        kind, _, byte, _, _ = _FLOCK.unpack(answer)
+        return None if kind == _NONE else max(start, int(byte))
+
+
+class LockTable:
+    """The locks of one medium inside one process: share it among its ``ProcessLocks``."""
+
+    def __init__(self) -> None:
+        self.changed: Final = threading.Condition()
+        self.writer: ProcessLocks | None = None
+        self.pins: Counter[int] = Counter()
+
+
+class ProcessLocks:
+    """Locks within one process, for a medium that no other process can see."""
+
+    def __init__(
+        self,
+        table: LockTable | None = None,
+        *,
+        name: str = "memory",
+        describe_holder: Callable[[], str] = lambda: "this process",
+    ) -> None:
+        """table: shared with all others who open the same medium; None: nobody else does."""
+        self._table: Final = table or LockTable()
+        self._name: Final = name
+        self._describe_holder: Final = describe_holder
+        self._pins: Counter[int] = Counter()
+        self._closed = False
+
+    def acquire_writer(self, timeout_s: float) -> None:
+        """Waits on a condition."""
+        self._check_open()
+        table = self._table
+        with table.changed:
+            if not table.changed.wait_for(lambda: table.writer in (None, self), max(0, timeout_s)):
+                raise _busy(self._name, timeout_s, self._describe_holder())
+            table.writer = self
+
+    def release_writer(self) -> None:
+        """Does nothing if it is not the writer."""
+        self._check_open()
+        self._release()
+
+    def has_writer(self) -> bool:
+        """Only within this process."""
+        self._check_open()
+        return self._table.writer not in (None, self)
+
+    def pin(self, version: int) -> None:
+        """``UsageError`` for an impossible version."""
+        self._check_open()
+        _pin_byte(version)
+        with self._table.changed:
+            self._pins[version] += 1
+            self._table.pins[version] += 1
+
+    def unpin(self, version: int) -> None:
+        """``UsageError`` if it is not pinned by this object."""
+        self._check_open()
+        with self._table.changed:
+            if self._pins[version] == 0:
+                raise UsageError(f"{self._name}: version {version} is not pinned here")
+            self._pins[version] -= 1
+            self._table.pins[version] -= 1
+
+    def pinned(self, version: int) -> bool:
+        """Return whether anyone who shares the table pins ``version``."""
+        self._check_open()
+        return self._table.pins[version] > 0
+
+    def pins(self) -> set[int]:
+        """Return the versions that anyone who shares the table pins."""
+        self._check_open()
+        with self._table.changed:
+            return {version for version, count in self._table.pins.items() if count > 0}
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._closed = True
+        self._release()
+        with self._table.changed:
+            self._table.pins.subtract(self._pins)
+            self._pins.clear()
+
+    def _release(self) -> None:
+        with self._table.changed:
+            if self._table.writer is self:
+                self._table.writer = None
+                self._table.changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self._name}: locks used after they were closed")
+
+
+class DirectoryLock:
+    """A directory that one process of this machine has for itself, as long as it lives: by a lock
+    on a file in it."""
+
+    def __init__(self, path: str) -> None:
+        """path: of the file; it is made, and says which process has it. Raises ``BusyError`` at
+        once, naming that, and ``MediumError``."""
+        with contextlib.ExitStack() as undo:
+            try:
+                file = Descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
+                undo.callback(file.close)
+                holder = os.pread(file.number, _HOLDER_MAX, 0).decode("ascii", "replace").strip()
+            except OSError as error:
+                raise file_error("open", path, error) from error
+            locks = FileLocks(path, writable=True)
+            undo.callback(locks.close)
+            try:
+                locks.acquire_writer(0)
+            except BusyError as error:
+                raise BusyError(
+                    errno.EAGAIN,
+                    f"{os.path.dirname(path)}: process {holder or 'unknown'} of this machine "
+                    "already serves it; stop that process, or serve another directory",
+                ) from error
+            try:
+                os.pwrite(file.number, f"{os.getpid():<{_HOLDER_MAX}}".encode(), 0)
+            except OSError as error:
+                raise file_error("write", path, error) from error
+            undo.pop_all()
+            file.close()
+            self._locks: Final = locks
+
+    def close(self) -> None:
+        """Somebody else may have it. A second call does nothing."""
+        self._locks.close()
+
+
+class _Wait:
+    """A bounded wait by polling: the system cannot wait for such a lock for a limited time."""
+
+    def __init__(self, path: str, timeout_s: float, describe_holder: Callable[[], str]) -> None:
+        self._path: Final = path
+        self._timeout_s: Final = timeout_s
+        self._describe_holder: Final = describe_holder
+        self._begin_s: Final = time.monotonic()
+        self._end_s: Final = self._begin_s + timeout_s
+        self._pause_s = _POLL_MIN_S
+        self._said = False
+
+    def once(self) -> None:
+        """Wait a little. ``BusyError`` when the time is over."""
+        now_s = time.monotonic()
+        left_s = self._end_s - now_s
+        if left_s <= 0:
+            raise _busy(self._path, self._timeout_s, self._describe_holder())
+        if not self._said and now_s - self._begin_s >= _QUIET_S:
+            self._said = True
+            _LOG.warning(
+                "%s: waiting up to %g s for the writer to close it: %s",
+                self._path,
+                self._timeout_s,
+                self._describe_holder(),
+            )
+        time.sleep(min(self._pause_s, left_s))
+        self._pause_s = min(2 * self._pause_s, _POLL_MAX_S)
+
+
+def _busy(name: str, timeout_s: float, holder: str) -> BusyError:
+    return BusyError(
+        errno.EAGAIN,
+        f"{name}: another writer has held it for {timeout_s:g} s: {holder}; "
+        "stop it, wait for it, or use another pool",
+    )
+
+
+def _pin_byte(version: int) -> int:
+    if not 0 <= version < _VERSION_MAX:
+        raise UsageError(f"version {version}: expected 0 to {_VERSION_MAX - 1}")
+    return PIN_BASE + version
+
+
+def _can_lock() -> bool:
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    return hasattr(fcntl, "F_OFD_SETLK")

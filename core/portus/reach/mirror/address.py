@@ -1,0 +1,111 @@
+"""Where a mirror is: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path``, ``memory:``;
+or on a storage host, ``portus://host:7117``.
+
+A URL says a place and no more. Who may go there is said by the environment, as for every other
+program: a URL is written into logs, scripts and histories of shells.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from portus.errors import UsageError, masked, printable
+from portus.reach.protocol.address import is_address
+from portus.reach.protocol.address import parse as parse_host
+
+MIRROR_VARIABLE: Final = "PORTUS_MIRROR"
+"""Names the mirror of all runs that name none."""
+
+EXPECTED: Final = (
+    "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path or "
+    "portus://host:7117"
+)
+
+_FORM: Final = re.compile(r"(s3|gs|az)://([^/]*)(?:/(.*))?|(file)://(/.*)|(memory):(.*)", re.DOTALL)
+_BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+
+
+class StoreKind(enum.Enum):
+    """What keeps the objects."""
+
+    S3 = "s3"
+    GOOGLE = "gs"
+    AZURE = "az"
+    FOLDER = "file"
+    MEMORY = "memory"
+    HOST = "portus"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A place for objects. ``bucket`` (Azure: container); ``prefix``: names of objects begin with
+    it, without slashes at its ends; of a folder, its absolute path; of memory, its name. Of a
+    storage host ``bucket`` is its address."""
+
+    kind: StoreKind
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        if self.kind is StoreKind.MEMORY:
+            return f"memory:{self.prefix}"
+        if self.kind is StoreKind.FOLDER:
+            return f"file://{self.prefix}"
+        if self.kind is StoreKind.HOST:
+            return self.bucket + (f"/{self.prefix}" if self.prefix else "")
+        return f"{self.kind.value}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+def is_store(text: str) -> bool:
+    """True if ``text`` has the form of a store's address, right or wrong; not of a storage host:
+    that has pools, too."""
+    return re.match(r"(?:s3|gs|az|file)://|memory:", text) is not None
+
+
+def parse(text: str, what: str = "mirror") -> StoreAddress:
+    """The address that ``text`` says. what: where it was said. Raises ``UsageError``, without the
+    text where it may hold a secret."""
+    if is_address(text):
+        if parse_host(text).second is not None:
+            raise UsageError(f"{what} {text!r}: a mirror is on one storage host; name one of them")
+        return StoreAddress(StoreKind.HOST, str(parse_host(text)), "")
+    _refuse_secrets(text, what)
+    found = _FORM.fullmatch(text)
+    if found is None or not text.isprintable():
+        shown = printable(masked(text, is_address=True))
+        raise UsageError(f"{what} {shown!r:.200}: {EXPECTED}")
+    if found[6]:
+        return StoreAddress(StoreKind.MEMORY, "", found[7])
+    if found[4]:
+        return StoreAddress(StoreKind.FOLDER, "", _segments(text, found[5], what, "/"))
+    if not _BUCKET.fullmatch(found[2]):
+        raise UsageError(
+            f"{what} {masked(text, is_address=True)!r}: that is not the name of a bucket; "
+            f"{EXPECTED}"
+        )
+    return StoreAddress(StoreKind(found[1]), found[2], _segments(text, found[3] or "", what, ""))
+
+
+def _refuse_secrets(text: str, what: str) -> None:
+    """What a URL has beside its place is mostly a secret: it is not repeated."""
+    scheme, there, rest = text.partition("://")
+    if not there or scheme == StoreKind.FOLDER.value:
+        return
+    authority = rest.partition("/")[0]
+    for mark, name in (("@", "a user or a password"), ("?", "a query"), ("#", "a fragment")):
+        if mark in (authority if mark == "@" else rest):
+            raise UsageError(
+                f"{what}: a {scheme[:10]}:// URL with {name}; expected only bucket and prefix. "
+                "Credentials are taken from the environment (AWS_ACCESS_KEY_ID and others)"
+            )
+
+
+def _segments(text: str, path: str, what: str, root: str) -> str:
+    """``path`` without empty segments. ``UsageError`` if it climbs."""
+    segments = [each for each in path.split("/") if each]
+    if any(each in (".", "..") for each in segments):
+        raise UsageError(f"{what} {text!r}: expected a path without '.' and '..'")
+    return root + "/".join(segments)

@@ -1,0 +1,262 @@
+"""The base class ``Behind``: a thread that copies to a store, behind whoever saves.
+
+It does what there is to do, retries while the store does not answer, and ends when another writer
+has taken over. Subclasses define what there is to do: for a pool, or for a directory of files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sized
+from typing import Final
+
+from portus.engine.copying.segments import Stop, StoppedError
+from portus.engine.copying.thread import Beside
+from portus.errors import PortusError, StaleError, UsageError
+from portus.reach.mirror.log import SupersededError
+from portus.reach.mirror.store import Store, UnwritableError
+from portus.reach.mirror.waiting import Show, bar
+
+_log: Final = logging.getLogger("portus")
+
+_PAUSE_MIN_S: Final = 1.0
+PAUSE_MAX_S: Final = 60.0
+"""Between two tries, where the store does not answer."""
+
+_SHOW_S: Final = 0.2
+"""How often a bar is drawn."""
+
+_SAY_S: Final = 10.0
+"""How often who waits hears how far it is."""
+
+READ_ALONE: Final = "it may be read, not written"
+"""What a refused write means, after a read that was not."""
+
+
+class ElsewhereError(UsageError):
+    """The mirror has the newer history, of another pool or directory."""
+
+
+class Behind(ABC):
+    """See the module. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        address: str,
+        model: str,
+        *,
+        wait_s: float,
+        pause_max_s: float = PAUSE_MAX_S,
+    ) -> None:
+        """Asks nobody. address: of the store, for messages. wait_s: the longest that ``close``
+        waits. pause_max_s: between two tries, where the store does not answer."""
+        self.address: Final = address
+        self._model: Final = model
+        self._store: Final = store
+        self._wait_s = wait_s
+        self._pause_max_s: Final = pause_max_s
+        self._changed: Final = threading.Condition()
+        self._thread: Beside | None = None
+        self._wanted = False
+        """True if there may be something to do."""
+        self._closing = False
+        """True if the thread is to end once there is nothing to do any more."""
+        self._ended = False
+        """True if it is to end now."""
+        self._copying: Stop | None = None
+        self._copies = 0
+        self._has_copied = False
+        """True if something was mirrored after the last failure."""
+        self._failure = ""
+        self._mirrored_ns = 0
+
+    @abstractmethod
+    def _catch_up(self) -> None:
+        """Copy what is not there, until all is. On the thread."""
+
+    @abstractmethod
+    def unmirrored(self) -> Sized:
+        """What is not mirrored."""
+
+    @abstractmethod
+    def _left(self) -> str:
+        """The same in words; empty if all is."""
+
+    def _awaited(self) -> str:
+        """What the wait at the end is for, in words."""
+        return self._left() or "older versions are to be removed there"
+
+    def _passed_by(self) -> None:  # noqa: B027
+        """A command took the term for a moment: it will be claimed again."""
+
+    def wake(self) -> None:
+        """Something was committed, or let go of."""
+        with self._changed:
+            if self._closing:
+                return
+            self._wanted = True
+            if self._thread is None:
+                self._thread = Beside(self._run, f"portus-mirror-{self._model}")
+                self._thread.start()
+            self._changed.notify_all()
+
+    @property
+    def lag_s(self) -> float | None:
+        """Seconds of training that the loss of this machine would cost now: since the newest
+        version was saved that is mirrored. None before there is one."""
+        return (time.time_ns() - self._mirrored_ns) / 1e9 if self._mirrored_ns else None
+
+    @property
+    def failure(self) -> str:
+        """Why it is behind; empty if nothing is wrong."""
+        return self._failure
+
+    def close(self) -> None:
+        """Wait, for ``wait_s`` seconds at most, until all is mirrored; say what is not. A second
+        call after an interrupt does not wait."""
+        try:
+            self.finish(self._wait_s)
+        except BaseException:  # Ctrl-C: whoever ends the wait does not want the next one
+            self._wait_s = 0.0
+            raise
+        self.end()
+        self._store.close()  # which ends the request that is under way
+        self.ended()
+
+    def finish(self, wait_s: float) -> None:
+        """Nothing is committed any more: wait until all is mirrored, ``wait_s`` seconds at most."""
+        with self._changed:
+            self._closing = self._wanted = True  # once more: what waited does not any longer
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._wait_for(self._thread, wait_s)
+
+    def end(self) -> None:
+        """End what is under way, once the store is closed. ``ended`` is to be called then."""
+        with self._changed:
+            self._closing = self._ended = True
+            if self._copying is not None:
+                self._copying.set()
+            self._changed.notify_all()
+
+    def ended(self) -> None:
+        """Return when the thread is over; say what is not mirrored."""
+        if self._thread is not None:
+            self._thread.join()
+        left = self._left()
+        if left:
+            _log.error("portus: the mirror is behind: %s. %s", left, self._failure)
+
+    def _wait_for(self, thread: Beside, wait_s: float) -> None:
+        """Wait until the thread has ended, ``wait_s`` seconds at most, with a bar at a terminal."""
+        until_s, total = time.monotonic() + wait_s, len(self.unmirrored())
+        with bar("portus: mirror") as show:
+            while thread.is_alive():
+                often_s = _SAY_S if show is None else _SHOW_S
+                thread.join(max(0.0, min(often_s, until_s - time.monotonic())))
+                if time.monotonic() >= until_s:
+                    return
+                if thread.is_alive():
+                    self._say_wait(show, total)
+
+    def _say_wait(self, show: Show | None, total: int) -> None:
+        if show is None:
+            text = "portus: waiting for the mirror, Ctrl-C ends that: %s. %s"
+            _log.warning(text, self._awaited(), self._failure)
+            return
+        copying, left = self._copying, len(self.unmirrored())
+        sent = f", {copying.done >> 20} MiB of the next" if copying else ""
+        show(max(0, total - left), total, f"{sent}; Ctrl-C ends it. {self._failure}".rstrip())
+
+    @contextlib.contextmanager
+    def _uploading(self) -> Iterator[Stop]:
+        """What is sent inside ends when the stop is set: a save needs the space, or it is over."""
+        stop = Stop()
+        with self._changed:
+            if self._ended:
+                raise StoppedError("the run ends")
+            self._copying = stop
+        try:
+            yield stop
+        finally:
+            with self._changed:
+                self._copying = None
+                self._copies += 1
+                self._changed.notify_all()
+
+    # The thread.
+
+    def _run(self) -> None:
+        pause_s = _PAUSE_MIN_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._closing or self._ended)
+                if self._ended or not self._wanted:
+                    return
+                self._wanted = False
+            try:
+                self._catch_up()
+                pause_s, self._failure = _PAUSE_MIN_S, ""
+            except StoppedError:
+                self._again(None)
+            except StaleError:
+                self._again(0.0)  # what was to be copied went meanwhile
+            except SupersededError as error:
+                if not error.passing:
+                    self._fail(error)
+                    return
+                self._passed_by()
+                self._again(0.0)
+            except ElsewhereError as error:
+                self._fail(error)
+                return
+            except Exception as error:  # MemoryError and the like, too: else nobody hears of it
+                self._say(error)
+                if self._has_copied:  # it is another failure, not the same one still
+                    self._has_copied, pause_s = False, _PAUSE_MIN_S
+                self._again(pause_s)
+                pause_s = min(2 * pause_s, self._pause_max_s)
+
+    def _again(self, pause_s: float | None) -> None:
+        """Try again after a pause; None: after the next commit, if there is to be one."""
+        with self._changed:
+            if pause_s is None:
+                self._wanted = self._wanted or self._closing
+                return
+            if self._closing:
+                self._changed.wait_for(lambda: self._ended, min(pause_s, _PAUSE_MIN_S))
+            else:
+                self._changed.wait_for(lambda: self._closing or self._ended, pause_s)
+            self._wanted = True
+
+    def _say(self, error: Exception) -> None:
+        """Say why the mirror is behind, each cause once until it is over."""
+        if self._ended:
+            return  # the store was closed, and the cause is that of before
+        foreign = not isinstance(error, PortusError)
+        said = f"{READ_ALONE}: {error}" if isinstance(error, UnwritableError) else str(error)
+        text = f"{type(error).__name__}: {error}" if foreign else said
+        if text != self._failure:
+            self._failure = text
+            _log.warning(
+                "portus: %s is behind; retrying: %s",
+                self.address,
+                text,
+                exc_info=error if foreign else None,
+            )
+
+    def _fail(self, error: PortusError) -> None:
+        self._failure = str(error)
+        _log.error("portus: no longer mirroring to %s: %s", self.address, error)
+
+
+def who() -> str:
+    """Return a name for this process, which other processes show in messages."""
+    return f"pid {os.getpid()} on {platform.node()}"

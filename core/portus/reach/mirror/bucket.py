@@ -1,0 +1,412 @@
+"""Objects in a bucket, by obstore: S3 and what speaks like it, Google, Azure; memory for tests.
+
+Theory. obstore waits in Rust, and nothing of Python ends that. So each call is a task of an event
+loop, in a thread of the store's own: ``close`` cancels the tasks, which drops their requests.
+
+A buffer that obstore was given is not copied; what it holds when it goes over the wire is what is
+stored. A request that was given up may go on for a moment, so ``put`` gives each part as a view of
+its own, and returns when no view is held any more.
+
+S3 lets a signature have the SHA-256 of what is sent, which costs three times what sending it does.
+TLS vouches for the same bytes, so it is left out there; plain HTTP has nothing else.
+
+All requests but those of ``create`` may be repeated by obstore, since they do the same again.
+``create`` is sent once: what became of a request without an answer is for its caller to find out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+import weakref
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+
+from portus.engine.copying.thread import Beside
+from portus.errors import PortusError, TransportError, UsageError
+from portus.reach.mirror.address import StoreAddress, StoreKind
+from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, meant
+from portus.reach.mirror.names import (
+    bytes_of,
+    checked_name,
+    checked_prefix,
+    is_name,
+    short,
+    writable_bytes,
+)
+from portus.reach.mirror.store import Buffer, ListedObject
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PAGE_ENTRIES: Final = 1000
+"""Of a list: what one request brings, at S3."""
+
+_RELEASE_S_MAX: Final = 60.0
+_RELEASE_POLL_S: Final = 0.002
+_SINGLY: Final = (StoreKind.GOOGLE, StoreKind.AZURE)
+"""A missing object is an error of these, which ends a deletion of many."""
+
+_SIDE_BY_SIDE: Final = 16
+"""Deletions, one by one."""
+
+_PART_SIZE: Final = 16 << 20
+_PARTS_ABREAST: Final = 4
+_PARTS_MAX: Final = 10_000
+"""Of an object that is sent in parts, at S3."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTimeouts:
+    """How long a call may take: a request that does not connect, or is not through, ends after
+    ``connect_s`` and ``request_s``; then it is repeated, ``retries`` times and until ``retry_s``
+    have passed since the first one began. So a call ends within ``retry_s + request_s``, and
+    ``create`` within ``request_s``. All in seconds.
+
+    ``request_s`` is for all of an object: with 120 s, 16 MiB need 140 kB/s.
+    """
+
+    connect_s: float = 5.0
+    request_s: float = 120.0
+    retries: int = 3
+    retry_s: float = 60.0
+
+
+class Bucket:
+    """``Store`` of the objects below a prefix of a bucket. Close it, or it is closed at exit."""
+
+    def __init__(self, address: StoreAddress, patience: BucketTimeouts | None = None) -> None:
+        """Asks nobody yet. Raises ``UsageError`` if obstore is missing, or the environment says
+        what cannot be."""
+        self._address: Final = address
+        self._patience: Final = patience or BucketTimeouts()
+        try:
+            import obstore
+        except ModuleNotFoundError:
+            raise UsageError(
+                f"{address}: this needs obstore; pip install 'portus-checkpoint[mirror]'"
+            ) from None
+        self._obstore: Final = obstore
+        self._store: Final = self._opened(self._patience.retries)
+        self._once: Final = self._opened(0)
+        self._calls: Final = _Calls(str(address))
+        self._end: Final = weakref.finalize(self, self._calls.close)
+
+    def __repr__(self) -> str:
+        return f"Bucket({str(self._address)!r})"
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        path = checked_name(name, self._address)
+        views = [bytes_of(part, self._address) for part in parts]
+        self._ask("put", name, lambda: self._put(path, views))
+
+    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+        path = checked_name(name, self._address)
+        self._ask("put", name, lambda: self._put_stream(path, parts, size))
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = checked_name(name, self._address)
+        return self._ask("create", name, lambda: self._create(path, data))
+
+    def get(self, name: str) -> bytes:
+        path = checked_name(name, self._address)
+        return self._ask("get", name, lambda: self._get(path))
+
+    def get_range(self, name: str, start: int, into: memoryview) -> None:
+        path = checked_name(name, self._address)
+        view = writable_bytes(into, start, self._address)
+        if not view:
+            return
+        found = self._ask("get", name, lambda: self._get_range(path, start, start + len(view)))
+        if len(found) < len(view):
+            raise short(f"{self._address}: {name}", start, len(view), len(found))
+        # By numpy: it lets other threads run meanwhile.
+        np.frombuffer(view, np.uint8)[:] = np.frombuffer(found, np.uint8)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
+        below = checked_prefix(prefix, self._address)
+        if after:
+            checked_name(after.rstrip("/"), self._address)
+        stream = self._obstore.list(
+            self._store, below or None, offset=after or None, chunk_size=PAGE_ENTRIES
+        )
+        last = ""
+        while page := self._ask("list", prefix, lambda: _next_page(stream)):
+            for each in page:
+                name = each["path"]
+                if not is_name(name) or not name.startswith(prefix):
+                    continue
+                if name <= last:
+                    raise UsageError(
+                        f"{self._address}: expected a list in the order of names, found {name} "
+                        f"after {last}; directory buckets (S3 Express) cannot hold a mirror"
+                    )
+                last = name
+                if name > after:
+                    yield ListedObject(name, each["size"], each["last_modified"].timestamp())
+
+    def delete(self, names: Sequence[str]) -> None:
+        paths = [checked_name(name, self._address) for name in names]
+        if paths:
+            self._ask("delete", _several(paths), lambda: self._delete(paths))
+
+    def close(self) -> None:
+        """Close it as ``Store.close`` does; calls of other threads end with ``TransportError``."""
+        self._end()
+
+    def _opened(self, retries: int) -> ObjectStore:
+        from obstore import store as stores
+
+        address, patience = self._address, self._patience
+        if address.kind is StoreKind.MEMORY:
+            return _MEMORY.setdefault(address.prefix, stores.MemoryStore())
+        opening: Any = {
+            StoreKind.S3: stores.S3Store,
+            StoreKind.GOOGLE: stores.GCSStore,
+            StoreKind.AZURE: stores.AzureStore,
+        }[address.kind]
+        try:
+            opened: ObjectStore = opening(
+                address.bucket,
+                prefix=address.prefix or None,
+                config={
+                    "timeout": f"{round(patience.request_s * 1e3)}ms",
+                    "connect_timeout": f"{round(patience.connect_s * 1e3)}ms",
+                    **_left_out(address.kind),
+                },
+                retry_config={
+                    "max_retries": retries,
+                    "retry_timeout": timedelta(seconds=patience.retry_s),
+                    "backoff": {
+                        "init_backoff": timedelta(milliseconds=100),
+                        "max_backoff": timedelta(seconds=5),
+                        "base": 2,
+                    },
+                },
+            )
+        except self._obstore.exceptions.BaseError as error:
+            failed = self._meant(error, "open", "")
+        else:
+            return opened
+        raise failed
+
+    def _ask(
+        self, operation: str, name: str, work: Callable[[], Coroutine[Any, Any, Result]]
+    ) -> Result:
+        """What ``work`` gives, run by the thread of this store. Raises as ``Store``."""
+        try:
+            return self._calls.run(work)
+        except PortusError:
+            raise
+        except (self._obstore.exceptions.BaseError, OSError, NotImplementedError) as error:
+            failed = self._meant(error, operation, name)
+        raise failed  # here: what obstore said may hold what is not to be shown
+
+    def _meant(self, error: BaseException, operation: str, name: str) -> PortusError:
+        waited = self._patience.connect_s, self._patience.request_s
+        return meant(error, FailedCall(self._address, operation, name, *waited))
+
+    async def _put(self, path: str, views: Sequence[memoryview]) -> None:
+        if self._address.kind is StoreKind.MEMORY:  # it would keep the buffers themselves
+            await self._obstore.put_async(self._store, path, b"".join(views), use_multipart=False)
+            return
+        given = views[0] if len(views) == 1 else list(views)
+        try:
+            await self._obstore.put_async(self._store, path, given, use_multipart=False)
+        finally:
+            await _released(views)
+
+    async def _put_stream(self, path: str, parts: Iterable[bytes], size: int) -> None:
+        """Upload an object in several parts, which become one object once all of them are there."""
+        await self._obstore.put_async(
+            self._store,
+            path,
+            _asked_for(parts),
+            use_multipart=True,
+            chunk_size=max(_PART_SIZE, -(-size // _PARTS_MAX)),
+            max_concurrency=_PARTS_ABREAST,
+        )
+
+    async def _create(self, path: str, data: bytes) -> bool:
+        try:
+            await self._obstore.put_async(self._once, path, data, mode="create")
+        except self._obstore.exceptions.AlreadyExistsError:
+            return False
+        return True
+
+    async def _get(self, path: str) -> bytes:
+        found = await self._obstore.get_async(self._store, path)
+        return bytes(await found.bytes_async())
+
+    async def _get_range(self, path: str, start: int, end: int) -> memoryview:
+        try:
+            found = await self._obstore.get_range_async(self._store, path, start=start, end=end)
+        except self._obstore.exceptions.BaseError as error:
+            if is_beyond_the_end(error):
+                return memoryview(b"")
+            raise
+        return memoryview(found)
+
+    async def _delete(self, paths: Sequence[str]) -> None:
+        if self._address.kind not in _SINGLY:
+            await self._obstore.delete_async(self._store, paths)
+            return
+        for first in range(0, len(paths), _SIDE_BY_SIDE):
+            some = paths[first : first + _SIDE_BY_SIDE]
+            await asyncio.gather(*(self._delete_one(path) for path in some))
+
+    async def _delete_one(self, path: str) -> None:
+        try:
+            await self._obstore.delete_async(self._store, path)
+        except FileNotFoundError:
+            pass
+
+
+def _left_out(kind: StoreKind) -> dict[str, str]:
+    """What keeps the SHA-256 of contents out of signatures, where TLS is spoken and the environment
+    does not say."""
+    said = {name.upper(): value for name, value in os.environ.items()}
+    is_plain = any(
+        value.strip().lower().startswith("http://")
+        for name, value in said.items()
+        if name.startswith("AWS_ENDPOINT")
+    )
+    if kind is not StoreKind.S3 or is_plain or "AWS_UNSIGNED_PAYLOAD" in said:
+        return {}
+    return {"unsigned_payload": "true"}
+
+
+_MEMORY: Final[dict[str, ObjectStore]] = {}
+"""By name: what one store of this process writes, the others read."""
+
+
+async def _asked_for(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def _next_page(stream: Any) -> Sequence[Any]:
+    try:
+        page: Sequence[Any] = await stream.__anext__()
+    except StopAsyncIteration:
+        return ()
+    return page
+
+
+async def _released(views: Sequence[memoryview]) -> None:
+    """Wait until nobody holds a buffer of ours any more."""
+    until = time.monotonic() + _RELEASE_S_MAX
+    for view in views:
+        while not _release(view):
+            if time.monotonic() > until:
+                raise RuntimeError("obstore holds memory of a request that has ended")
+            await asyncio.sleep(_RELEASE_POLL_S)
+
+
+def _release(view: memoryview) -> bool:
+    try:
+        view.release()
+    except BufferError:
+        return False
+    return True
+
+
+def _several(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+class _Calls:
+    """An event loop in a thread of its own, which begins with the first call."""
+
+    def __init__(self, name: str) -> None:
+        self._name: Final = name
+        self._guard: Final = threading.Lock()
+        self._process: Final = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: Beside | None = None
+        self._is_closed = False
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """What ``work()`` gives, awaited in the loop. An exception that a signal handler raises
+        here cancels it, and is raised when it has ended."""
+        if os.getpid() != self._process:
+            raise UsageError(f"{self._name}: opened by another process; open it in this one")
+        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[Result]] = []
+
+        def begin() -> None:
+            tasks.append(asyncio.get_running_loop().create_task(work()))
+            tasks[0].add_done_callback(end)
+
+        def end(task: asyncio.Task[Result]) -> None:
+            if task.cancelled():
+                done.set_exception(TransportError(f"{self._name}: closed in the middle of a call"))
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
+
+        with self._guard:
+            loop = self._started()
+            loop.call_soon_threadsafe(begin)
+        try:
+            concurrent.futures.wait([done])
+        except BaseException:
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            concurrent.futures.wait([done])
+            raise
+        return done.result()
+
+    def close(self) -> None:
+        """Cancel what runs, wait until it has ended, and end the thread."""
+        if os.getpid() != self._process:
+            return
+        with self._guard:
+            self._is_closed = True
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():  # the garbage collector may be in any
+            thread.join()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._is_closed:
+            raise UsageError(f"{self._name}: it is closed; open it again")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = Beside(partial(_serve, self._loop), "portus-store")
+            self._thread.start()
+        return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    loop.run_until_complete(_ended(left))
+    loop.close()
+
+
+async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,400 @@
+"""The copier of a mirror: what is committed to a pool is copied behind whoever saves, and a pool
+that is new is filled from the mirror. Runs have one each, storage hosts one for each model.
+
+There is one thread. It copies the newest version that is not mirrored yet, then older ones, as long
+as the pool has them. What it copies it pins, as any reader does; a save that finds no room has it
+end (``yield_space``). What the pool let go of goes from the mirror too, unless ``keep`` wants it
+there.
+
+Before anything is saved, ``begin`` looks which of the two has the newer history. A pool that is new
+gets the versions that the mirror has of the model. A pool whose history continued elsewhere is
+reported, and not continued. Then it claims the mirror, which is its first write: where that is not
+allowed, nothing ever would be mirrored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+from portus.engine.copying.segments import Stop, StoppedError
+from portus.engine.spec import VersionInfo
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+)
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.mirror.behind import PAUSE_MAX_S, READ_ALONE, Behind, ElsewhereError, who
+from portus.reach.mirror.fetching import fill, missing
+from portus.reach.mirror.log import SupersededError
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import Added, Fact, Removed, State
+from portus.reach.mirror.opening import configured_key
+from portus.reach.mirror.store import Store, UnwritableError
+
+_log: Final = logging.getLogger("portus")
+
+_COLLECT_S: Final = 24 * 3600.0
+"""Between two times that what nobody needs any more is deleted."""
+
+
+class Copier(Behind):
+    """Copies what is committed of one model to its mirror. Thread-safe but for ``begin``."""
+
+    _advice = (
+        "To resume from the mirror, move this pool away; to resume from here, use another mirror, "
+        "or mirror='none'"
+    )
+    _instead = "or name another mirror"
+    """What else to do about a mirror that cannot be written."""
+
+    def __init__(
+        self,
+        store: Store,
+        address: str,
+        model: str,
+        *,
+        wait_s: float,
+        turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        newest: int | None = None,
+        pause_max_s: float = PAUSE_MAX_S,
+    ) -> None:
+        """Take the parameters of ``Behind``, and some more. turn: entered while it copies, for
+        several that share a store. newest: as for ``Mirror``."""
+        super().__init__(store, address, model, wait_s=wait_s, pause_max_s=pause_max_s)
+        self._turn: Final = turn
+        self._mirror: Final = Mirror(
+            self._store,
+            model,
+            key=configured_key(),
+            name=self.address,
+            newest=newest,
+        )
+        self._joined: Joined | None = None
+        self._collecting: Stop | None = None
+        self._collected_s: float | None = None
+        """When it was tried last, here or by who had the term before; None: not yet asked."""
+        self._uncollected = ""
+        """Why that failed last."""
+        self._skipped: Final[set[bytes]] = set()
+        self._unread: Final[set[bytes]] = set()
+        """What could not be fetched: it stays where it is."""
+
+    # Before the first save.
+
+    def begin(self, joined: Joined) -> None:
+        """Copy from the pool ``joined`` from now on. Blocks while versions are fetched.
+
+        Raises ``UsageError`` if the pool's history continued elsewhere, for wrong credentials and
+        the like, and if the mirror may be read, not written; ``TransportError`` if the store cannot
+        be asked and the pool is empty: then nobody knows if there is something to continue from.
+        """
+        if self._joined is None:
+            self._begin(joined)
+        self.follow(joined)
+
+    @property
+    def has_begun(self) -> bool:
+        """True once there is a pool that is copied."""
+        return self._joined is not None
+
+    def follow(self, joined: Joined) -> None:
+        """Copy from ``joined`` as ``begin`` does, but ask nobody: for a mirror that has nothing of
+        this model, or cannot be asked."""
+        with self._changed:
+            self._joined = joined
+            if self._copying is not None:
+                self._copying.set()
+        self.wake()
+
+    def _begin(self, joined: Joined) -> None:
+        own = joined.infos()
+        try:
+            state = self._mirror.read()
+            newest = state.newest
+            if newest is not None and self._is_behind(state, newest, joined, own):
+                self._fill(state, joined)
+                joined.since = joined.writer.catalogue().root.sequence
+        except (TransportError, MediumError) as error:
+            if not own:
+                raise
+            self._say(error)
+        else:
+            self._claim_once(joined, state)
+
+    def _claim_once(self, joined: Joined, state: State) -> None:
+        """Claim it for the run that begins, unless it did so already for this pool, as ``state``
+        says. Raises as ``_written``."""
+        uuid, own = joined.writer.superblock.uuid, self._mirror.state
+        if self._mirror.is_claimed and state.writer == own.writer and own.terms[-1].pool == uuid:
+            self._claimed(joined)
+        else:
+            self._written(lambda: self._claim(joined))
+
+    def _written(self, claim: Callable[[], object]) -> None:
+        """The first write to the mirror. Raises ``UsageError`` if that is not allowed. If the store
+        does not answer, or is full, the thread tries again."""
+        try:
+            claim()
+        except (TransportError, MediumError) as error:
+            self._say(error)
+        except UnwritableError as error:
+            raise UnwritableError(
+                f"{self.address}: nothing can be mirrored there: {READ_ALONE}: {error}. Expected "
+                f"a mirror that this process may write to: give it that right, {self._instead}"
+            ) from error
+
+    def _is_behind(
+        self, state: State, newest: Added, joined: Joined, own: Sequence[VersionInfo]
+    ) -> bool:
+        """True if the pool is to be filled from the mirror. Raises ``UsageError`` if it has what
+        the mirror has not, of a history that was left behind."""
+        if not joined.is_behind(state, own):
+            return False
+        if {info.token for info in own} <= {each.token for each in state.versions}:
+            return True  # it has nothing of its own
+        raise self._elsewhere(newest, joined, own)
+
+    def _elsewhere(
+        self, newest: Added, joined: Joined, own: Sequence[VersionInfo]
+    ) -> ElsewhereError:
+        return ElsewhereError(
+            f"{joined.name}: model {self._model!r} went on elsewhere: the newest that "
+            f"{self.address} has is step {newest.step}, of another pool, and the newest here "
+            f"is step {own[-1].step if own else None}. {self._advice}"
+        )
+
+    def _fill(self, state: State, joined: Joined) -> None:
+        found = missing(state, joined.infos())
+        if found:
+            _log.warning(
+                "portus: %s: %d versions of model %r, %d bytes, are fetched from %s",
+                joined.name,
+                len(found),
+                self._model,
+                sum(each.size for each in found),
+                self.address,
+            )
+        done = fill(self._mirror, state, joined.writer, joined.infos)
+        self._unread.update({each.token for each in found} - {each.token for each in done})
+
+    # While it saves.
+
+    def wake(self) -> None:
+        """Wake the thread, as ``Behind.wake`` does; do nothing before there is a pool."""
+        if self._joined is not None:
+            super().wake()
+
+    def yield_space(self) -> bool:
+        """A save finds no room: end the upload, whose version may hold some. True if there was one;
+        it is over then, and begins again after the next commit. Blocks until the store has
+        answered."""
+        with self._changed:
+            if self._copying is None:
+                return False
+            self._copying.set()
+            copies = self._copies
+            self._changed.wait_for(lambda: self._copies != copies)
+            return True
+
+    def finish(self, wait_s: float) -> None:
+        """Wait as ``Behind.finish`` does, and end a collection that is under way."""
+        with self._changed:
+            self._closing = self._wanted = True
+            if self._collecting is not None:
+                self._collecting.set()  # the next run does that
+        super().finish(wait_s)
+
+    def ended(self) -> None:
+        """Return when the thread has ended, as ``Behind.ended`` does; then no pool is joined."""
+        super().ended()
+        self._joined = None
+
+    def unmirrored(self) -> list[VersionInfo]:
+        """The versions of the pool that are not mirrored, oldest commit first."""
+        joined = self._joined
+        there = {each.token for each in self._mirror.state.versions}
+        return [each for each in (joined.infos() if joined else ()) if each.token not in there]
+
+    def _left(self) -> str:
+        """What is not mirrored, in words; nothing if all is."""
+        left = self.unmirrored()
+        if not left:
+            return ""
+        return (
+            f"{len(left)} versions of model {self._model!r} are not in {self.address}, the newest "
+            f"of step {left[-1].step}"
+        )
+
+    # The thread.
+
+    def _catch_up(self) -> None:
+        joined = self._joined
+        assert joined is not None
+        with self._turn():
+            self._catch_up_with(joined)
+
+    def _passed_by(self) -> None:
+        joined = self._joined
+        if joined is not None:
+            joined.since = joined.writer.catalogue().root.sequence
+
+    def _catch_up_with(self, joined: Joined) -> None:
+        """Mirror what is not there, until all is."""
+        if not (joined.is_claimed and self._mirror.is_claimed):
+            self._claim(joined)
+        while True:  # ends: each turn but the last mirrors something
+            state, infos = self._mirror.state, joined.infos()
+            there = {each.token for each in state.versions} | self._skipped
+            missing = [info for info in infos if info.token not in there]
+            new = missing[-1] if missing else None
+            facts = self._facts(state, infos)
+            if new is not None:
+                self._copy(joined, new, facts)
+            elif facts:
+                self._mirror.note(facts)
+            else:
+                self._collect(joined)
+                return
+
+    def _collect(self, joined: Joined) -> None:
+        """All is mirrored: once a day, by the clocks of those who had the term, mend what the store
+        lost, and delete what nobody needs any more. Whether that can be done changes nothing of
+        what is mirrored; so what fails is tried a day later."""
+        now_s, stop = time.monotonic(), Stop()
+        with self._changed:
+            if self._collected_s is None:
+                self._collected_s = self._collected_before(now_s)
+            is_due = self._collected_s is None or now_s - self._collected_s >= _COLLECT_S
+            if self._closing or not is_due:
+                return
+            self._collecting = stop
+        try:
+            self._mend(joined)
+            self._mirror.collect(stop=stop)
+            self._uncollected = ""
+        except (SupersededError, StoppedError):
+            raise
+        except PortusError as error:
+            if str(error) != self._uncollected:
+                self._uncollected = str(error)
+                _log.warning(
+                    "portus: objects that %s no longer needs are not deleted, and take space "
+                    "there; saves and copies continue: %s",
+                    self.address,
+                    error,
+                )
+        finally:
+            self._collecting = None
+        self._collected_s = now_s
+
+    def _collected_before(self, now_s: float) -> float | None:
+        """When the log says that it was done last, as ``time.monotonic`` counts; None for more than
+        a day ago, for never, and for a time to come: of two clocks one is wrong."""
+        age_s = (time.time_ns() - self._mirror.state.collected_ns) / 1e9
+        return now_s - age_s if 0 <= age_s < _COLLECT_S else None
+
+    def _mend(self, joined: Joined) -> None:
+        for added in self._mirror.suspects():
+            info = next((each for each in joined.infos() if each.token == added.token), None)
+            if info is None:
+                _log.error(
+                    "portus: step %d lost objects in %s, and is not in the pool any more",
+                    added.step,
+                    self.address,
+                )
+                continue
+            with self._uploading_of(joined) as stop:
+                count = self._mirror.mend(added, joined.reader_of(info), info.id, stop)
+            if count:
+                _log.error(
+                    "portus: step %d had lost objects in %s: they were replaced from the pool",
+                    added.step,
+                    self.address,
+                )
+
+    def _claim(self, joined: Joined) -> None:
+        """Raises ``ElsewhereError`` if the mirror is ahead of the pool: what it has would go. The
+        store may not have answered when the pool was joined."""
+        state, own = self._mirror.read(), joined.infos()
+        if state.newest is not None and joined.is_behind(state, own):
+            raise self._elsewhere(state.newest, joined, own)
+        self._take_term(joined)
+
+    def _take_term(self, joined: Joined, at: int | None = None) -> None:
+        self._mirror.claim(who(), joined.writer.superblock.uuid, joined.since, at=at)
+        self._claimed(joined)
+
+    def _claimed(self, joined: Joined) -> None:
+        joined.is_claimed, self._collected_s = True, None
+        newest = self._mirror.state.newest
+        if newest is not None:
+            self._mirrored_ns = max(self._mirrored_ns, newest.time_ns)
+
+    def _copy(self, joined: Joined, info: VersionInfo, facts: Sequence[Fact]) -> None:
+        try:
+            with self._uploading_of(joined) as stop:
+                self._mirror.copy(joined.reader_of(info), info.id, stop, facts)
+            self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
+            self._has_copied = True
+        except CorruptionError as error:
+            self._skipped.add(info.token)
+            _log.error("portus: step %d is not mirrored: %s", info.step, error)
+
+    @contextlib.contextmanager
+    def _uploading_of(self, joined: Joined) -> Iterator[Stop]:
+        """``_uploading``, unless the run goes on in another pool."""
+        with self._uploading() as stop:
+            if joined is not self._joined:
+                raise StoppedError("the run continues in another pool")
+            yield stop
+
+    def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
+        """What is to be said besides: which versions go."""
+        kept = {info.token for info in infos} | self._unread
+        gone = {each.token for each in state.versions} - kept
+        return [Removed(token) for token in sorted(gone)]
+
+
+class Joined:
+    """A pool that versions of a model are copied from."""
+
+    def __init__(self, model: str, writer: PoolWriter) -> None:
+        self.writer: Final = writer
+        self.since = writer.catalogue().root.sequence
+        """Its newest commit when it was joined."""
+        self.is_claimed = False
+        self._model: Final = model
+
+    @property
+    def name(self) -> str:
+        """The name of the pool, for messages."""
+        return self.writer.medium.info.name
+
+    def is_behind(self, state: State, own: Sequence[VersionInfo]) -> bool:
+        """True if a mirror has the newer history. own: ``infos``."""
+        commit = self.writer.catalogue().root.sequence
+        return state.is_ahead_of(self.writer.superblock.uuid, own, commit)
+
+    def infos(self) -> list[VersionInfo]:
+        """The versions of the model, oldest commit first."""
+        listed = self.writer.catalogue().models.get(self._model)
+        return [entry.info for entry in listed.versions] if listed else []
+
+    def has_pool(self, uuid: bytes) -> bool:
+        """True if it is this one."""
+        return self.writer.superblock.uuid == uuid
+
+    def reader_of(self, info: VersionInfo) -> PoolReader:
+        """The pool, if it has this version. Raises ``StaleError``."""
+        if info in self.infos():
+            return self.writer
+        raise StaleError(f"step {info.step} was let go of")

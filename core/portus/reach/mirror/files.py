@@ -1,0 +1,239 @@
+"""``MirroredFiles``: the checkpoint files of one run in a store, whole, under their own names.
+
+A file counts once the log of the mirror says so, with its digest. Until then what it replaces is
+there and counts, under another name. Whoever was superseded may overwrite an object, and nobody
+takes that for the file: its digest is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from portus.engine.copying.segments import Stop
+from portus.engine.media.file_calls import write_all
+from portus.errors import CorruptionError, MediumError, PortusError, StaleError, printable
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import (
+    AGAIN,
+    DIGEST_SUFFIX,
+    FACTS_MAX,
+    FILES,
+    LOG,
+    QUOTED,
+    Filed,
+    State,
+    Unfiled,
+    file_name,
+    prefix_of,
+)
+from portus.reach.mirror.opening import configured_key
+from portus.reach.mirror.store import FileStore, MissingError
+from portus.reach.mirror.whole import check_file, named, put_file
+from portus.reach.mirror.writer import GRACE_S
+from portus.reach.versions.parallel import in_any_order
+
+PIECE: Final = 16 << 20
+"""Bytes that are read, or asked for, at once."""
+
+_ABREAST: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedFile:
+    """A file to upload. ``time_ns``: when it was changed last. ``read``: reads a range of it, and
+    returns fewer bytes only at its end. ``is_same``: whether it has not been written to since."""
+
+    size: int
+    time_ns: int
+    read: Callable[[int, int], bytes]
+    is_same: Callable[[], bool]
+
+
+class MirroredFiles:
+    """See the module. Whoever made the store closes it. One thread at a time.
+
+    All raise what the store raises, and as ``Mirror``.
+    """
+
+    def __init__(self, store: FileStore, model: str, name: str) -> None:
+        """Asks nothing. name: of the store, for messages."""
+        self._store: Final = store
+        self._prefix: Final = prefix_of(model)
+        self._name: Final = name
+        self._mirror: Final = Mirror(store, model, key=configured_key(), name=name)
+
+    @property
+    def state(self) -> State:
+        """What the log said when this object last claimed it or said something."""
+        return self._mirror.state
+
+    @property
+    def is_claimed(self) -> bool:
+        """True from a claim until it was found to be superseded."""
+        return self._mirror.is_claimed
+
+    def read(self) -> State:
+        """Return what the log says now."""
+        return self._mirror.read()
+
+    def claim(self, who: str, run: bytes, *, passing: bool = False) -> State:
+        """Claim the mirror: from now on only what this process says counts. run: 16 bytes, the
+        identity of the run on this machine. passing: until a run that mirrors there takes it
+        back."""
+        return self._mirror.claim(who, run, 0, passing=passing)
+
+    def upload(
+        self, path: str, file: UploadedFile, step: int, stop: Stop, *, term: int | None = None
+    ) -> Filed:
+        """Upload ``file`` as the one at ``path``; what ``count`` is to say of it. term: in which it
+        was saved, if not in this one.
+
+        Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
+        ``StaleError`` if the file was written to meanwhile.
+        """
+        self._mirror.require()
+        replaced = self.state.file(path)
+        name = file_name(path, "" if replaced is None else replaced.name)
+        size = file.size
+
+        def pieces() -> Iterator[bytes]:
+            for start in range(0, size, PIECE):
+                stop.check()
+                data = file.read(start, min(PIECE, size - start))
+                if len(data) < min(PIECE, size - start):
+                    raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
+                yield data
+                stop.add(len(data))
+
+        sent = put_file(self._store, self._prefix + name, pieces(), size)
+        if not file.is_same():
+            raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
+        return Filed(
+            path=path,
+            name=name,
+            digest=sent,
+            size=size,
+            step=step,
+            time_ns=file.time_ns,
+            term=self.state.term if term is None else term,
+        )
+
+    def count(self, files: Sequence[Filed], gone: Sequence[str] = ()) -> None:
+        """Make uploaded files count from now on, those of one entry of the log together, and the
+        files at ``gone`` no longer."""
+        replaced = [self.state.file(each.path) for each in files]
+        replaced += [self.state.file(path) for path in gone]
+        self._say([*files, *map(Unfiled, gone)])
+        self._sweep_away([each.name for each in replaced if each is not None and not each.link])
+
+    def link(self, path: str, target: str) -> None:
+        """Say that the link at ``path`` leads to ``target``, which is relative to it."""
+        before = self.state.file(path)
+        said = Filed(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
+        self._mirror.note([said])
+        if before is not None and not before.link:
+            self._sweep_away([before.name])
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; those that are not there are no error. Raises ``SupersededError``, and
+        ``UsageError`` without the right to delete: they do not count any more then."""
+        there = {each.path: each for each in self.state.files}
+        gone = [there[path] for path in dict.fromkeys(paths) if path in there]
+        self._say([Unfiled(each.path) for each in gone])
+        self._delete([each.name for each in gone if not each.link])
+
+    def sweep(self) -> int:
+        """Delete what was uploaded a day ago or before that, and never counted; how many objects.
+        Call it after ``claim``: the entry of that says what time it is in the store."""
+        entries = self._store.list(self._prefix + LOG)
+        now = next((each.modified for each in entries), 0.0)
+        named = {self._prefix + each.name for each in self.state.files}
+        named |= {name + DIGEST_SUFFIX for name in named}
+        found = [
+            each.name
+            for folder in (FILES, QUOTED, AGAIN)
+            for each in self._store.list(self._prefix + folder)
+            if each.name not in named and each.modified < now - GRACE_S
+        ]
+        if found:
+            self._store.delete(found)
+        return len(found)
+
+    def load(self, filed: Filed, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` of a file; nothing is compared."""
+        self._store.get_range(self._prefix + filed.name, offset, target)
+
+    def fetch(self, filed: Filed, number: int, advanced: Callable[[int], None]) -> None:
+        """Write a file into the open and empty file ``number``, verified. advanced: told of bytes.
+
+        Raises ``CorruptionError`` if it is not there as it was uploaded, or was replaced
+        meanwhile: then ``read`` says by what.
+        """
+
+        def get(start: int) -> None:
+            data = bytearray(min(PIECE, filed.size - start))
+            self._store.get_range(self._prefix + filed.name, start, memoryview(data))
+            _write(number, memoryview(data), start, filed.path)
+            advanced(len(data))
+
+        try:
+            in_any_order(get, range(0, filed.size, PIECE), _ABREAST)
+        except MissingError as error:
+            raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
+        hasher = xxhash.xxh3_128()
+        for start in range(0, filed.size, PIECE):
+            hasher.update(_read(number, start, min(PIECE, filed.size - start), filed.path))
+        if hasher.digest() != filed.digest:
+            raise CorruptionError(
+                f"{self._name}: {filed.name}: expected the digest {filed.digest.hex()}, found "
+                f"{hasher.hexdigest()}"
+            )
+
+    def check(self, filed: Filed, advanced: Callable[[int], None]) -> None:
+        """Read all of a file, and what is beside it. Raises as ``fetch``."""
+        name = self._prefix + filed.name
+        with named(self._name):
+            check_file(self._store, name, filed.size, filed.digest, advanced)
+
+    def _say(self, facts: Sequence[Filed | Unfiled]) -> None:
+        """Note facts, by one entry of the log if it has room."""
+        for start in range(0, len(facts), FACTS_MAX):
+            self._mirror.note(facts[start : start + FACTS_MAX])
+
+    def _sweep_away(self, names: Sequence[str]) -> None:
+        """Delete what does not count any more. What fails is done by ``sweep``, a day later."""
+        with contextlib.suppress(PortusError):
+            self._delete(names)
+
+    def _delete(self, names: Sequence[str]) -> None:
+        if names:
+            self._store.delete(
+                [self._prefix + name + more for name in names for more in ("", DIGEST_SUFFIX)]
+            )
+
+
+def _read(number: int, start: int, length: int, path: str) -> bytes:
+    try:
+        data = os.pread(number, length, start)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot be read: {error.strerror}"
+        ) from error
+    if len(data) < length:
+        raise StaleError(f"{printable(path)}: it became shorter while it was fetched")
+    return data
+
+
+def _write(number: int, data: memoryview, start: int, path: str) -> None:
+    try:
+        write_all(number, data, start)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot be written: {error.strerror}"
+        ) from error

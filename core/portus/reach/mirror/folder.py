@@ -1,0 +1,295 @@
+"""Objects as files below a directory, on a network file system as a rule.
+
+Theory. What is written goes to a file of its own in ``.partial`` first, and is synced; then its
+name is made, and the directory synced. ``put`` renames, which replaces; ``create`` links, which
+fails if the name is there. So a name is there with all of its bytes or not at all, whenever the
+power goes, and of several makers one wins, on any number of hosts. Where there are no hard links
+nothing is created: whatever else there is (O_EXCL) shows half of an object, or keeps it for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
+
+from portus.engine.media.file_calls import file_error
+from portus.errors import MediumError, TransportError, UsageError
+from portus.reach.media.local import LocalFiles
+from portus.reach.mirror.names import (
+    bytes_of,
+    checked_name,
+    checked_prefix,
+    is_name,
+    short,
+    writable_bytes,
+)
+from portus.reach.mirror.store import Buffer, ListedObject, MissingError
+
+PARTIAL: Final = ".partial"
+"""Below the root: what is being written."""
+
+PARTIAL_S_MAX: Final = 24 * 3600.0
+"""Older ones are of nobody, and are removed when a folder is opened and written to."""
+
+_NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+_AWAY: Final = (
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+)
+"""The server of a network file system does not answer."""
+
+_REFUSED: Final = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+    *(errno.ELOOP, errno.EXDEV),
+)
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_SIZE_MAX: Final = 1 << 30
+"""Of one call of write(2)."""
+
+Result = TypeVar("Result")
+
+
+class Folder:
+    """``Store`` below the directory ``root``, an absolute path; it is made by the first object.
+    Nothing stays open."""
+
+    def __init__(self, root: str) -> None:
+        self._root: Final = root
+        self._files: Final = LocalFiles()
+        self._safe: Final[set[str]] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Folder({self._root!r})"
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        self.put_stream(name, [bytes_of(part, self) for part in parts], 0)
+
+    def put_stream(self, name: str, parts: Iterable[Buffer], size: int) -> None:
+        with self._translated():
+            target = self._path(name)
+            with self._written(parts) as partial:
+                self._make_safe(os.path.dirname(target))
+                self._files.replace(partial, target)
+                self._files.sync(os.path.dirname(target))
+
+    def create(self, name: str, data: bytes) -> bool:
+        with self._translated():
+            target = self._path(name)
+            with self._written([data]) as partial:
+                self._make_safe(os.path.dirname(target))
+                is_ours = self._link(partial, target)
+                self._files.sync(os.path.dirname(target))
+                return is_ours
+
+    def get(self, name: str) -> bytes:
+        with self._translated(), self._opened(name) as (path, number):
+            data = bytearray(os.fstat(number).st_size)
+            if self._fill(path, number, 0, memoryview(data)) < len(data):
+                raise TransportError(f"{path}: it became shorter while it was read; read it again")
+            return bytes(data)
+
+    def get_range(self, name: str, start: int, into: memoryview) -> None:
+        view = writable_bytes(into, start, self)
+        with self._translated(), self._opened(name) as (path, number):
+            found = self._fill(path, number, start, view)
+        if found < len(view):
+            raise short(f"{self}: {name}", start, len(view), found)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
+        self._check_open()
+        below = checked_prefix(prefix, self)
+        directory = os.path.join(self._root, below) if below else self._root
+        with self._translated():
+            yield from self._walk(directory, prefix, after)
+
+    def delete(self, names: Sequence[str]) -> None:
+        with self._translated():
+            paths = [self._path(name) for name in names]
+            for path in paths:
+                with _absent_is_fine():
+                    self._files.remove(path)
+            for directory in {os.path.dirname(path) for path in paths}:
+                with _absent_is_fine():
+                    self._files.sync(directory)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def check_writable(self) -> None:
+        """Raise what ``create`` would meet here. Makes the directory, and leaves nothing in it."""
+        with self._translated(), self._written([]) as partial:
+            linked = f"{partial}-linked"
+            try:
+                self._link(partial, linked)
+            finally:
+                self._files.remove(linked)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """What became of a call of the system, in the words of a store."""
+        try:
+            yield
+        except MediumError as error:
+            if error.errno == errno.ENOENT:  # somebody removed a directory: it is made again
+                # Not the root: if it is gone, what is mounted there may be.
+                self._safe.intersection_update({self._root, os.path.join(self._root, PARTIAL)})
+            if error.errno in _AWAY:
+                raise TransportError(f"{error.strerror}; it is tried again") from error
+            if error.errno in _REFUSED:
+                raise UsageError(error.strerror) from error
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self}: it is closed; open it again")
+
+    def _path(self, name: str) -> str:
+        self._check_open()
+        return os.path.join(self._root, checked_name(name, self))
+
+    @contextlib.contextmanager
+    def _written(self, parts: Iterable[Buffer]) -> Iterator[str]:
+        """A file of ``parts``, synced, under a name that is gone at the end."""
+        home = os.path.join(self._root, PARTIAL)
+        is_first = home not in self._safe
+        self._make_safe(home)
+        path = os.path.join(home, f"{os.getpid()}-{secrets.token_hex(8)}")
+        # Errors name the directory: a run that tries again reports each cause once.
+        number = _told("create a file in", home, lambda: os.open(path, _NEW, 0o666))
+        try:
+            try:
+                _told("write a file in", home, lambda: _write(number, parts))
+            finally:
+                os.close(number)
+            if is_first:
+                self._sweep(home, path)
+            yield path
+        finally:
+            self._files.remove(path)
+
+    def _link(self, partial: str, target: str) -> bool:
+        try:
+            self._files.link(partial, target)
+        except MediumError as error:
+            if error.errno == errno.EEXIST:
+                # Over a network the first answer may be lost, and the second request finds ours.
+                return _told("look at", partial, lambda: os.stat(partial)).st_nlink > 1
+            if error.errno in _NO_LINKS:
+                raise UsageError(
+                    f"{target}: this file system has no hard links, so two writers of one mirror "
+                    "cannot be told apart; mirror to a file system that has them, or to a bucket"
+                ) from error
+            raise
+        return True
+
+    def _make_safe(self, directory: str) -> None:
+        """The directory is there and survives, and so does all between the root and it. Once for
+        each: another process may have made one, and not synced it yet."""
+        if directory in self._safe:
+            return
+        if directory != self._root:
+            self._make_safe(os.path.dirname(directory))
+        missing = [directory]
+        while not os.path.exists(parent := os.path.dirname(missing[-1])):
+            missing.append(parent)
+        for each in reversed(missing):
+            _told("create", each, functools.partial(_make_directory, each))
+            self._files.sync(os.path.dirname(each))
+        self._safe.add(directory)
+
+    def _sweep(self, home: str, fresh: str) -> None:
+        """Remove what writers that were killed left. ``fresh`` says what time it is there."""
+        now = _told("look at", fresh, lambda: os.stat(fresh)).st_mtime_ns
+        for name in self._files.entries(home):
+            path = os.path.join(home, name)
+            status = self._files.status(path)
+            if status is not None and now - status.time_ns > PARTIAL_S_MAX * 1e9:
+                self._files.remove(path)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[str, int]]:
+        path = self._path(name)
+        try:
+            number = os.open(path, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError):
+            raise MissingError(f"{path}: there is no such object") from None
+        except OSError as error:
+            raise file_error("open", path, error) from error
+        try:
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                raise MissingError(f"{path}: there is no such object")
+            yield path, number
+        finally:
+            os.close(number)
+
+    @staticmethod
+    def _fill(path: str, number: int, start: int, view: memoryview) -> int:
+        """How many bytes of ``view`` the file had, from ``start`` on."""
+        done = 0
+        while done < len(view):
+            piece = view[done : done + _SIZE_MAX]
+            count = _told("read", path, functools.partial(os.preadv, number, [piece], start + done))
+            if not count:
+                break
+            done += count
+        return done
+
+    def _walk(self, directory: str, before: str, after: str) -> Iterator[ListedObject]:
+        """What is below ``directory``, whose names begin with ``before``, in the order of all
+        names: that of "a" before "a/b", and of "a-b" before both of "a/b"."""
+        try:
+            with os.scandir(directory) as found:
+                entries = sorted((each.name + "/" * each.is_dir(), each.path) for each in found)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise file_error("list", directory, error) from error
+        for name, path in entries:
+            full = before + name
+            if not is_name(name.rstrip("/")):  # what is being written, and what is not ours
+                continue
+            if name.endswith("/"):
+                if full > after or after.startswith(full):
+                    yield from self._walk(path, full, after)
+            elif full > after:
+                status = self._files.status(path)
+                if status is not None:
+                    yield ListedObject(full, status.size, status.time_ns / 1e9)
+
+
+def _make_directory(path: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+
+
+def _write(number: int, parts: Iterable[Buffer]) -> None:
+    for part in parts:
+        view, done = memoryview(part), 0
+        while done < len(view):
+            done += os.write(number, view[done : done + _SIZE_MAX])
+    os.fsync(number)
+
+
+def _told(operation: str, path: str, call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except MediumError:
+        raise  # by whoever was asked for what is to be written
+    except OSError as error:
+        raise file_error(operation, path, error) from error
+
+
+@contextlib.contextmanager
+def _absent_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except MediumError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise

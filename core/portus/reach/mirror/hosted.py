@@ -1,0 +1,159 @@
+"""Objects on a storage host: ``portus://host:7117`` as the place of a mirror.
+
+They are the tenant's, beside its pool; what the host promises of an object is what every store does
+(``reach.mirror.store``). A connection for each request that is under way, four at most as a rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from portus.errors import StaleError, TransportError, UsageError
+from portus.reach.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.store import Buffer, ListedObject, MissingError
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import parse
+from portus.reach.protocol.messages import ProtocolError, Said, column
+from portus.reach.transport.dial import Credentials, raised
+from portus.reach.transport.host import Links
+from portus.reach.transport.stream import Link
+
+_ANSWER_S: Final = 60.0
+"""The longest that a host may say nothing while it makes an object durable."""
+
+
+class HostStore:
+    """See the module, and ``Store``."""
+
+    def __init__(
+        self,
+        address: str,
+        prefix: str,
+        credentials: Credentials | None = None,
+        answer_s: float = _ANSWER_S,
+    ) -> None:
+        """Asks nobody. credentials: those of the environment if not given. answer_s: the longest
+        that the host may say nothing."""
+        self._address: Final = address
+        self._prefix: Final = f"{prefix}/" if prefix else ""
+        self._credentials: Final = credentials
+        self._answer_s: Final = answer_s
+        self._guard: Final = threading.Lock()
+        self._links: Links | None = None
+        self._used: Final[set[Link]] = set()
+        self._closed = False
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        only = parts[0] if len(parts) == 1 else None
+        data = [bytes_of(part, self._address) for part in parts]
+        self._place(name, only if isinstance(only, bytes) else b"".join(data), fresh=False)
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._place(name, data, fresh=True)
+
+    def get(self, name: str) -> bytes:
+        return self._got(name, 0, 0)
+
+    def get_range(self, name: str, start: int, into: memoryview) -> None:
+        target = writable_bytes(into, start, self._address)
+        if not target.nbytes:
+            return
+        data = self._got(name, start, target.nbytes)
+        if len(data) != target.nbytes:
+            raise short(f"{self._address}: {name}", start, target.nbytes, len(data))
+        target[:] = data
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
+        checked_prefix(prefix, self._address)
+        below, last = self._prefix + prefix, self._prefix + after if after else ""
+        while True:  # ends: each answer begins after the last name, and there is an end of them
+            answer = self._ask(said.List(below, last))
+            if not isinstance(answer, said.Listed):
+                raise raised(answer)
+            if not answer.names:
+                return
+            sizes, modified = column(answer.sizes, "sizes"), column(answer.modified, "modified")
+            if not len(answer.names) == len(sizes) == len(modified):
+                raise ProtocolError(f"{self._address}: listed: columns of other lengths")
+            for each, size, when in zip(answer.names, sizes, modified, strict=True):
+                if not last < each:
+                    raise ProtocolError(f"{self._address}: listed: names in no order")
+                last = each
+                yield ListedObject(each.removeprefix(self._prefix), int(size), int(when) / 1e6)
+
+    def delete(self, names: Sequence[str]) -> None:
+        for start in range(0, len(names), said.LISTED_MAX):
+            some = names[start : start + said.LISTED_MAX]
+            self._ask(said.Delete([self._named(name) for name in some]))
+
+    def close(self) -> None:
+        with self._guard:
+            self._closed = True
+            links, self._links = self._links, None
+            used = list(self._used)
+        for link in used:
+            link.close()
+        if links is not None:
+            links.close()
+
+    def _place(self, name: str, data: bytes, *, fresh: bool) -> bool:
+        if len(data) > said.OBJECT_SIZE_MAX:
+            raise UsageError(
+                f"{self._address}: {name} has {len(data)} bytes; an object on a storage host has "
+                f"{said.OBJECT_SIZE_MAX} at most: mirror a state of so many tensors to a bucket"
+            )
+        answer = self._ask(said.Put(self._named(name), fresh, data))
+        if not isinstance(answer, said.Placed):
+            raise raised(answer)
+        return answer.made
+
+    def _got(self, name: str, start: int, length: int) -> bytes:
+        try:
+            answer = self._ask(said.Get(self._named(name), start, length))
+        except StaleError as error:
+            raise MissingError(f"{self._address}: there is no {name}") from error
+        if not isinstance(answer, said.Object):
+            raise raised(answer)
+        return answer.data
+
+    def _named(self, name: str) -> str:
+        return self._prefix + checked_name(name, self._address)
+
+    def _ask(self, message: Said) -> Said:
+        links = self._connected()
+        with links.borrowed() as link:
+            if not link.connection.knows(message.kind):
+                raise UsageError(
+                    f"{self._address}: the host is older, and keeps no mirrors and no replicas; "
+                    "upgrade it"
+                )
+            with self._using(link):
+                answer = link.ask(message, self._answer_s)
+        if isinstance(answer, said.Refused):
+            raise raised(answer)
+        return answer
+
+    @contextlib.contextmanager
+    def _using(self, link: Link) -> Iterator[None]:
+        """``close`` ends what is under way."""
+        with self._guard:
+            if self._closed:
+                raise TransportError(f"{self._address}: closed")
+            self._used.add(link)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._used.discard(link)
+
+    def _connected(self) -> Links:
+        with self._guard:
+            if self._closed:
+                raise UsageError(f"{self._address}: this store is closed")
+            if self._links is None:
+                credentials = self._credentials or Credentials.from_environment()
+                self._links = Links(parse(self._address), credentials)
+            return self._links

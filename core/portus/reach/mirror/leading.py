@@ -1,0 +1,189 @@
+"""The numbering of a model's commits, where two storage hosts keep the model.
+
+Each model has one log, on the second host (``reach.mirror.log``). The host that grants a claim of
+the model leads it: it brings its own pool up to the newest version that counts in the log, and
+takes a new term, before anything is committed. The former leader meets a higher term, and stops.
+"""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Final
+
+from portus.engine.spec import VersionInfo
+from portus.errors import BusyError, PortusError, StaleError, TransportError
+from portus.reach.mirror.behind import ElsewhereError
+from portus.reach.mirror.copier import Copier, Joined
+from portus.reach.mirror.log import SupersededError
+from portus.reach.mirror.objects import Added, State
+from portus.reach.mirror.store import Store
+
+REPLICA: Final = "portus.replica"
+"""Below what the second host keeps the logs that it is the home of. No model's own mirror is called
+so: there a name has no dot."""
+
+PAUSE_MAX_S: Final = 2.0
+"""Between two tries, where the other host does not answer."""
+
+TOLD_S: Final = 300.0
+"""The longest that a commit waits to be in the log while nothing goes wrong."""
+
+
+class Follower(Joined, ABC):
+    """A pool that is brought up to a log, and may have let versions go that others retired."""
+
+    @abstractmethod
+    def shed(self, versions: Collection[VersionInfo]) -> None:
+        """Let go of versions that do not count any more. Raises ``MediumError``."""
+
+
+class Leader(Copier):
+    """Copies one model to its log, for as long as the term is this one's. Thread-safe.
+
+    Made for one claim, or (``is_wanted`` False) to copy on what this pool led before.
+    """
+
+    _advice = "What is committed here does not count any more"
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        model: str,
+        turn: Callable[[], AbstractContextManager[object]],
+        *,
+        is_home: bool,
+    ) -> None:
+        """name: of the host that has the log. is_home: it is this host: whatever it told of is
+        in the log, so what else its pool has does not count."""
+        super().__init__(store, name, model, wait_s=0, turn=turn, pause_max_s=PAUSE_MAX_S)
+        self.is_home: Final = is_home
+        self.why_over = ""
+        """Why nothing that is committed here counts any more; empty while it may."""
+        self._is_wanted = False
+        self._tries = 0
+
+    def lead(self, joined: Follower) -> str:
+        """Take the lead before the claim is granted. Return "" if the term is taken; else why the
+        log cannot be asked: the pool has versions, and the term is taken once the log answers.
+
+        Raises ``StaleError`` if the model continued elsewhere, and this pool has what does not
+        count; ``TransportError`` if the log cannot be asked and the pool has nothing, or is known
+        to be behind; ``BusyError`` if somebody saves the model at the other host.
+        """
+        self._is_wanted = True
+        own = joined.infos()
+        try:
+            state = self._mirror.read()
+        except TransportError as error:
+            if not own:
+                raise
+            self.follow(joined)
+            return str(error)
+        while not self._has_led(joined, state):
+            state = self._mirror.read()
+        self.follow(joined)
+        return ""
+
+    def told(self, token: bytes) -> None:
+        """Return when the version of that token is in the log; of 16 zeros: when the term is this
+        one's. Raises ``StaleError`` if it never will be, ``TransportError`` if it is not there yet
+        though that was tried, or took too long."""
+
+        def is_told() -> bool:
+            if token == bytes(len(token)):
+                return self._mirror.is_claimed
+            return self._mirror.state.version(token) is not None
+
+        def is_over() -> bool:
+            return self._ended or bool(self.why_over) or token in self._skipped
+
+        tries = self._tries
+        with self._changed:
+            self._changed.wait_for(
+                lambda: is_told() or self._tries != tries or is_over(),
+                TOLD_S,
+            )
+        if is_told():
+            return
+        self.require()
+        raise TransportError(f"it is not at {self.address} yet. {self.failure}")
+
+    def require(self) -> None:
+        """Raise ``StaleError`` if the model went on elsewhere."""
+        if self.why_over:
+            raise StaleError(self.why_over)
+
+    def _has_led(self, joined: Follower, state: State) -> bool:
+        """False if somebody else said something meanwhile."""
+        newest, own = state.newest, joined.infos()
+        if newest is not None and joined.is_behind(state, own):
+            there = {each.token for each in state.versions}
+            foreign = [info for info in own if info.token not in there]
+            has_led = any(term.pool == joined.writer.superblock.uuid for term in state.terms)
+            if foreign and not (self.is_home and has_led):
+                raise StaleError(self._went_on(state, newest, foreign))
+            if foreign:
+                joined.shed(foreign)
+            self._fill(state, joined)
+        joined.since = joined.writer.catalogue().root.sequence
+        try:
+            self._take_term(joined, at=state.number)
+        except StaleError:
+            return False
+        except BusyError as error:
+            raise BusyError(
+                errno.EBUSY,
+                f"another client saves model {self._model!r} at {self.address}: it goes on there",
+            ) from error
+        return True
+
+    def _went_on(self, state: State, newest: Added, foreign: Collection[VersionInfo]) -> str:
+        steps = ", ".join(str(info.step) for info in foreign)
+        return (
+            f"model {self._model!r} went on elsewhere: the newest that counts is step "
+            f"{newest.step}, in term {newest.term}, at {self.address}. Steps {steps} here do "
+            "not count, and keep it from going on here: once nobody needs them, `portus rm "
+            f"{self._model}@STEP --force` each"
+        )
+
+    def _claim(self, joined: Joined) -> None:
+        """Take the term on the thread: the log could not be asked when the model was claimed, or
+        nobody has claimed it yet."""
+        state, own = self._mirror.read(), joined.infos()
+        uuid = joined.writer.superblock.uuid
+        if state.newest is not None and joined.is_behind(state, own):
+            raise self._elsewhere(state.newest, joined, own)
+        if not self._is_wanted and state.terms and state.terms[-1].pool != uuid:
+            raise ElsewhereError(
+                f"model {self._model!r} was saved last by {state.who}; it is copied from here once "
+                "somebody claims it here"
+            )
+        self._take_term(joined, at=state.number)
+
+    def _take_term(self, joined: Joined, at: int | None = None) -> None:
+        super()._take_term(joined, at)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _say(self, error: Exception) -> None:
+        super()._say(error)
+        with self._changed:
+            self._tries += 1
+            self._changed.notify_all()
+
+    def _fail(self, error: PortusError) -> None:
+        state, why = self._mirror.state, str(error)
+        if isinstance(error, SupersededError) and state.newest is not None:
+            why = (
+                f"model {self._model!r} went on elsewhere, in term {state.term}, by {state.who}: "
+                f"the newest that counts is step {state.newest.step}, at {self.address}. What is "
+                "committed here does not count any more"
+            )
+        self.why_over = why
+        super()._fail(StaleError(why))
+        with self._changed:
+            self._changed.notify_all()

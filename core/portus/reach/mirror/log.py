@@ -1,0 +1,337 @@
+"""The log of a mirror: read, claimed and appended to. Pure: see ``requests``.
+
+Theory. Entry n is created if absent, by whoever knows all entries before it. So for each number one
+entry comes to be, all see the same one, and its writer knew what it follows. An entry counts if no
+earlier one has a higher term; a claim takes the term after the highest. So who had the term before
+learns of the claim at his next entry: its place is taken.
+
+What was sent may land later than its answer was given up. Its place is the next free one; nothing
+else of this writer is decided before that place is filled, by it or by another (M2). From then on
+it cannot land.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.reach.mirror.objects import (
+    FACTS_MAX,
+    GONE_MAX,
+    LOG,
+    NUMBER_MAX,
+    STRIDE,
+    TERMS_MAX,
+    Added,
+    Claimed,
+    Collected,
+    Fact,
+    Filed,
+    Gone,
+    LogEntry,
+    Removed,
+    Seal,
+    SealError,
+    State,
+    Term,
+    Unfiled,
+    entry_name,
+    entry_number,
+)
+from portus.reach.mirror.requests import Steps, create, get, get_all, listed
+
+_log: Final = logging.getLogger("portus")
+
+_ABSENT_MAX: Final = 8
+"""Times that a place was taken and nothing was there, one after another, until that is an error."""
+
+
+class SupersededError(BusyError):
+    """Another writer took the term. ``passing``: only to take away or to collect, so it may be
+    claimed again."""
+
+    def __init__(self, message: str, *, passing: bool) -> None:
+        super().__init__(errno.EBUSY, message)
+        self.passing: Final = passing
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLog:
+    """What a log said when it was read last. lost: entries that could not be read, since the last
+    whole state."""
+
+    state: State
+    lost: int
+
+
+class MirrorLog:
+    """The log of one model: what it says, and this writer's end of it. One thread at a time.
+
+    It is listed once, by the first read or claim. From then on it is read forward, an entry at a
+    time, and listed again only where many were made meanwhile.
+    """
+
+    def __init__(
+        self, model: str, seal: Seal, known: KnownLog | None = None, newest: int | None = None
+    ) -> None:
+        """known: what another object read of it. newest: the number of an entry that is there, 0
+        for none: taken for the newest, instead of a list, by the first read."""
+        self._model: Final = model
+        self._seal: Final = seal
+        self._known = known
+        self._newest = newest
+        self._term: int | None = None
+        self._damage: list[CorruptionError] = []
+        """What could not be read, when it was read last."""
+        self.state = State() if known is None else known.state
+        """What is known of it. Others may have appended since."""
+
+    @property
+    def known(self) -> KnownLog | None:
+        """What it said when it was read or claimed last; None if it never was."""
+        return self._known
+
+    def take_over(self, known: KnownLog | None) -> None:
+        """Another object read it: nothing of that is to be read again."""
+        if (known is not None and known.state.number > self.state.number) or self._known is None:
+            self._known = known
+
+    @property
+    def is_claimed(self) -> bool:
+        """True from a claim until it was found to be superseded."""
+        return self._term is not None
+
+    def require(self) -> None:
+        """Raise ``SupersededError`` unless this writer has the term, as far as it knows."""
+        if self._term is None:
+            raise self._superseded()
+
+    def read(self) -> Steps[State]:
+        """What it says now. Entries that are damaged are passed over, with an error in the log.
+
+        Raises ``CorruptionError`` if all are, ``UsageError`` if a newer Portus wrote it, or if it
+        needs a key.
+        """
+        state = yield from self._read()
+        if (state.term, state.writer) != (self.state.term, self.state.writer):
+            self._term = None  # superseded
+        self.state = state
+        return state
+
+    def claim(
+        self,
+        claimed: Claimed,
+        writer: bytes,
+        first: Sequence[Fact] = (),
+        at: int | None = None,
+    ) -> Steps[State]:
+        """Begin a term. writer: random; another one for each claim. first: what the first entry of
+        all says besides. at: the number of the entry that this follows; raises ``StaleError`` if
+        another one came in between."""
+        self._term = None
+        self.state = yield from self._read()
+        assert self._known is not None
+        for _ in range(NUMBER_MAX):
+            if at is not None and self.state.number != at:
+                raise StaleError(f"the mirror of model {self._model!r}: another entry came first")
+            # One that is damaged may have been a claim: then its term is another one than this.
+            term = self.state.term + 1 + self._known.lost
+            facts: tuple[Fact, ...] = (claimed,) if self.state.number else (claimed, *first)
+            mine = yield from self._put(LogEntry(self._model, term, writer, facts))
+            if mine:
+                self._term = term
+                break
+        return self.state
+
+    def append(self, facts: Sequence[Fact]) -> Steps[State]:
+        """Say ``facts``, all or none; when this returns, they count. What is sent and raises may
+        count, now or later: the next call settles that before it does anything else.
+
+        Raises ``SupersededError`` if another writer took the term, at once or before.
+        """
+        self.require()
+        if not 0 < len(facts) <= FACTS_MAX:
+            raise UsageError(f"an entry of a mirror: expected 1 to {FACTS_MAX} facts")
+        while True:  # ends: each turn but the last an entry of another was found in its place
+            assert self._term is not None
+            entry = LogEntry(self._model, self._term, self.state.writer, tuple(facts))
+            mine = yield from self._put(entry)
+            if mine:
+                return self.state
+            if self.state.term != self._term or self.state.writer != entry.writer:
+                self._term = None
+                raise self._superseded()
+
+    def _superseded(self) -> SupersededError:
+        state = self.state
+        what = "was passing by" if state.passing else "goes on with it"
+        return SupersededError(
+            f"the mirror of model {self._model!r} is in term {state.term}: "
+            f"{state.who or 'nobody'} {what}. Commits of this process are no longer mirrored",
+            passing=state.passing,
+        )
+
+    def _put(self, entry: LogEntry) -> Steps[bool]:
+        """Make it the next one; False if another is in its place, which the state has now."""
+        number = self.state.number + 1
+        state = folded(self.state, number, entry)
+        if number % STRIDE == 0:
+            entry = replace(entry, state=state)
+        data = self._seal.entry(number, entry)
+        for _ in range(_ABSENT_MAX):
+            made = yield from create(entry_name(number), data)
+            there = data if made else (yield from get(entry_name(number)))
+            if there == data:  # made now, or by a request that was repeated (M1)
+                self.state = state
+                return True
+            if there is not None:
+                found = self._seal.read_entry(number, there, self._model)
+                self.state = folded(self.state, number, found)
+                return False
+        raise TransportError(
+            f"{entry_name(number)} of the mirror of model {self._model!r}: the store reports "
+            "both that it exists and that it does not"
+        )
+
+    def _read(self) -> Steps[State]:
+        """What it says. ``_known`` then has how many entries could not be read."""
+        known, self._damage = self._known, []
+        if known is not None:
+            if self.state.number > known.state.number:  # appended to since it was read
+                known = KnownLog(self.state, known.lost)
+            known = yield from self._onward(known, STRIDE)
+        if known is None:  # never read, or much was appended meanwhile
+            self._damage = []
+            newest = yield from self._newest_entry()
+            state, lost = yield from self._up_to(newest)
+            known = yield from self._onward(KnownLog(state, lost), NUMBER_MAX)
+            assert known is not None
+        if known.lost and not known.state.term:
+            raise self._unread(known.lost)
+        for error in self._damage:
+            _log.error("the mirror of model %r: %s; its contents are lost", self._model, error)
+        self._known = known
+        return known.state
+
+    def _newest_entry(self) -> Steps[int]:
+        """The number of the newest entry, or of one before it; 0 if there is none."""
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            return newest
+        for each in (yield from listed(LOG)):
+            if (number := entry_number(each.name)) is not None:
+                return number
+        return 0
+
+    def _onward(self, known: KnownLog, most: int) -> Steps[KnownLog | None]:
+        """What it says with the entries behind those that are known; None if there are more than
+        ``most`` of them."""
+        state, lost = known.state, known.lost
+        for _ in range(most + 1):  # a list lacks what was made just before it, and no more
+            data = yield from get(entry_name(state.number + 1))
+            if data is None:
+                return KnownLog(state, lost)
+            found = self._decoded(state.number + 1, data)
+            lost += found is None
+            state = folded(state, state.number + 1, found)
+        return None
+
+    def _unread(self, lost: int) -> PortusError:
+        """Why none of ``lost`` entries could be read."""
+        what = f"the mirror of model {self._model!r}: none of the {lost} entries of its log"
+        if all(isinstance(error, SealError) for error in self._damage):
+            return UsageError(
+                f"{what} is sealed with the key of PORTUS_MIRROR_KEY. Set that to the key which "
+                f"the mirror was made with, or unset it if that was made without one"
+            )
+        return CorruptionError(f"{what} can be read. The first: {self._damage[0]}")
+
+    def _up_to(self, newest: int) -> Steps[tuple[State, int]]:
+        entries: dict[int, LogEntry | None] = {}
+        first, state = newest - newest % STRIDE, State()
+        after = newest + 1
+        while after > 1:
+            numbers = range(max(first, 1), after)
+            found = yield from get_all([entry_name(number) for number in numbers])
+            for number, data in zip(numbers, found, strict=True):
+                entries[number] = self._decoded(number, data)
+            whole = entries.get(first)
+            if whole is not None and whole.state is not None:
+                state = whole.state
+                break
+            after, first = max(first, 1), first - STRIDE
+        lost = 0
+        for number in range(state.number + 1, newest + 1):
+            lost += entries[number] is None
+            state = folded(state, number, entries[number])
+        return state, lost
+
+    def _decoded(self, number: int, data: bytes | None) -> LogEntry | None:
+        """None for one that is damaged."""
+        try:
+            if data is None:
+                raise CorruptionError(f"{entry_name(number)} is missing")
+            entry = self._seal.read_entry(number, data, self._model)
+            if entry.state is not None and entry.state.number != number:
+                raise CorruptionError(f"{entry_name(number)}: its state is of another entry")
+        except CorruptionError as error:
+            self._damage.append(error)
+            return None
+        return entry
+
+
+def folded(state: State, number: int, entry: LogEntry | None) -> State:
+    """What a log says with the next entry. None: one that cannot be read."""
+    assert number == state.number + 1
+    state = replace(state, number=number)
+    if entry is None or entry.term < state.term:
+        return state  # it does not count
+    if entry.term > state.term:  # by a claim; also where that is damaged
+        state = replace(state, term=entry.term, writer=entry.writer, who="", passing=False)
+    return _with_facts(state, entry) if entry.writer == state.writer else state
+
+
+def _with_facts(state: State, entry: LogEntry) -> State:
+    terms = list(state.terms)
+    versions = {each.token: each for each in state.versions}
+    gone = {each.manifest: each for each in state.gone}
+    files = {each.path: each for each in state.files}
+    for fact in entry.facts:
+        if isinstance(fact, Claimed):
+            terms.append(Term(entry.term, fact.pool, fact.commit))
+            state = replace(state, who=fact.who, passing=fact.passing)
+        if isinstance(fact, Added | Removed):
+            before = versions.pop(fact.token, None)
+            if before is not None:
+                gone[before.manifest] = Gone(before.manifest, state.number)
+        if isinstance(fact, Added):
+            versions[fact.token] = fact
+            gone.pop(fact.manifest, None)
+        elif isinstance(fact, Filed):
+            files[fact.path] = fact
+        elif isinstance(fact, Unfiled):
+            files.pop(fact.path, None)
+        elif isinstance(fact, Collected):
+            for name in fact.manifests:
+                gone.pop(name, None)
+            state = replace(state, collected_ns=fact.time_ns)
+    return replace(
+        state,
+        terms=tuple(terms[-TERMS_MAX:]),
+        versions=tuple(versions.values()),
+        gone=tuple(gone.values())[-GONE_MAX:],
+        files=tuple(files.values()),
+    )

@@ -1,0 +1,516 @@
+"""The mirror of one model in a store: what saves and loads use. Why it is a log: decision 0141."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from portus.engine.copying.local import fetch
+from portus.engine.copying.segments import Stop, cut
+from portus.engine.format.checksum import UNIT, digest, unit_counts
+from portus.errors import CorruptionError, PortusError, StaleError, printable
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry, VersionRecord
+from portus.reach.mirror.image import ABREAST, MirroredPool
+from portus.reach.mirror.log import KnownLog, MirrorLog
+from portus.reach.mirror.objects import (
+    LOG,
+    WHO_SIZE_MAX,
+    WRITER_SIZE,
+    Added,
+    Claimed,
+    Fact,
+    FileObject,
+    Seal,
+    State,
+    entry_number,
+    model_of,
+    prefix_of,
+)
+from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject, files_in, pieces_of
+from portus.reach.mirror.requests import (
+    CreateObject,
+    DeleteObjects,
+    GetObject,
+    GetObjects,
+    ListObjects,
+    PutObject,
+    PutObjects,
+    Request,
+    Steps,
+)
+from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Store
+from portus.reach.mirror.whole import Advanced, check_file, check_piece, named, put_file
+from portus.reach.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
+from portus.reach.versions.buffers import Rooms
+from portus.reach.versions.parallel import abreast, in_any_order
+from portus.reach.versions.parts import shared, sources
+from portus.reach.versions.transfer import unchanging
+
+_log: Final = logging.getLogger("portus")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class MirroringCost:
+    """What mirroring a version took. ``put_bytes`` of ``objects`` that were put; the rest of the
+    version was there."""
+
+    added: Added
+    objects: int
+    put_bytes: int
+
+
+class Mirror:
+    """See the module. Whoever made the store closes it. One thread at a time, but for ``read`` and
+    ``open``; an object that reads may be another one than the object that writes.
+
+    All raise what the store raises, and ``UsageError`` if the mirror needs a key, or a newer Portus
+    wrote it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: str,
+        *,
+        key: bytes | None = None,
+        name: str = "mirror",
+        newest: int | None = None,
+    ) -> None:
+        """Asks nothing. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest: the
+        number of an entry of the log that is there, if that is known: it saves the list."""
+        self.model: Final = model
+        self.name: Final = name
+        self._store: Final = store
+        self._prefix: Final = prefix_of(model)
+        self._seal: Final = Seal(key)
+        self._newest: Final = newest
+        self._writer: Final = Writer(model, self._seal, newest)
+        self._known: KnownLog | None = None
+        """What the log said when it was read or claimed last."""
+
+    @property
+    def state(self) -> State:
+        """What the log said when this object last claimed, copied, noted or collected."""
+        return self._writer.state
+
+    @property
+    def is_claimed(self) -> bool:
+        """True from a claim until it was found to be superseded."""
+        return self._writer.log.is_claimed
+
+    def read(self) -> State:
+        """What the log says now: one page of a list, and up to 17 small reads; from the second call
+        on a small read, and one for each entry that was appended since. Entries that are damaged
+        are passed over, with an error in the log of Python."""
+        log = MirrorLog(self.model, self._seal, self._known, self._newest)
+        state = self._perform(log.read())
+        self._known = log.known
+        return state
+
+    def claim(
+        self, who: str, pool: bytes, commit: int, *, passing: bool = False, at: int | None = None
+    ) -> State:
+        """Take the term; whoever had it is superseded.
+
+        When a run is opened, before its first commit; when its pool has a successor; and again
+        after ``SupersededError`` with ``passing``. who: for messages. pool, commit: the identity of
+        the pool, and its newest commit. passing: to remove and to collect alone. at: the number of
+        the log's newest entry, as the caller read it; raises ``StaleError`` if there are others.
+        """
+        claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
+        writer = os.urandom(WRITER_SIZE)
+        state = self._perform(self._writer.claim(claimed, writer, self._known, time.time_ns(), at))
+        self._known = self._writer.log.known
+        return state
+
+    def copy(
+        self,
+        reader: PoolReader,
+        version: int,
+        stop: Stop,
+        facts: Sequence[Fact] = (),
+        *,
+        damaged: Collection[str] | None = None,
+    ) -> MirroringCost:
+        """Mirror a version of a pool, by its id, and say ``facts`` with it, all or none. When this
+        returns, it is told.
+
+        damaged: of a version that is there already, the objects that are sent again: it is mended
+        so, keeps its place, and what it had before is collected later. Its other objects stay; if
+        its manifest cannot be read, all are sent.
+        Pins the version meanwhile. Raises ``SupersededError``, ``StoppedError`` within a request
+        after ``stop`` is set, ``StaleError`` if the version is not in the pool (any more),
+        ``CorruptionError`` if the pool's bytes are not those that were saved, ``UsageError`` for a
+        shelf. Whatever it raises,
+        the same call may be made again; what arrived is not sent again.
+        """
+        with reader.pinned(version) as entry:
+            source = _Source(reader, unchanging(reader.record(entry)), stop)
+            wanted = source.version(in_pieces=not isinstance(self._store, FileStore))
+            added = self._perform(self._writer.add(wanted, facts, damaged), source)
+            return MirroringCost(added, source.objects, source.put_bytes)
+
+    def require(self) -> None:
+        """Raise ``SupersededError`` if another writer took the term by now. One small read."""
+        self._perform(self._writer.log.read())
+        self._writer.log.require()
+
+    def note(self, facts: Sequence[Fact]) -> State:
+        """Say ``facts``, all or none: versions removed. Raises as ``copy``."""
+        return self._perform(self._writer.note(facts))
+
+    def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> Freed:
+        """Delete what no version needs, nor a reader who began within ``grace_s`` seconds. Raises
+        ``SupersededError``; ``UsageError`` without the right to delete; ``StoppedError`` within a
+        request after ``stop`` is set; and ``CorruptionError``, and deletes nothing, where a
+        manifest cannot be read. Whatever it raises, the next call does the rest."""
+        return self._perform(self._writer.collect(grace_s, time.time_ns()), stop=stop)
+
+    def unneeded(self, grace_s: float = GRACE_S) -> Freed:
+        """What ``collect`` would delete now; takes no term. Raises as it."""
+        return self._perform(self._writer.unneeded(grace_s))
+
+    def manifest(self, added: Added) -> Mirrored:
+        """What is mirrored of a version, and where. Raises ``CorruptionError``, or ``StaleError``
+        if it was removed meanwhile: read the log again."""
+        with self._meanwhile([added]):
+            return self._perform(read_manifest(self._seal, self.model, added.manifest))
+
+    def open(self, versions: Sequence[Added]) -> PoolReader:
+        """A pool of these versions, oldest first, to be loaded, checked or transferred from. Its
+        loads raise as ``manifest``. Whoever asked for it closes it."""
+        mirrored = [self.manifest(each) for each in versions]
+
+        def load(name: str, start: int, into: memoryview) -> None:
+            with self._meanwhile(versions):
+                self._store.get_range(self._prefix + name, start, into)
+
+        return MirroredPool(self.name, mirrored, load)
+
+    @contextlib.contextmanager
+    def opened_as(self, added: Added) -> Iterator[tuple[PoolReader, VersionEntry]]:
+        """A version, and a pool that has it alone. Raises as ``open``."""
+        with contextlib.closing(self.open([added])) as reader:
+            [entry] = reader.catalogue().entries()
+            yield reader, entry
+
+    def suspects(self) -> list[Added]:
+        """The versions that lack an object, or whose manifest is damaged: by lists, and a read of
+        each manifest. ``damaged`` tells for sure."""
+        return self._perform(self._writer.suspects())
+
+    def damaged(self, added: Added, stop: Stop) -> frozenset[str]:
+        """The objects of a version that are not there as they were sent; for ``copy``. Reads all of
+        it. Raises as ``manifest``, and ``StoppedError``."""
+
+        def found(each: FileObject) -> str | None:
+            try:
+                self._check(each, lambda _: stop.check())
+            except CorruptionError:
+                return each.name
+            return None
+
+        objects = self.manifest(added).manifest.objects().values()
+        with contextlib.closing(abreast(found, objects, ABREAST)) as names:
+            damaged = frozenset(name for name in names if name is not None)
+        if damaged:
+            self._require([added])
+        return damaged
+
+    def check(self, added: Added, advanced: Advanced) -> None:
+        """Raise ``CorruptionError``, naming it, if an object of a version is not there as it was
+        sent. Reads all of them. Raises as ``manifest``. advanced: told of bytes that were read."""
+        with self._meanwhile([added]):
+            for each in self.manifest(added).manifest.objects().values():
+                self._check(each, advanced)
+
+    def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
+        """Send again what of a version is not there as it was sent, from a pool that has the same
+        one by its id; how many objects. Raises as ``copy``."""
+        try:
+            damaged = self.damaged(added, stop)
+        except CorruptionError:
+            damaged = frozenset()  # it is the manifest: all of it is sent
+        else:
+            if not damaged:
+                return 0
+        return self.copy(reader, version, stop, damaged=damaged).objects
+
+    def _check(self, each: FileObject, advanced: Advanced) -> None:
+        check = check_file if each.is_whole else check_piece
+        with named(self.name):
+            check(self._store, self._prefix + each.name, each.size, each.digest, advanced)
+
+    @contextlib.contextmanager
+    def _meanwhile(self, versions: Sequence[Added]) -> Iterator[None]:
+        """What is missing was removed meanwhile, or is lost."""
+        try:
+            yield
+        except (MissingError, CorruptionError) as error:
+            self._require(versions)
+            if isinstance(error, CorruptionError):
+                raise
+            raise CorruptionError(f"{self.name}: {error}, and a version needs it") from error
+
+    def _require(self, versions: Sequence[Added]) -> None:
+        """Raise ``StaleError`` if one of them is there no more."""
+        there = {each.manifest for each in self.read().versions}
+        for each in versions:
+            if each.manifest not in there:
+                raise StaleError(
+                    f"{self.name}: step {each.step} of model {self.model!r} was removed while "
+                    "it was read; load the newest again"
+                )
+
+    def _perform(
+        self, steps: Steps[_T], source: _Source | None = None, stop: Stop | None = None
+    ) -> _T:
+        try:
+            request = next(steps)
+            while True:
+                try:
+                    if stop is not None:
+                        stop.check()
+                    answer = self._answer(request, source)
+                except PortusError as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(answer)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        finally:
+            steps.close()
+
+    def _answer(self, request: Request, source: _Source | None) -> object:
+        if isinstance(request, GetObject):
+            return self._store.get(self._prefix + request.name)
+        if isinstance(request, GetObjects):
+            return list(abreast(self._get, request.names, ABREAST))
+        if isinstance(request, CreateObject):
+            return self._store.create(self._prefix + request.name, request.data)
+        if isinstance(request, PutObjects):
+            self._put_all(request.puts, source)
+            return None
+        if isinstance(request, DeleteObjects):
+            self._store.delete([self._prefix + name for name in request.names])
+            return None
+        assert isinstance(request, ListObjects)
+        return self._listed(request.prefix)
+
+    def _get(self, name: str) -> bytes | None:
+        try:
+            return self._store.get(self._prefix + name)
+        except MissingError:
+            return None
+
+    def _listed(self, prefix: str) -> Iterator[ListedObject]:
+        for each in self._store.list(self._prefix + prefix):
+            yield ListedObject(each.name.removeprefix(self._prefix), each.size, each.modified)
+
+    def _put_all(self, puts: Sequence[PutObject], source: _Source | None) -> None:
+        def put_one(put: PutObject) -> None:
+            name = self._prefix + put.name
+            if isinstance(put.content, bytes):
+                self._store.put(name, [put.content])
+            else:
+                assert source is not None
+                put.content.there = source.put(put.content, name, self._store)
+            put.done = True
+
+        in_any_order(put_one, puts, ABREAST)
+
+
+def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
+    """The models that have a mirror in a store, sorted, and the newest entry of the log of each. A
+    list for each of them, since a log comes first in its folder, and one to see that there are no
+    more; of one whose name is long a read, too, which raises ``CorruptionError``, and as
+    ``Mirror``."""
+    found, after = {}, ""
+    while (first := next(store.list("", after), None)) is not None:
+        prefix, slash, name = first.name.partition("/")
+        if slash and name < LOG:  # of somebody else
+            first = next(store.list(f"{prefix}/{LOG}"), first)
+        number = entry_number(first.name.removeprefix(f"{prefix}/"))
+        if number is not None:
+            said = model_of(prefix + "/")
+            found[said or Seal(key).read_entry(number, store.get(first.name)).model] = number
+        after = prefix + _AFTER_SLASH if slash else first.name
+    return dict(sorted(found.items()))
+
+
+_AFTER_SLASH: Final = chr(ord("/") + 1)
+
+
+class _Part(NamedTuple):
+    """Bytes of a unit, from its byte ``start`` on. ``row``: which unit of the version."""
+
+    row: int
+    start: int
+    length: int
+
+
+class _Source:
+    """The bytes of a pinned version, as its files, in memory of their own: sent from a mapping, a
+    bad sector would be SIGBUS."""
+
+    def __init__(self, reader: PoolReader, record: VersionRecord, stop: Stop) -> None:
+        self._reader: Final = reader
+        self._info: Final = record.info
+        self._stop: Final = stop
+        self._layout: Final = bytes(reader.payload(record.layout, RecordKind.LAYOUT))
+        self._tree: Final = bytes(reader.payload(record.tree, RecordKind.TREE))
+        self._lengths: Final = record.storages["length"].astype(np.int64)
+        where = f"{reader.medium.info.name}: {self._info.model}@{self._info.step}"
+        self._files: Final = files_in(self._tree, self._lengths, where)
+        group = shared(record, np.arange(len(self._lengths)))
+        nowhere = np.zeros(len(self._lengths), np.int64)
+        self._segments, _ = cut(sources(nowhere, self._lengths, group.extents))
+        self._digests: Final = group.digests
+        counts = unit_counts(self._lengths)
+        self._first: Final = np.cumsum(counts) - counts
+        storages = sum(len(each.length) for each in self._files)
+        self._first_around: Final = int(np.append(self._first, len(self._digests))[storages])
+        """The first unit of what is around storages."""
+        self._rooms: Final = Rooms(UNIT)
+        self._spans: Final = [each.spans() for each in self._files]
+        self._kept: Final[dict[int, bytes]] = {}
+        """Units of what is around storages, which is asked for in small parts."""
+        self.objects = 0
+        self.put_bytes = 0
+
+    def version(self, *, in_pieces: bool) -> Version:
+        """What there is to mirror."""
+        pieces = [self._cut(number) for number in range(len(self._files))] if in_pieces else None
+        return Version(
+            info=self._info,
+            pool=self._reader.superblock.uuid,
+            lengths=self._lengths,
+            digests=self._digests,
+            layout=self._layout,
+            tree=self._tree,
+            files=self._files,
+            pieces=pieces,
+        )
+
+    def put(self, wanted: WantedObject, name: str, store: Store) -> FileObject:
+        """Put an object of the version, and what is beside it; what was put. name: of the object in
+        the store."""
+        if isinstance(store, FileStore):
+            sent = put_file(store, name, _in_parts(self._bytes(wanted)), wanted.size)
+        else:
+            data = b"".join(self._bytes(wanted))
+            store.put(name, [data])
+            sent = digest(data)
+        self.objects += 1
+        self.put_bytes += wanted.size
+        return FileObject(wanted.name, wanted.size, sent)
+
+    def _storages(self, number: int) -> tuple[int, int]:
+        """The first storage of a file, and that of the bytes around them."""
+        before = sum(len(each.length) for each in self._files[:number])
+        return before, sum(len(each.length) for each in self._files) + number
+
+    def _cut(self, number: int) -> list[Piece]:
+        """The pieces of a file."""
+        first, around = self._storages(number)
+        file = self._files[number]
+        ends = np.append(self._first, len(self._digests))
+        rows = slice(int(ends[first]), int(ends[first + len(file.length)]))
+        digests = [each.tobytes() for each in self._digests[rows]]
+        return pieces_of(file, digests, lambda at, size: self._around(around, at, size))
+
+    def _bytes(self, wanted: WantedObject) -> Iterator[memoryview]:
+        """The bytes of an object, end to end, each verified."""
+        first, around = self._storages(wanted.number)
+        file = self._files[wanted.number]
+        spans = self._spans[wanted.number]
+        batch: list[_Part] = []
+        size = 0
+        for storage, inside, length in spans.within(wanted.start, wanted.size):
+            index = around if storage == len(file.length) else first + storage
+            for part in self._parts(index, inside, length):
+                if batch and size + part.length > UNIT:
+                    yield from self._read(batch)
+                    batch, size = [], 0
+                batch.append(part)
+                size += part.length
+        yield from self._read(batch)
+
+    def _around(self, index: int, start: int, length: int) -> bytes:
+        """Some of the bytes around storages."""
+        return b"".join(self._read([*self._parts(index, start, length)]))
+
+    def _parts(self, index: int, inside: int, length: int) -> Iterator[_Part]:
+        """Some bytes of a storage by the units that have them."""
+        while length:
+            unit, start = divmod(inside, UNIT)
+            taken = min(UNIT - start, length)
+            yield _Part(int(self._first[index]) + unit, start, taken)
+            inside += taken
+            length -= taken
+
+    def _read(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
+        """Parts, ``UNIT`` bytes together at most, each verified. The units of storages are read by
+        one call, and each is one part. Raises ``StoppedError``."""
+        self._stop.check()
+        rows = [each.row for each in parts if each.row < self._first_around]
+        data, at = memoryview(self._units(rows)), 0
+        for each in parts:
+            if each.row < self._first_around:
+                yield data[at : at + each.length]
+                at += each.length
+            else:
+                yield memoryview(self._kept_unit(each.row))[each.start : each.start + each.length]
+
+    def _kept_unit(self, row: int) -> bytes:
+        """A unit of bytes around storages, verified; the last few are kept."""
+        found = self._kept.get(row)
+        if found is None:
+            found = self._units([row])
+            if len(self._kept) >= ABREAST:
+                self._kept.clear()
+            self._kept[row] = found
+        return found
+
+    def _units(self, rows: Sequence[int]) -> bytes:
+        """Units end to end, verified, ``UNIT`` bytes together at most."""
+        if not rows:
+            return b""
+        source, expected = self._segments.of_units(np.array(rows)), self._digests[rows]
+        with self._rooms.lent(source.size) as room:
+            place = room.ctypes.data + np.cumsum(source.length) - source.length
+            found = fetch(self._reader.medium, source.laid(place), self._stop)
+            for bad in np.flatnonzero((found != expected).any(axis=1))[:1].tolist():
+                raise CorruptionError(
+                    f"{self._reader.medium.info.name}: model {self._info.model!r}, step "
+                    f"{self._info.step}: a unit is damaged: expected digest "
+                    f"{expected[bad].tobytes().hex()}, found {found[bad].tobytes().hex()}; it is "
+                    "not mirrored"
+                )
+            return bytes(room.data)
+
+
+def _in_parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:
+    """The same bytes, ``UNIT`` of them at a time."""
+    part = bytearray()
+    for piece in pieces:
+        while piece:
+            taken = piece[: UNIT - len(part)]
+            part += taken
+            piece = piece[len(taken) :]
+            if len(part) == UNIT:
+                yield bytes(part)
+                part.clear()
+    if part:
+        yield bytes(part)

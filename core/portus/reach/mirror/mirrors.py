@@ -1,0 +1,124 @@
+"""All mirrors at an address, one for each model; and which version a URL means.
+
+``s3://bucket/runs/gpt@1000`` says where the mirrors are, of which model, and which step. A prefix
+and the name of a model may both have slashes: the mirror that is there decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Final
+
+from portus.errors import UsageError
+from portus.reach.mirror.address import StoreAddress, parse
+from portus.reach.mirror.files import MirroredFiles
+from portus.reach.mirror.mirror import Mirror, models
+from portus.reach.mirror.objects import LOG, prefix_of
+from portus.reach.mirror.opening import configured_key, open_store
+from portus.reach.mirror.store import FileStore, Store
+
+_STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
+_SHOWN: Final = 20
+"""Models that an error lists."""
+
+
+class Mirrors:
+    """See the module. Sealed with ``$PORTUS_MIRROR_KEY``, if it is set. Close it."""
+
+    def __init__(self, address: StoreAddress) -> None:
+        """Asks nobody yet. Raises as ``open_store``."""
+        self.address: Final = address
+        self._store: Final[Store] = open_store(address)
+        self._key: Final = configured_key()
+
+    def models(self) -> list[str]:
+        """Return the models that have a mirror here. Raises as ``mirror.models``."""
+        return list(models(self._store, key=self._key))
+
+    def of(self, model: str) -> Mirror:
+        """Return the mirror of a model, which need not exist. It ends when this is closed."""
+        return Mirror(self._store, model, key=self._key, name=str(self.address))
+
+    def files_of(self, run: str) -> MirroredFiles:
+        """Return the mirrored files of a run. It ends when this is closed. Raises ``UsageError``
+        for a storage host, which has none."""
+        if not isinstance(self._store, FileStore):
+            raise UsageError(f"{self.address}: a storage host has no mirrors of files")
+        return MirroredFiles(self._store, run, str(self.address))
+
+    def has(self, model: str) -> bool:
+        """True if there is one of that model. One request."""
+        return next(self._store.list(prefix_of(model) + LOG), None) is not None
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store.close()
+
+    def __enter__(self) -> Mirrors:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """What a URL means: where, of which model, and which step, or None for no one in particular."""
+
+    address: StoreAddress
+    model: str
+    step: int | None
+
+
+def meant(url: str, what: str = "mirror") -> Meant:
+    """What ``<mirror>/<model>`` or ``<mirror>/<model>@<step>`` means; or ``<mirror>`` alone, with
+    or without ``@<step>``, where that has one model. Asks the store: a list for each slash, from
+    the last one on. Raises ``UsageError`` if it means none, and what the store raises."""
+    said = _STEP.fullmatch(url)
+    texts = [(url, None)] if said is None else [(said[1], int(said[2])), (url, None)]
+    for text, step in texts:
+        found = _with_model(parse(text, what)) or _of_one(parse(text, what))
+        if found is not None:
+            return Meant(*found, step)
+    raise UsageError(f"{what} {url!r}: {_advice(parse(texts[0][0], what))}")
+
+
+def _with_model(address: StoreAddress) -> tuple[StoreAddress, str] | None:
+    segments = address.prefix.strip("/").split("/") if address.prefix.strip("/") else []
+    root = "/" if address.prefix.startswith("/") else ""
+    for count in range(len(segments) - 1, -1, -1):
+        above = replace(address, prefix=root + "/".join(segments[:count]))
+        model = "/".join(segments[count:])
+        with Mirrors(above) as mirrors:
+            if mirrors.has(model):
+                return above, model
+    return None
+
+
+def _of_one(address: StoreAddress) -> tuple[StoreAddress, str] | None:
+    with Mirrors(address) as mirrors:
+        there = mirrors.models()
+    return (address, there[0]) if len(there) == 1 else None
+
+
+def _advice(address: StoreAddress) -> str:
+    with Mirrors(address) as mirrors:
+        there = mirrors.models()
+    if there:
+        names = ", ".join(map(repr, there[:_SHOWN]))
+        return f"say which model, {address}/MODEL; it has mirrors of {names}"
+    above = replace(address, prefix=address.prefix.rpartition("/")[0])
+    if not above.prefix:
+        return "there is no mirror"
+    with contextlib.suppress(UsageError), Mirrors(above) as mirrors:
+        there = mirrors.models()
+    names = f"; {above} has mirrors of {', '.join(map(repr, there[:_SHOWN]))}" if there else ""
+    return f"there is no mirror here, and no mirror of a model of that name{names}"

@@ -1,0 +1,60 @@
+"""What every store takes: names of objects, and memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from portus.errors import CorruptionError, UsageError
+from portus.reach.mirror.store import Buffer
+
+NAME_SIZE_MAX: Final = 900
+"""Less than the least that a store allows (1,024 bytes, Google and S3), for the prefix."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(?:/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
+
+
+def is_name(name: str) -> bool:
+    """True if an object may be called so."""
+    return len(name) <= NAME_SIZE_MAX and _NAME.fullmatch(name) is not None
+
+
+def checked_name(name: str, where: object) -> str:
+    """``name``, if an object may be called so. Raises ``UsageError``."""
+    if is_name(name):
+        return name
+    raise UsageError(
+        f"{where}: an object cannot be called {name!r:.100}; expected segments of ASCII letters, "
+        f"digits and '-_.=', none with '.' in front, and at most {NAME_SIZE_MAX} in all"
+    )
+
+
+def checked_prefix(prefix: str, where: object) -> str:
+    """``prefix`` without the slash at its end: whole segments, or "". Raises ``UsageError``."""
+    if not prefix:
+        return ""
+    if not prefix.endswith("/"):
+        raise UsageError(f"{where}: a list of {prefix!r:.100}; expected whole segments, as 'a/b/'")
+    return checked_name(prefix[:-1], where)
+
+
+def bytes_of(part: Buffer, where: object) -> memoryview:
+    """A view of ``part``, of its own. Raises ``UsageError`` for memory with gaps."""
+    view = memoryview(part)
+    if not view.c_contiguous:
+        raise UsageError(f"{where}: expected contiguous memory, found strides {view.strides}")
+    return view.cast("B")
+
+
+def writable_bytes(into: memoryview, start: int, where: object) -> memoryview:
+    """A view of ``into``, of its own, to be filled from byte ``start`` of an object on. Raises
+    ``UsageError``."""
+    view = bytes_of(into, where)
+    if view.readonly or start < 0:
+        raise UsageError(f"{where}: expected memory to write to, and an offset of 0 or more")
+    return view
+
+
+def short(what: str, start: int, expected: int, found: int) -> CorruptionError:
+    """An object that ends before what was asked for."""
+    return CorruptionError(f"{what}: expected {expected} bytes from byte {start} on, found {found}")

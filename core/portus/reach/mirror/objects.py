@@ -1,0 +1,538 @@
+"""The objects of a mirror: what they are called, how they are sealed, and what they say.
+
+All objects of a model are below one prefix (``prefix_of``)::
+
+    log/<number>        numbered from the newest down: the first one of a list is the newest
+    manifests/<name>    one for each version: its files, and which objects they are
+    versions/<...>/<name>  a file of a version, whole, and its digest beside it
+    pieces/<name>       a piece of such a file, in a store whose objects are small
+    files/<path>        the same of a file in a directory
+    quoted/<path>       the same, of a path that no object can be called by
+    again/<one of those> what replaced such a file
+
+An entry of the log is created if absent, and never changed or deleted. Manifests and pieces have
+names that nobody ever uses for anything else: digest, length, who put them, and in which epoch.
+So whatever lands late lands on itself.
+
+Entries and manifests are msgpack behind a header (``HEADER``), whose digest is also of the name: an
+object that was moved to another name is damaged. ``docs/format.md`` has all of it, and is tested.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import re
+import urllib.parse
+from collections.abc import Collection
+from typing import Annotated, Final, TypeVar, cast
+
+import msgspec
+from msgspec import Meta
+
+from portus.engine.format.checksum import DIGEST_SIZE, digest
+from portus.engine.format.record import Field, Record
+from portus.engine.spec import VersionInfo
+from portus.errors import CorruptionError, UsageError
+from portus.reach.mirror.names import is_name
+
+LOG: Final = "log/"
+MANIFESTS: Final = "manifests/"
+VERSIONS: Final = "versions/"
+PIECES: Final = "pieces/"
+FILES: Final = "files/"
+QUOTED: Final = "quoted/"
+AGAIN: Final = "again/"
+"""Before the names of files that replace those without it: the one before is there until the log
+says that the new one counts."""
+DIGEST_SUFFIX: Final = ".xxh128"
+"""Of what is beside a file: see ``digest_line``."""
+
+FORMAT_VERSION: Final = 1
+NUMBER_MAX: Final = 10**12 - 1
+"""Entries of a log."""
+
+STRIDE: Final = 16
+"""Each entry whose number is a multiple of it has the whole state, too."""
+
+WRITER_SIZE: Final = 8
+WHO_SIZE_MAX: Final = 200
+PATH_SIZE_MAX: Final = 4096
+NAME_SIZE_MAX: Final = 4096
+FACTS_MAX: Final = 1 << 16
+"""Of one entry."""
+TERMS_MAX: Final = 256
+"""Of those before, a state has the last ones."""
+GONE_MAX: Final = 1 << 14
+"""Of manifests that are gone a state has the last ones: what readers of older ones need may be
+deleted before its time, and they start over."""
+
+HEADER: Final = Record(
+    "object header",
+    64,
+    (
+        Field("magic", "8s", "`PMIRROR` 00"),
+        Field("format_version", "H", "1"),
+        Field("kind", "H", "1 entry of the log, 2 manifest"),
+        Field("keyed", "I", "1 if the digest is keyed, else 0"),
+        Field("length", "Q", "bytes of payload that follow, and end the object"),
+        Field("reserved", "Q", "zero"),
+        Field(
+            "digest",
+            "32s",
+            "of the name below the model's prefix, a zero byte, the 32 bytes before, and the "
+            "payload: xxh3_128 and 16 zeros, or BLAKE2b of 32 bytes with the key",
+        ),
+    ),
+)
+MAGIC: Final = b"PMIRROR\0"
+
+
+class SealError(CorruptionError):
+    """An object is damaged, or was sealed with another key than that of ``PORTUS_MIRROR_KEY``."""
+
+
+class ObjectKind(enum.IntEnum):
+    """What a sealed object is."""
+
+    ENTRY = 1
+    MANIFEST = 2
+
+
+_Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Writer = Annotated[bytes, Meta(min_length=WRITER_SIZE, max_length=WRITER_SIZE)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Path = Annotated[str, Meta(min_length=1, max_length=PATH_SIZE_MAX)]
+_Who = Annotated[str, Meta(max_length=WHO_SIZE_MAX)]
+_Name = Annotated[str, Meta(max_length=NAME_SIZE_MAX)]
+_Metrics = Annotated[dict[str, float], Meta(max_length=FACTS_MAX)]
+
+
+class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
+    """The claim of a writer, which alone counts from here on, in a term of its own.
+
+    ``who``: for messages. ``pool``: the identity of the pool that it mirrors, and ``commit`` the
+    newest commit there: what is committed after it belongs to this term. ``passing``: the writer
+    removes and collects, mirrors nothing, and is gone when it is done.
+    """
+
+    who: _Who
+    pool: _Token
+    commit: _Count
+    passing: bool = False
+
+
+class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
+    """A version is mirrored: everything that ``manifest`` names is there.
+
+    ``term`` and ``commit`` are its place in the history: the term in which it was committed, and
+    its commit in its pool. What comes last by both is the newest. ``size`` in bytes; ``time_ns``,
+    ``step``, ``token``, ``inexact`` and ``metrics`` are those of ``VersionInfo``. ``manifest``:
+    name of the object, without its folder. Replaces what was said of the version before.
+    """
+
+    token: _Token
+    step: int
+    term: _Count
+    commit: _Count
+    time_ns: _Count
+    size: _Count
+    inexact: bool
+    manifest: _Name
+    metrics: _Metrics = {}
+
+    def info(self, model: str, number: int, commit: int) -> VersionInfo:
+        """What is known of it, as version ``number`` of where it is read from."""
+        return VersionInfo(
+            model=model,
+            id=number,
+            commit=commit,
+            step=self.step,
+            token=self.token,
+            time_ns=self.time_ns,
+            size=self.size,
+            inexact=self.inexact,
+            metrics=dict(self.metrics),
+        )
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
+    """A version is let go of."""
+
+    token: _Token
+
+
+class Filed(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
+    """The checkpoint file at ``path`` (POSIX, relative to the directory of the run) is there, as
+    the object ``name``. Replaces what was said of the path before.
+
+    ``time_ns``: when it was changed last, by the clock of its machine. With ``term`` that tells
+    which is the newest. ``digest``: xxh3_128 of all of it. ``link``: where the link at ``path``
+    leads, relative to it; then there is no object, and ``size`` is 0.
+    """
+
+    path: _Path
+    name: _Name
+    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+    size: _Count
+    step: int
+    time_ns: _Count
+    term: _Count
+    link: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
+
+
+class Unfiled(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
+    """The fact that there is no file at ``path`` any more."""
+
+    path: _Path
+
+
+class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
+    """What only these manifests named, of versions long removed, is about to be deleted.
+    ``time_ns``: when, by the clock of who says so; 0: nobody knows."""
+
+    manifests: Annotated[tuple[_Name, ...], Meta(max_length=FACTS_MAX)]
+    time_ns: _Count = 0
+
+
+Fact = Claimed | Added | Removed | Filed | Unfiled | Collected
+"""What an entry of the log says, one after another, all at once."""
+
+
+class Term(msgspec.Struct, frozen=True, array_like=True):
+    """A term that began: by whose claim, of which pool, whose newest commit then was ``commit``."""
+
+    number: _Count
+    pool: _Token
+    commit: _Count
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True):
+    """A manifest that no version has any more, since the entry ``number``."""
+
+    manifest: _Name
+    number: _Count
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """What a log says, up to the entry ``number``.
+
+    ``term``, ``writer``, ``who``, ``passing``: of the last claim that counts. ``terms``: oldest
+    first. ``versions``: in the order in which they were added. ``gone``: manifests, and what they
+    name, that readers may still need. ``collected_ns``: ``time_ns`` of the last ``Collected``.
+    ``files``: those of a run in a directory, which has no versions.
+    """
+
+    number: _Count = 0
+    term: _Count = 0
+    writer: Annotated[bytes, Meta(max_length=WRITER_SIZE)] = b""
+    who: _Who = ""
+    passing: bool = False
+    terms: tuple[Term, ...] = ()
+    versions: tuple[Added, ...] = ()
+    gone: tuple[Gone, ...] = ()
+    collected_ns: _Count = 0
+    files: tuple[Filed, ...] = ()
+
+    @property
+    def newest_file(self) -> Filed | None:
+        """The file that a training goes on from; None if there is none."""
+        files = (each for each in self.files if not each.link)
+        return max(files, key=lambda each: (each.term, each.time_ns), default=None)
+
+    def file(self, path: str) -> Filed | None:
+        """What is said of the file at ``path``, if it is there."""
+        return next((each for each in self.files if each.path == path), None)
+
+    @property
+    def newest(self) -> Added | None:
+        """The version that a training goes on from; None if there is none."""
+        return max(self.versions, key=lambda each: (each.term, each.commit), default=None)
+
+    def version(self, token: bytes) -> Added | None:
+        """The version of that token, if it is there."""
+        return next((each for each in self.versions if each.token == token), None)
+
+    def is_ahead_of(self, pool: bytes, versions: Collection[VersionInfo], commit: int = 0) -> bool:
+        """True if a training goes on from the newest version here, and not from what a pool has:
+        that is older, or of a history that another writer left behind. versions: those of the
+        pool ``pool``; commit: its newest one. What it had, and has no more, it let go of."""
+        newest = self.newest
+        if newest is None or any(each.token == newest.token for each in versions):
+            return False
+        claims = [each for each in self.terms if each.pool == pool and each.commit <= commit]
+        if claims and (newest.term, newest.commit) <= (claims[-1].number, commit):
+            return False
+        places = [(self.term_of(pool, each.commit), each.commit) for each in versions]
+        return max(places, default=(0, 0)) < (newest.term, newest.commit)
+
+    def term_of(self, pool: bytes, commit: int) -> int:
+        """The term in which a pool made a commit: that of the last claim of the pool before it; 0
+        if there was none."""
+        terms = [each.number for each in self.terms if each.pool == pool and each.commit < commit]
+        return max(terms, default=0)
+
+
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
+    """An entry of a log. ``state``: what the log says with it, if its number is a multiple of
+    ``STRIDE``."""
+
+    model: _Name
+    term: _Count
+    writer: _Writer
+    facts: Annotated[
+        tuple[Claimed | Added | Removed | Filed | Unfiled | Collected, ...],
+        Meta(min_length=1, max_length=FACTS_MAX),
+    ]
+    state: State | None = None
+
+
+class FileObject(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a version, whole, or a piece of one: the object ``name``, and the xxh3_128 of all
+    of it."""
+
+    name: _Name
+    size: _Count
+    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+
+    @property
+    def is_whole(self) -> bool:
+        """True for a file, False for a piece of one."""
+        return self.name.startswith(VERSIONS)
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """A version, and which objects its files are.
+
+    ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each unit of these.
+    ``layout`` and ``tree``: as its record has them; the tree of a version of files is their table.
+    ``files``: for each of its files the objects that are it, end to end. A version without a table
+    has one file, of its storages end to end. The rest as in ``VersionInfo``; ``pool`` is the
+    identity of its pool.
+    """
+
+    model: _Name
+    pool: _Token
+    id: _Count
+    commit: _Count
+    step: int
+    token: _Token
+    time_ns: _Count
+    size: _Count
+    inexact: bool
+    lengths: bytes
+    digests: bytes
+    layout: bytes
+    tree: bytes
+    files: tuple[tuple[FileObject, ...], ...]
+    metrics: _Metrics = {}
+
+    def objects(self) -> dict[Key, FileObject]:
+        """Return the objects of its files, by what is in them."""
+        return {
+            _key(each.name) or whole_key(self.token, number): each
+            for number, file in enumerate(self.files)
+            for each in file
+        }
+
+    def object_sizes(self) -> dict[str, int]:
+        """Return the bytes of each object that it needs, by name."""
+        sizes = {}
+        for each in (each for file in self.files for each in file):
+            sizes[each.name] = each.size
+            if each.is_whole:
+                sizes[each.name + DIGEST_SUFFIX] = len(digest_line(each.name, each.digest))
+        return sizes
+
+
+Key = tuple[bytes, int]
+"""What is in an object of a version: of a piece, see ``content_name``; of a whole file, the token
+of the version and the number of the file."""
+
+
+def whole_key(token: bytes, number: int) -> Key:
+    """The key of a file that is one object."""
+    return token, number
+
+
+def _key(name: str) -> Key | None:
+    match = _PIECE.fullmatch(name)
+    return None if match is None else (bytes.fromhex(match[1]), int(match[2]))
+
+
+def digest_line(name: str, sent: bytes) -> bytes:
+    """What is beside the file ``name``: its digest, as ``xxhsum`` prints and checks it."""
+    return f"{sent.hex()}  {name.rpartition('/')[2]}\n".encode()
+
+
+def prefix_of(model: str) -> str:
+    """Return the prefix of the objects of ``model``, in a store that may hold other models too."""
+    plain = urllib.parse.quote(model, safe="").replace("~", "%7E").replace(".", "%2E")
+    quoted = plain.replace("%", "=")
+    if len(quoted) > _QUOTED_MAX:
+        quoted = f"{quoted[:_QUOTED_MAX]}={digest(model.encode()).hex()}"
+    return quoted + "/"
+
+
+def file_name(path: str, before: str = "") -> str:
+    """What the file at ``path`` is called, below the prefix of its run: by its own name, if that is
+    one that all stores take. before: the name of what it replaces, which it does not get."""
+    name = _file_name(path)
+    return AGAIN + name if before == name else name
+
+
+def _file_name(path: str) -> str:
+    own = FILES + path
+    return own if _is_free(path, AGAIN + own) else QUOTED + _quoted(path)
+
+
+def _is_free(path: str, name: str) -> bool:
+    """Return whether the file at ``path`` may be called ``name``: all stores take that, and what
+    is beside another file is not called so."""
+    return is_name(name + DIGEST_SUFFIX) and f"{DIGEST_SUFFIX}/" not in f"{path}/"
+
+
+def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: int) -> str:
+    """What the file ``name`` of a version is called, below the prefix of its model. Nobody ever
+    uses that for other bytes: it has a digest of the version, who put it, and in which epoch."""
+    tag = digest(token + writer + epoch.to_bytes(8, "little"))[:6].hex()
+    below = f"{VERSIONS}step-{step:08d}-{tag}/"
+    if _is_free(name, below + name) and not name.startswith(QUOTED):
+        return below + name
+    return below + QUOTED + _quoted(name).replace("/", "=2F")
+
+
+def _quoted(path: str) -> str:
+    plain = urllib.parse.quote(path, safe="/").replace("~", "%7E").replace(".", "%2E")
+    quoted = plain.replace("%", "=")
+    if len(quoted) > _QUOTED_MAX:
+        quoted = f"{quoted[:_QUOTED_MAX]}={digest(path.encode()).hex()}"
+    return quoted
+
+
+def model_of(prefix: str) -> str | None:
+    """The model whose objects are below that prefix; None if it is none, or the name is cut."""
+    quoted = prefix.removesuffix("/")
+    model = urllib.parse.unquote(quoted.replace("=", "%"))
+    return model if len(quoted) <= _QUOTED_MAX and prefix_of(model) == prefix else None
+
+
+def entry_name(number: int) -> str:
+    """The name of an entry of a log; a later one comes before it."""
+    assert 0 < number <= NUMBER_MAX
+    return f"{LOG}{NUMBER_MAX - number:012d}"
+
+
+def entry_number(name: str) -> int | None:
+    """The number of the entry of that name, which may be anything."""
+    match = _ENTRY.fullmatch(name)
+    return NUMBER_MAX - int(match[1]) if match else None
+
+
+def content_name(content: bytes, length: int, writer: bytes, epoch: int) -> str:
+    """What a manifest or a piece is called, in its folder. content: a digest from which all that is
+    in it follows."""
+    return f"{content.hex()}-{length}-{writer.hex()}-{epoch}"
+
+
+class Seal:
+    """Seals the objects of a mirror, with a key or without."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """key: as it was configured, of any length; None: what is read is checked for accidents."""
+        self._key: Final = None if key is None else hashlib.blake2b(key, digest_size=32).digest()
+
+    def entry(self, number: int, entry: LogEntry) -> bytes:
+        """The object that says ``entry``."""
+        return self._sealed(ObjectKind.ENTRY, entry_name(number), _encoder.encode(entry))
+
+    def manifest(self, manifest: Manifest, writer: bytes, epoch: int) -> tuple[str, bytes]:
+        """The object that says ``manifest``, and its name in its folder."""
+        payload = _encoder.encode(manifest)
+        name = content_name(digest(payload), HEADER.size + len(payload), writer, epoch)
+        return name, self._sealed(ObjectKind.MANIFEST, MANIFESTS + name, payload)
+
+    def read_entry(self, number: int, data: bytes, model: str | None = None) -> LogEntry:
+        """The reverse. model: of which it has to be, if that is known. Raises ``CorruptionError``;
+        ``UsageError`` if a newer Portus wrote it, or if it needs a key."""
+        name = entry_name(number)
+        entry = _decoded(_entries, self._opened(ObjectKind.ENTRY, name, data), name)
+        return _of_model(entry, model, name)
+
+    def read_manifest(self, name: str, data: bytes, model: str) -> Manifest:
+        """The reverse. Raises as ``read_entry``; of the columns nothing is checked."""
+        where = MANIFESTS + name
+        manifest = _decoded(_manifests, self._opened(ObjectKind.MANIFEST, where, data), where)
+        return _of_model(manifest, model, where)
+
+    def _sealed(self, kind: ObjectKind, name: str, payload: bytes) -> bytes:
+        blank = HEADER.pack(
+            magic=MAGIC,
+            format_version=FORMAT_VERSION,
+            kind=int(kind),
+            keyed=int(self._key is not None),
+            length=len(payload),
+        )
+        start = blank[:-_SEAL_SIZE]
+        return start + self._digest(name, start, payload) + payload
+
+    def _opened(self, kind: ObjectKind, name: str, data: bytes) -> bytes:
+        row = HEADER.unpack(data)
+        if row["magic"] != MAGIC:
+            raise CorruptionError(f"{name}: expected an object of a mirror, found {data[:8]!r}")
+        if row["format_version"] != FORMAT_VERSION:
+            raise UsageError(
+                f"{name}: written by a newer Portus (format {row['format_version']!r}); this one "
+                f"knows format {FORMAT_VERSION}. Upgrade portus-checkpoint"
+            )
+        if row["keyed"] and self._key is None:
+            raise UsageError(f"{name}: it is keyed; set PORTUS_MIRROR_KEY to the key of the mirror")
+        start, payload = data[: HEADER.size - _SEAL_SIZE], data[HEADER.size :]
+        found = self._digest(name, start, payload)
+        expected = cast(bytes, row["digest"])
+        if not hmac.compare_digest(found, expected) or row["length"] != len(payload):
+            kind_of_error = CorruptionError if self._key is None else SealError
+            key = "" if self._key is None else ", or not sealed with the key of PORTUS_MIRROR_KEY"
+            raise kind_of_error(
+                f"{name} is damaged{key}: expected digest {expected.hex()}, found {found.hex()}"
+            )
+        if row["kind"] != kind:
+            raise CorruptionError(f"{name}: expected kind {int(kind)}, found {row['kind']!r}")
+        return payload
+
+    def _digest(self, name: str, start: bytes, payload: bytes) -> bytes:
+        parts = (name.encode(), b"\0", start, payload)
+        if self._key is None:
+            return digest(b"".join(parts)) + bytes(_SEAL_SIZE - DIGEST_SIZE)
+        hasher = hashlib.blake2b(key=self._key, digest_size=_SEAL_SIZE)
+        for part in parts:
+            hasher.update(part)
+        return hasher.digest()
+
+
+_SEAL_SIZE: Final = 32
+_QUOTED_MAX: Final = 150
+_ENTRY: Final = re.compile(rf"{LOG}([0-9]{{12}})")
+_PIECE: Final = re.compile(
+    rf"{PIECES}([0-9a-f]{{32}})-(0|[1-9][0-9]{{0,17}})-[0-9a-f]{{16}}-(?:0|[1-9][0-9]*)"
+)
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_entries: Final = msgspec.msgpack.Decoder(LogEntry)
+_manifests: Final = msgspec.msgpack.Decoder(Manifest)
+
+_T = TypeVar("_T", LogEntry, Manifest)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], payload: bytes, name: str) -> _T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptionError(f"{name}: {error}") from error
+
+
+def _of_model(said: _T, model: str | None, name: str) -> _T:
+    if model is not None and said.model != model:
+        raise CorruptionError(f"{name}: it is of model {said.model!r}, not {model!r}")
+    return said

@@ -1,0 +1,137 @@
+"""The files of a version as objects: each is one, or, where objects are small, several pieces.
+
+Pieces are cut where storages begin and end. So a storage that is as it was before is in pieces that
+are there already, wherever in its file it lies now, and the manifest names them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from portus.engine.copying.segments import Column, Digests
+from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
+from portus.errors import CorruptionError
+from portus.reach.mirror.objects import FileObject, Key, Manifest
+from portus.reach.versions.packed import PackedFile, decode_table
+
+ALONE: Final = 4 << 20
+"""Bytes. Smaller storages share pieces, of up to ``UNIT`` bytes."""
+
+HEADER: Final = 512
+"""Bytes before a large storage that are in one piece with its first unit, at most."""
+
+STORAGES: Final = "storages"
+"""The name of the one file of a version that is of no files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a file, from its byte ``start`` on. ``key``: all of its bytes follow from that."""
+
+    key: Key
+    start: int
+    size: int
+
+
+@dataclass(slots=True)
+class WantedObject:
+    """An object of a version: bytes of its file ``number``. ``there``: what is known of it once it
+    was put; until then None."""
+
+    name: str
+    number: int
+    start: int
+    size: int
+    there: FileObject | None = None
+
+
+def files_in(tree: bytes, lengths: Column, where: str) -> Sequence[PackedFile]:
+    """The files of a version with storages of these lengths. Raises ``CorruptionError``, naming
+    ``where``, unless they have the storages of the version."""
+    table = decode_table(tree)
+    if table is None:
+        ends = np.cumsum(lengths)
+        return [PackedFile(STORAGES, int(lengths.sum()), ends - lengths, lengths)]
+    said = [length for each in table.files for length in each.length.tolist()]
+    said += [each.around for each in table.files]
+    if said != lengths.tolist():
+        raise CorruptionError(f"{where}: its files do not have the storages that it has")
+    return table.files
+
+
+def pieces_of(
+    file: PackedFile, digests: Sequence[bytes], around: Callable[[int, int], bytes]
+) -> list[Piece]:
+    """The pieces of a file. digests: of the units of its storages. around: reads bytes around
+    these."""
+    spans, counts = file.spans(), unit_counts(file.length)
+    first = (np.cumsum(counts) - counts).tolist()
+    pieces, start, size, has_large, said = [], 0, 0, False, bytearray()
+
+    def end() -> None:
+        nonlocal start, size, has_large
+        if size:
+            pieces.append(Piece((digest(said), size), start, size))
+        start, size, has_large = start + size, 0, False
+        said.clear()
+
+    columns = (spans.length, spans.storage, spans.inside)
+    for length, storage, inside in zip(*(each.tolist() for each in columns), strict=True):
+        is_around = storage == len(file.length)
+        is_large = not is_around and length >= ALONE
+        for at in range(0, length, UNIT):
+            part = min(UNIT, length - at)
+            if has_large or (is_large and size > HEADER) or size + part > UNIT + HEADER:
+                end()
+            if is_around:
+                content = digest(around(inside + at, part))
+            else:
+                content = digests[first[storage] + at // UNIT]
+            said += part.to_bytes(8, "little") + content
+            size, has_large = size + part, is_large
+    end()
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A manifest, read and checked. ``digests``: of each unit. ``files``: where its storages are in
+    its files."""
+
+    manifest: Manifest
+    lengths: Column
+    digests: Digests
+    files: Sequence[PackedFile]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Mirrored:
+        """Raises ``CorruptionError`` where its parts do not fit together."""
+        where = f"the manifest of step {manifest.step} of model {manifest.model!r}"
+        if len(manifest.lengths) % 8:
+            raise CorruptionError(f"{where}: a column of {len(manifest.lengths)} bytes")
+        lengths: Column = np.frombuffer(manifest.lengths, "<i8").astype(np.int64)
+        if (lengths < 0).any() or float(lengths.sum(dtype=np.float64)) > _SUM_MAX:
+            raise CorruptionError(f"{where}: lengths of storages are out of range")
+        if manifest.size != int(lengths.sum()):
+            raise CorruptionError(
+                f"{where}: expected storages of {manifest.size} bytes together, found "
+                f"{int(lengths.sum())}"
+            )
+        count = int(unit_counts(lengths).sum())
+        if len(manifest.digests) != count * DIGEST_SIZE:
+            raise CorruptionError(
+                f"{where}: expected digests of {count} units, found {len(manifest.digests)} bytes"
+            )
+        digests = np.frombuffer(manifest.digests, np.uint8).reshape(-1, DIGEST_SIZE)
+        files = files_in(manifest.tree, lengths, where)
+        sizes = [sum(each.size for each in file) for file in manifest.files]
+        if sizes != [each.size for each in files]:
+            raise CorruptionError(f"{where}: its objects are not as long as its files")
+        return cls(manifest, lengths, digests, files)
+
+
+_SUM_MAX: Final = float(1 << 62)

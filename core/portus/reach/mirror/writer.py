@@ -1,0 +1,350 @@
+"""What a mirror's writer does, one thing after another. Pure: see ``requests``.
+
+- **M1** A version counts when its entry does, and that is asked for only after its files and its
+  manifest are there.
+- **M2** Of what was put before, a version relies on nothing but: what a manifest names that was
+  there when the term was claimed, or is this writer's own; and objects that this writer put since,
+  of which he was told.
+- **M3** What is to be deleted was listed before an entry that counts, is not named by what is there
+  then, and is never named again: names have the writer and the epoch, and collecting ends an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from portus.engine.copying.segments import Column, Digests
+from portus.engine.spec import VersionInfo
+from portus.errors import CorruptionError
+from portus.reach.mirror.log import KnownLog, MirrorLog
+from portus.reach.mirror.objects import (
+    FACTS_MAX,
+    LOG,
+    MANIFESTS,
+    PIECES,
+    VERSIONS,
+    Added,
+    Claimed,
+    Collected,
+    Fact,
+    FileObject,
+    Key,
+    Manifest,
+    Seal,
+    State,
+    content_name,
+    entry_number,
+    version_file_name,
+    whole_key,
+)
+from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject
+from portus.reach.mirror.requests import (
+    DeleteObjects,
+    PutObject,
+    PutObjects,
+    Steps,
+    get,
+    get_all,
+    listed,
+)
+from portus.reach.mirror.store import ListedObject
+from portus.reach.versions.packed import PackedFile
+
+GRACE_S: Final = 24 * 3600.0
+"""Seconds, by the clock of the store, for which readers find what was there when they began."""
+
+_MANIFESTS_MAX: Final = 16
+"""Manifests in memory at once while what they name is gathered."""
+
+_DELETED_MAX: Final = 1000
+"""Names in one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What is to be mirrored: a version of a pool, as its record has it. ``files``: its files.
+    ``pieces``: those of each, where objects are small; None: each file is one object."""
+
+    info: VersionInfo
+    pool: bytes
+    lengths: Column
+    digests: Digests
+    layout: bytes
+    tree: bytes
+    files: Sequence[PackedFile]
+    pieces: Sequence[Sequence[Piece]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What was deleted: how many objects, and their bytes together."""
+
+    objects: int
+    size: int
+
+
+class Writer:
+    """One writer of the mirror of one model. One thread at a time.
+
+    A call that raises may be made again, with what has changed since or without.
+    """
+
+    def __init__(self, model: str, seal: Seal, newest: int | None = None) -> None:
+        """newest: as of ``MirrorLog``."""
+        self.log = MirrorLog(model, seal, newest=newest)
+        self._model: Final = model
+        self._seal: Final = seal
+        self._writer = b""
+        self._epoch = 0
+        self._known: dict[Key, FileObject] = {}
+        """Objects that may be relied on (M2)."""
+        self._last: tuple[str, Mapping[Key, FileObject]] = "", {}
+        """A manifest that was there in this term, and what it names."""
+
+    @property
+    def state(self) -> State:
+        """What the log said when it was last looked at."""
+        return self.log.state
+
+    def claim(
+        self,
+        claimed: Claimed,
+        writer: bytes,
+        known: KnownLog | None = None,
+        time_ns: int = 0,
+        at: int | None = None,
+    ) -> Steps[State]:
+        """Begin a term. writer: random; another one for each claim. known: what was read of the log
+        before. time_ns: the time; from the first claim of all on collecting is due a day later. at:
+        as of ``MirrorLog.claim``."""
+        self._known, self._writer, self._epoch = {}, writer, 0
+        self._last = "", {}
+        self.log.take_over(known)
+        state = yield from self.log.claim(claimed, writer, [Collected((), time_ns)], at)
+        if not claimed.passing:
+            yield from self._rely_on(state)
+        return state
+
+    def add(
+        self,
+        version: Version,
+        facts: Sequence[Fact] = (),
+        damaged: Collection[str] | None = None,
+    ) -> Steps[Added]:
+        """Mirror a version, and say ``facts`` with it. When this returns, it counts. damaged: of a
+        version that is there, the objects that are not as they were put: what is in them is put
+        again, the others stay where its manifest has them; all are, if that cannot be read."""
+        self.log.require()
+        info = version.info
+        before = None if damaged is None else self.state.version(info.token)
+        known: Mapping[Key, FileObject] = self._known
+        if before is not None:
+            manifest = yield from self._manifest_of(before)
+            known = {} if manifest is None else manifest.objects()
+        wanted = [self._wanted(version, number, known) for number in range(len(version.files))]
+        objects = {key: each for file in wanted for key, each in file}
+        for each in objects.values():
+            if each.name in (damaged or ()):
+                each.there = None  # it keeps its name: it gets the bytes that it had
+        yield from self._put_objects(objects)
+        files = [[objects[key].there for key, _ in file] for file in wanted]
+        said = _manifest(version, files)
+        name, data = self._seal.manifest(said, self._writer, self._epoch)
+        yield PutObjects([PutObject(MANIFESTS + name, data)])
+        added = Added(
+            token=info.token,
+            step=info.step,
+            term=self.state.term_of(version.pool, info.commit) if before is None else before.term,
+            commit=info.commit if before is None else before.commit,
+            time_ns=info.time_ns,
+            size=info.size,
+            inexact=info.inexact,
+            manifest=name,
+            metrics=dict(info.metrics),
+        )
+        yield from self.log.append((added, *facts))  # M1
+        self._known = said.objects()
+        self._last = name, dict(self._known)
+        return added
+
+    def note(self, facts: Sequence[Fact]) -> Steps[State]:
+        """Say ``facts``; when this returns, they count."""
+        return (yield from self.log.append(facts))
+
+    def collect(self, grace_s: float = GRACE_S, time_ns: int = 0) -> Steps[Freed]:
+        """Delete what no version needs, and no reader who began within ``grace_s`` seconds. Raises
+        ``CorruptionError``, and deletes nothing, where what a version needs is not known. time_ns:
+        the time, for who asks when it was."""
+        self.log.require()
+        now, number = yield from self._times(grace_s)
+        entries = yield from self._listed_before(now - grace_s)
+        old = [each.manifest for each in self.state.gone if each.number <= number]
+        said = Collected(tuple(old[:FACTS_MAX]), time_ns)
+        state = yield from self.log.append((said,))  # M3: after it was listed
+        named = yield from self._named(state)
+        unneeded = [each for each in entries if each.name not in named]
+        if unneeded:
+            yield from self._rely_on(state)
+            self._epoch += 1  # M3: no name of before is used again
+        names = [each.name for each in unneeded]
+        for start in range(0, len(names), _DELETED_MAX):
+            yield DeleteObjects(names[start : start + _DELETED_MAX])
+        return Freed(len(names), sum(each.size for each in unneeded))
+
+    def unneeded(self, grace_s: float = GRACE_S) -> Steps[Freed]:
+        """What ``collect`` would delete now. Takes no term, and changes nothing. Raises as it."""
+        now, number = yield from self._times(grace_s)
+        entries = yield from self._listed_before(now - grace_s)
+        state = yield from self.log.read()
+        gone = tuple(each for each in state.gone if each.number > number)
+        named = yield from self._named(replace(state, gone=gone))
+        found = [each.size for each in entries if each.name not in named]
+        return Freed(len(found), sum(found))
+
+    def suspects(self) -> Steps[list[Added]]:
+        """The versions that lack an object, or whose manifest is damaged, as far as a list of the
+        store tells, which may lack what is newest. Takes no term, and changes nothing."""
+        state = yield from self.log.read()
+        sizes, found = {}, []
+        for folder in (PIECES, VERSIONS):
+            sizes.update({each.name: each.size for each in (yield from listed(folder))})
+        for start in range(0, len(state.versions), _MANIFESTS_MAX):
+            some = state.versions[start : start + _MANIFESTS_MAX]
+            manifests = yield from get_all([MANIFESTS + each.manifest for each in some])
+            for added, data in zip(some, manifests, strict=True):
+                try:
+                    length = dict(self._objects_of(added.manifest, data, needed=True))
+                except CorruptionError:
+                    length = {"": 0}
+                if any(sizes.get(name) != length[name] for name in length):
+                    found.append(added)
+        return found
+
+    def _wanted(
+        self, version: Version, number: int, known: Mapping[Key, FileObject]
+    ) -> list[tuple[Key, WantedObject]]:
+        """The objects of a file. known: of them, what is there."""
+        info, file = version.info, version.files[number]
+        if version.pieces is None:
+            name = version_file_name(info.step, file.name, info.token, self._writer, self._epoch)
+            named = [(Piece(whole_key(info.token, number), 0, file.size), name)]
+        else:
+            named = [
+                (each, PIECES + content_name(*each.key, self._writer, self._epoch))
+                for each in version.pieces[number]
+            ]
+        found = []
+        for each, name in named:
+            there = known.get(each.key)
+            name = name if there is None else there.name
+            found.append((each.key, WantedObject(name, number, each.start, each.size, there)))
+        return found
+
+    def _put_objects(self, objects: Mapping[Key, WantedObject]) -> Steps[None]:
+        missing = {key: each for key, each in objects.items() if each.there is None}
+        puts = [PutObject(each.name, each) for each in missing.values()]
+        try:
+            if puts:
+                yield PutObjects(puts)
+        finally:  # what is there stays there until this writer collects
+            done = {put.name for put in puts if put.done}
+            for key, each in missing.items():
+                if each.name in done and each.there is not None:
+                    self._known[key] = each.there
+
+    def _rely_on(self, state: State) -> Steps[None]:
+        """Take as known the objects that a manifest names: the last one that this writer had, or
+        that of the newest version; none if that is damaged."""
+        names = {each.manifest for each in state.versions}
+        if self._last[0] not in names:
+            self._last = "", {}
+            if state.newest is not None:
+                manifest = yield from self._manifest_of(state.newest)
+                self._last = state.newest.manifest, {} if manifest is None else manifest.objects()
+        self._known = dict(self._last[1])
+
+    def _manifest_of(self, added: Added) -> Steps[Manifest | None]:
+        """The manifest of a version; None if it is damaged."""
+        try:
+            return (yield from read_manifest(self._seal, self._model, added.manifest)).manifest
+        except CorruptionError:
+            return None
+
+    def _times(self, grace_s: float) -> Steps[tuple[float, int]]:
+        """What time it is, at least, by the clock of the store; and the newest entry that is older
+        than ``grace_s``."""
+        now = 0.0
+        for each in (yield from listed(LOG)):
+            number = entry_number(each.name)
+            if number is not None:
+                now = max(now, each.modified)
+                if each.modified <= now - grace_s:
+                    return now, number
+        return now, 0
+
+    def _listed_before(self, before: float) -> Steps[list[ListedObject]]:
+        found = []
+        for folder in (PIECES, MANIFESTS, VERSIONS):
+            entries = yield from listed(folder)
+            found += [each for each in entries if each.modified <= before]
+        return found
+
+    def _named(self, state: State) -> Steps[set[str]]:
+        """The objects that versions need, and those that readers may need."""
+        kept = [each.manifest for each in state.versions]
+        gone = [each.manifest for each in state.gone]
+        named = {MANIFESTS + name for name in (*kept, *gone)}
+        for names, needed in ((kept, True), (gone, False)):
+            for start in range(0, len(names), _MANIFESTS_MAX):
+                some = names[start : start + _MANIFESTS_MAX]
+                found = yield from get_all([MANIFESTS + name for name in some])
+                for name, data in zip(some, found, strict=True):
+                    named.update(self._objects_of(name, data, needed=needed))
+        return named
+
+    def _objects_of(self, name: str, data: bytes | None, *, needed: bool) -> Mapping[str, int]:
+        """The bytes of each object that a manifest names; none if it is damaged, and not needed."""
+        try:
+            if data is None:
+                raise CorruptionError(f"{MANIFESTS}{name} is missing")
+            return self._seal.read_manifest(name, data, self._model).object_sizes()
+        except CorruptionError as error:
+            if not needed:
+                return {}  # nobody can read that version
+            raise CorruptionError(
+                f"{error}; Portus cannot tell what it needs, so nothing is deleted. Mirror "
+                "that version again, or remove it"
+            ) from error
+
+
+def read_manifest(seal: Seal, model: str, name: str) -> Steps[Mirrored]:
+    """A manifest, checked. Raises ``CorruptionError``, also if it is not there."""
+    data = yield from get(MANIFESTS + name)
+    if data is None:
+        raise CorruptionError(f"{MANIFESTS}{name} of the mirror of model {model!r} is missing")
+    return Mirrored.of(seal.read_manifest(name, data, model))
+
+
+def _manifest(version: Version, files: Sequence[Sequence[FileObject | None]]) -> Manifest:
+    info = version.info
+    return Manifest(
+        model=info.model,
+        pool=version.pool,
+        id=info.id,
+        commit=info.commit,
+        step=info.step,
+        token=info.token,
+        time_ns=info.time_ns,
+        size=info.size,
+        inexact=info.inexact,
+        lengths=version.lengths.astype("<i8").tobytes(),
+        digests=version.digests.tobytes(),
+        layout=version.layout,
+        tree=version.tree,
+        files=tuple(tuple(each for each in file if each is not None) for file in files),
+        metrics=dict(info.metrics),
+    )

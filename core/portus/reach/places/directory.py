@@ -1,0 +1,297 @@
+"""``DirectoryPlace``: a directory with checkpoint files, or one such file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, NoReturn
+
+from portus.engine.directory.folder import FOLDER, HiddenFolder
+from portus.engine.directory.system import Linux
+from portus.engine.image.image import Image
+from portus.engine.image.torch_zip import ZIP
+from portus.engine.loading.open_file import DiskFile
+from portus.engine.loading.open_file import opened as opened_file
+from portus.engine.media.file_system import file_system_of
+from portus.engine.pipeline.draft import Draft
+from portus.engine.pipeline.plan import Snapshot
+from portus.engine.spec import VersionInfo
+from portus.errors import CorruptionError, MediumError, UsageError
+from portus.reach.files.reference import read as pointer_at
+from portus.reach.format.reference import Reference
+from portus.reach.formats.safetensors import LENGTH_SIZE, SUFFIX
+from portus.reach.formats.safetensors_reader import is_safetensors
+from portus.reach.index.directory import JOURNAL_SUFFIX
+from portus.reach.index.journals import names_in
+from portus.reach.index.place import Place, PlaceKind
+from portus.reach.index.scrub import Pace
+from portus.reach.places.base import (
+    Abilities,
+    Check,
+    CheckPace,
+    Collection,
+    Garbage,
+    GarbageOptions,
+    OpenPlace,
+    Progress,
+    Removal,
+    Skip,
+    StoredCheckpoint,
+    Verdict,
+)
+from portus.reach.places.version import remove_files
+from portus.reach.shards.metadata_file import NAME as METADATA
+from portus.reach.shards.rank_file import DISTCP
+
+_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX, DISTCP, METADATA)
+_END: Final = b"PK\x05\x06"
+_END_SIZE: Final = 22
+"""The first bytes of the last record of a zip file, and its size."""
+_STEP: Final = re.compile(r"step[=_-]?(\d+)")
+
+CHECKS: Final = {
+    "digests": "checksums of Portus",
+    "crc32": "CRC32s of the zip",
+    "structure": "structure alone: it has no checksums",
+}
+"""What a file is verified by, in words."""
+
+
+class StoredFile(StoredCheckpoint):
+    """A checkpoint file. ``step``: what the pointer or the name says; None if it says none.
+    ``pointer``: what it says, if it is one; then ``size`` is its own."""
+
+    def __init__(self, place: Place, path: str) -> None:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            _raise(error)
+        self.pointer: Final = _pointer_at(path)
+        named = _STEP.search(os.path.basename(path))
+        self.step: Final = (
+            self.pointer.step if self.pointer else int(named[1]) if named is not None else None
+        )
+        info = VersionInfo(
+            model="",
+            id=0,
+            commit=0,
+            step=self.step or 0,
+            token=bytes(16),
+            time_ns=status.st_mtime_ns,
+            size=status.st_size,
+        )
+        super().__init__(place, info, path)
+
+    @property
+    def leads_to(self) -> str:
+        its = self.pointer
+        return "" if its is None else f"{its.model}@{its.step} in {its.pool_path}"
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[OpenDiskFile]:
+        with opened_file(self.path, as_torch=False) as file:
+            yield OpenDiskFile(self.path, file)
+
+    def check(self, pace: CheckPace, verdict: Verdict, progress: Progress) -> None:
+        """Read every byte of the file, or of the one that the pointer leads to."""
+        from portus.engine.loading.checkpoint_file import has_digests, verify_file  # torch, too
+
+        verdict.by = CHECKS[verified_by(self.path, has_digests(self.path))]
+        each = None if pace.bytes_per_s is None else Pace(pace.bytes_per_s)
+        verdict.size = verify_file(self.path, each)
+        progress(verdict.size, verdict.size)
+
+
+class OpenDiskFile:
+    """See ``OpenCheckpoint``."""
+
+    def __init__(self, path: str, file: DiskFile) -> None:
+        self._path: Final = path
+        self._file: Final = file
+
+    @property
+    def files(self) -> Mapping[str, DiskFile]:
+        return {os.path.basename(self._path): self._file}
+
+    def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
+        from portus.engine.loading.checkpoint_file import verify_file  # and torch with it
+
+        if name not in self.files:
+            raise UsageError(f"there is no file {name!r} in {self._path}")
+        try:
+            shutil.copyfile(self._path, path)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            _raise(error)
+        advanced(verify_file(path))
+
+
+class DirectoryPlace(OpenPlace):
+    """See the module. ``path`` may be that of one file. Hidden files, and directories, are no
+    checkpoints; links are not followed."""
+
+    parts, piece = "directories", "file"
+    after_removal = "their space is free"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._has_saved = False
+
+    @classmethod
+    def at(cls, path: str) -> DirectoryPlace:
+        """Return the directory, or the one file, at a path, whatever is there."""
+        return cls(Place(PlaceKind.DIRECTORY, path))
+
+    @property
+    def abilities(self) -> Abilities:
+        number = os.open(self.place.path, os.O_RDONLY)
+        try:
+            traits, _ = file_system_of(number, self.place.path)
+        finally:
+            os.close(number)
+        return Abilities(volatile=traits.volatile, durable=1, addressable=False)
+
+    def list(self, model: str | None = None, skip: Skip | None = None) -> list[StoredCheckpoint]:
+        found = [] if model else list(self.found())
+        return sorted(found, key=lambda each: (each.info.time_ns, each.path))
+
+    def found(self) -> Iterator[StoredFile]:
+        """Yield the files, in the order of their paths. Raises ``MediumError``."""
+        if not os.path.isdir(self.place.path):
+            yield StoredFile(self.place, self.place.path)
+            return
+        for directory, names, files in os.walk(self.place.path, onerror=_raise):
+            names[:] = sorted(name for name in names if not name.startswith("."))
+            for name in sorted(files):
+                each = os.path.join(directory, name)
+                if name.endswith(_SUFFIXES) and not os.path.islink(each) and is_checkpoint(each):
+                    yield StoredFile(self.place, each)
+
+    @contextlib.contextmanager
+    def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
+        """See ``OpenPlace``. Removing a pointer leaves its version where it is."""
+        paths = [os.path.abspath(each.path) for each in chosen]
+        gone = [path for path in paths if not os.path.lexists(path)]
+        if gone:
+            raise UsageError(f"{gone[0]} is not there any more, and nothing was removed")
+
+        def act() -> int:
+            remove_files(paths)
+            return 0
+
+        yield act
+
+    def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
+        from portus.engine.paths.draft import FileDraft  # and torch with it
+        from portus.engine.paths.process import join
+        from portus.engine.writer.image_file import ImageFile
+
+        shared, self._has_saved = join(self), True
+        paths = [os.path.join(self.place.path, name) for name in files]
+        unpublished = shared.publisher.begin(*map(os.path.realpath, paths))
+        try:
+            written = [
+                ImageFile(
+                    each.file.number,
+                    unpublished.path_of(each),
+                    image,
+                    is_spare=each.is_spare,
+                    ring=shared.ring,
+                    ways=shared.ways,
+                )
+                for each, image in zip(unpublished.files, files.values(), strict=True)
+            ]
+        except BaseException:
+            unpublished.abandon()
+            raise
+        return FileDraft(unpublished, written, contextlib.nullcontext)
+
+    def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
+        for each in self.found() if chosen is None else chosen:
+            assert isinstance(each, StoredFile)
+            title = os.path.basename(each.path)
+            yield Check(each.path, title, partial(each.check, pace), each)
+
+    def collections(self, options: GarbageOptions) -> Iterator[Collection]:
+        """See ``OpenPlace``: what processes that ended left beside checkpoints. A checkpoint that
+        was removed before its replacement was there is put back."""
+        for directory, names, _ in os.walk(self.place.path, onerror=_raise):
+            if FOLDER in names:
+                real = os.path.realpath(directory)
+                yield Collection(real, "", partial(_left_in, real), partial(_recovered, real))
+            names[:] = sorted(name for name in names if not name.startswith("."))
+
+    def journals(self, links: str | None) -> Sequence[str]:
+        return journals_inside(self.place.path)
+
+    def close(self) -> None:
+        if self._has_saved:
+            from portus.engine.paths.process import leave
+
+            self._has_saved = False
+            leave(self)
+
+
+def _left_in(directory: str) -> Garbage:
+    """Return what processes that ended left in a directory."""
+    folder = HiddenFolder(Linux(), directory)
+    try:
+        left = [name for names in folder.abandoned() for name in names]
+        paths = [os.path.join(directory, FOLDER, name) for name in left]
+        sizes = [os.lstat(path).st_size for path in paths if os.path.lexists(path)]
+        return Garbage(pieces=len(sizes), freed=sum(sizes))
+    finally:
+        folder.forget()
+        folder.system.close(folder.base)
+
+
+def _recovered(directory: str, found: Garbage) -> Garbage:
+    from portus.engine.paths.saver import recover  # and torch with it
+
+    if found.pieces:
+        recover(directory)
+    return found
+
+
+def journals_inside(directory: str) -> Sequence[str]:
+    """Return the directories of journals in a directory; none if it is not there."""
+    names = [name for name in names_in(directory) if name.endswith(JOURNAL_SUFFIX)]
+    return [os.path.join(directory, name) for name in names]
+
+
+def verified_by(path: str, has_digests: bool) -> str:
+    """Return what a file is verified by: a key of ``CHECKS``."""
+    if has_digests:
+        return "digests"
+    with open(path, "rb") as file:
+        return "structure" if is_safetensors(file.read(LENGTH_SIZE + 1)) else "crc32"
+
+
+def is_checkpoint(path: str) -> bool:
+    """Return whether a file is one of safetensors or ``torch.save``, or a pointer; by its first
+    bytes, or its end or its name where those are damaged."""
+    if path.endswith(SUFFIX):
+        return True
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(LENGTH_SIZE + 1)
+            file.seek(-min(_END_SIZE, os.path.getsize(path)), os.SEEK_END)
+            end = file.read(len(_END))
+    except OSError:
+        return False
+    return is_safetensors(begin) or begin.startswith(ZIP) or end == _END
+
+
+def _pointer_at(path: str) -> Reference | None:
+    with contextlib.suppress(CorruptionError):
+        return pointer_at(path)
+    return None
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise MediumError(error.errno, f"{error.filename}: {error.strerror}") from error

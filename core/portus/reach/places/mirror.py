@@ -1,0 +1,339 @@
+"""``MirrorPlace``: the mirrors at an address: versions of the models of storage hosts, and files of
+runs, as objects."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Final, TypeVar
+
+from portus.engine.copying.segments import Stop
+from portus.engine.image.image import Image
+from portus.engine.pipeline.draft import Draft
+from portus.engine.pipeline.plan import Snapshot
+from portus.engine.spec import VersionInfo
+from portus.engine.writer.image_file import ImageFile
+from portus.engine.writer.ring import StagingRing
+from portus.engine.writer.ways import Ways
+from portus.errors import PortusError, UsageError
+from portus.reach.index.place import Place
+from portus.reach.mirror.address import StoreKind, parse
+from portus.reach.mirror.fetching import missing
+from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.log import SupersededError
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.mirrors import Mirrors
+from portus.reach.mirror.objects import FACTS_MAX, Added, Filed, Removed, State
+from portus.reach.mirror.writer import Freed
+from portus.reach.places.base import (
+    Abilities,
+    Check,
+    CheckPace,
+    Collection,
+    Garbage,
+    GarbageOptions,
+    OpenPlace,
+    Progress,
+    Removal,
+    Skip,
+    StoredCheckpoint,
+    Verdict,
+    adding,
+)
+from portus.reach.places.version import OpenVersion, opened_version
+
+Result = TypeVar("Result")
+
+_NO_POOL: Final = bytes(16)
+"""The pool of a command, which has none."""
+
+_TRIES: Final = 20
+"""Times that a change takes the term from a run that takes it back, until it gives up."""
+
+
+def claim(mirror: Mirror, command: str) -> State:
+    """Take the term for what a command does; a run that mirrors there takes it back."""
+    return mirror.claim(_who(command), _NO_POOL, 0, passing=True)
+
+
+def _who(command: str) -> str:
+    return f"portus {command}: pid {os.getpid()} on {platform.node()}"
+
+
+def retried(act: Callable[[], Result]) -> Result:
+    """Return what ``act`` returns; call it again where a run took the term back meanwhile. Raises
+    ``BusyError`` where a run does so each time."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(SupersededError):
+            return act()
+    return act()
+
+
+class MirroredVersion(StoredCheckpoint):
+    """A version of a model of a storage host. Its id is counted by whoever lists it."""
+
+    def __init__(self, place: Place, info: VersionInfo, mirror: Mirror, added: Added) -> None:
+        super().__init__(place, info)
+        self._mirror: Final = mirror
+        self._added: Final = added
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[OpenVersion]:
+        with (
+            self._mirror.opened_as(self._added) as (reader, entry),
+            opened_version(reader, entry) as opened,
+        ):
+            yield opened
+
+    def check(self, verdict: Verdict, progress: Progress) -> None:
+        """Read every byte of the objects of the version."""
+        self._mirror.check(self._added, adding(progress, self.info.size))
+        verdict.versions = 1
+
+
+class MirroredFile(StoredCheckpoint):
+    """A file of a run, or a link to one."""
+
+    def __init__(self, place: Place, files: MirroredFiles, run: str, filed: Filed) -> None:
+        info = VersionInfo(
+            model=run,
+            id=0,
+            commit=0,
+            step=filed.step,
+            token=filed.digest,
+            time_ns=filed.time_ns,
+            size=filed.size,
+        )
+        super().__init__(place, info, filed.path)
+        self._files: Final = files
+        self.filed: Final = filed
+
+    @property
+    def leads_to(self) -> str:
+        return self.filed.link
+
+    @property
+    def details(self) -> Mapping[str, str]:
+        return {"object": self.filed.name, "digest": self.filed.digest.hex()}
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[OpenObject]:
+        yield OpenObject(self._files, self.filed)
+
+    def check(self, verdict: Verdict, progress: Progress) -> None:
+        """Read every byte of the file."""
+        self._files.check(self.filed, adding(progress, self.filed.size))
+        verdict.versions = 1
+
+
+class OpenObject:
+    """See ``OpenCheckpoint``: one file, and ``ReadableFile``: that file."""
+
+    def __init__(self, files: MirroredFiles, filed: Filed) -> None:
+        self._mirrored: Final = files
+        self._filed: Final = filed
+
+    @property
+    def size(self) -> int:
+        return self._filed.size
+
+    @property
+    def files(self) -> Mapping[str, OpenObject]:
+        return {os.path.basename(self._filed.path): self}
+
+    def load(self, offset: int, target: memoryview) -> None:
+        self._mirrored.load(self._filed, offset, target)
+
+    def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
+        if name not in self.files:
+            raise UsageError(f"there is no file {name!r} in {self._filed.path}")
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            self._mirrored.fetch(self._filed, number, advanced)
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+class MirrorPlace(OpenPlace):
+    """See the module. What is removed here, and is there where it came from, is mirrored again."""
+
+    parts, piece = "mirrors", "object"
+    after_removal = "the run that mirrors there, or portus gc, deletes the objects a day later"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._states: Final[dict[str, State]] = {}
+
+    @cached_property
+    def mirrors(self) -> Mirrors:
+        """The mirrors at the address."""
+        return Mirrors(parse(self.place.path))
+
+    @property
+    def abilities(self) -> Abilities:
+        kind = self.mirrors.address.kind
+        return Abilities(volatile=kind is StoreKind.MEMORY, durable=1, addressable=False)
+
+    def models(self) -> Sequence[str]:
+        return self.mirrors.models()
+
+    def list(self, model: str | None = None, skip: Skip | None = None) -> list[StoredCheckpoint]:
+        """See ``OpenPlace``. Ids of versions are counted here; commits are those of the pools that
+        they were committed to."""
+        found: list[StoredCheckpoint] = []
+        for each in self.models() if model is None else [model]:
+            mirror = self.mirrors.of(each)
+            try:
+                self._states[each] = state = mirror.read()
+            except PortusError as error:
+                if skip is None:
+                    raise
+                skip(each, error)
+                continue
+            for number, added in enumerate(missing(state, ()), len(found) + 1):
+                info = added.info(each, number, added.commit)
+                found.append(MirroredVersion(self.place, info, mirror, added))
+            files = self.mirrors.files_of(each)
+            ordered = sorted(state.files, key=lambda filed: (filed.term, filed.time_ns))
+            found += [MirroredFile(self.place, files, each, filed) for filed in ordered]
+        return found
+
+    @contextlib.contextmanager
+    def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
+        """See ``OpenPlace``. A mirror has no lock: what is not there any more is left out."""
+
+        def act() -> int:
+            for model in dict.fromkeys(each.info.model for each in chosen):
+                own = [each for each in chosen if each.info.model == model]
+                tokens = [each.info.token for each in own if not each.path]
+                if tokens:
+                    retried(partial(_remove, self.mirrors.of(model), tokens))
+                if paths := [each.path for each in own if each.path]:
+                    retried(partial(_remove_files, self.mirrors.files_of(model), paths))
+            return 0
+
+        yield act
+
+    def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
+        """See ``OpenPlace``. The files are written to this machine first: a digest of all of a file
+        is known at its end alone."""
+        from portus.engine.paths.draft import FileDraft  # and torch with it
+
+        numbers = {name: _temporary() for name in files}
+        mirrored = self.mirrors.files_of(snapshot.model)
+        upload = _Upload(mirrored, snapshot.step, numbers, StagingRing(0))
+        written = [
+            ImageFile(numbers[name], name, image, is_spare=False, ring=upload.ring, ways=Ways())
+            for name, image in files.items()
+        ]
+        return FileDraft(upload, written, contextlib.nullcontext)
+
+    def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
+        """See ``OpenPlace``. Each version by itself: a damaged manifest says nothing of others."""
+        if pace.bytes_per_s is not None:
+            raise UsageError(f"{self.place}: scrub takes pools only; portus verify reads a mirror")
+        for each in self.list() if chosen is None else chosen:
+            assert isinstance(each, MirroredVersion | MirroredFile)
+            if not each.leads_to:
+                run = f"{each.info.model}: " if each.path else ""
+                yield Check(f"{self.place}: {run}{each.name}", each.name, each.check)
+
+    def details(self, model: str) -> Mapping[str, str | int | bool | None]:
+        return term_of(self._states[model])
+
+    def collections(self, options: GarbageOptions) -> Iterator[Collection]:
+        """See ``OpenPlace``: the objects that nobody needs any more, model by model."""
+        if options.missing or options.empty:
+            raise UsageError(f"{self.place}: --missing and --empty are for pools")
+        for model in self.models():
+            mirror = self.mirrors.of(model)
+            yield Collection(
+                self.place.path,
+                model,
+                lambda mirror=mirror: _garbage(mirror.unneeded()),  # type: ignore[misc]
+                partial(_collected, mirror),
+            )
+
+    def close(self) -> None:
+        self.mirrors.close()
+
+
+def term_of(state: State) -> dict[str, str | int | bool | None]:
+    """Return who writes a mirror, for machines."""
+    return {"term": state.term, "writer": state.who or None, "passing": state.passing}
+
+
+def _garbage(freed: Freed) -> Garbage:
+    return Garbage(pieces=freed.objects, freed=freed.size)
+
+
+def _collected(mirror: Mirror, found: Garbage) -> Garbage:
+    def collect() -> Freed:
+        claim(mirror, "gc")
+        return mirror.collect()
+
+    return _garbage(retried(collect)) if found.pieces else found
+
+
+def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:
+    there = {each.token for each in claim(mirror, "rm").versions}
+    gone = [token for token in tokens if token in there]
+    for start in range(0, len(gone), FACTS_MAX):
+        mirror.note([Removed(token) for token in gone[start : start + FACTS_MAX]])
+
+
+def _remove_files(files: MirroredFiles, paths: Sequence[str]) -> None:
+    files.claim(_who("rm"), _NO_POOL, passing=True)
+    files.remove(paths)
+
+
+class _Upload:
+    """See ``FileDraft``: files without names on this machine, which become objects."""
+
+    def __init__(
+        self, mirrored: MirroredFiles, step: int, files: Mapping[str, int], ring: StagingRing
+    ) -> None:
+        """files: descriptors, by the names of the files in the mirror. ring: closed at the end."""
+        self.ring: Final = ring
+        self.path: Final = next(iter(files))
+        self._mirrored: Final = mirrored
+        self._step: Final = step
+        self._files: Final = dict(files)
+
+    def publish(self, turn: contextlib.AbstractContextManager[None]) -> None:
+        with turn:
+            retried(self._upload)
+
+    def _upload(self) -> None:
+        self._mirrored.claim(_who("copy"), _NO_POOL, passing=True)
+        filed = []
+        for name, number in self._files.items():
+            uploaded = UploadedFile(
+                size=os.fstat(number).st_size,
+                time_ns=time.time_ns(),
+                read=partial(_read, number),
+                is_same=lambda: True,
+            )
+            filed.append(self._mirrored.upload(name, uploaded, self._step, Stop()))
+        self._mirrored.count(filed)
+
+    def abandon(self) -> None:
+        self.ring.close()
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def _read(number: int, start: int, length: int) -> bytes:
+    return os.pread(number, length, start)
+
+
+def _temporary() -> int:
+    """Return the descriptor of a new file without a name."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

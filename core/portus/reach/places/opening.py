@@ -1,0 +1,169 @@
+"""The places that a user means, opened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from portus.errors import PortusError, UsageError
+from portus.reach.index.directory import pools_at
+from portus.reach.index.place import Place, PlaceKind
+from portus.reach.mirror.address import is_store, parse
+from portus.reach.mirror.mirrors import meant
+from portus.reach.places.base import OpenPlace, StoredCheckpoint
+from portus.reach.protocol.address import is_address
+
+_STEPS_MAX: Final = 20
+"""Steps and models that an error lists."""
+
+
+def place_named(text: str, what: str, *, mirrors: bool = True) -> Place:
+    """Return the place that a user names. what: where it was said. mirrors: whether a mirror will
+    do. Raises ``UsageError``."""
+    if not is_store(text):
+        return Place.named(text, what)
+    address = parse(text, what)
+    if not mirrors:
+        raise UsageError(
+            f"{address} is the address of a mirror, and this command takes pools; portus pull "
+            f"{address} makes pools from the mirror, and portus mirror status {address} compares "
+            "it with its pool"
+        )
+    return Place(PlaceKind.MIRROR, str(address))
+
+
+def is_whole_place(text: str) -> bool:
+    """Return whether a text is the address of a place, and not a path or a name."""
+    return is_address(text)
+
+
+def open_place(place: Place) -> OpenPlace:
+    """Return a place, which opens what it needs when that is used."""
+    opened: OpenPlace = place.classes.load_opened()(place)
+    return opened
+
+
+def places_at(place: Place) -> list[OpenPlace]:
+    """Return the places that a place has: of a directory its pools, and of several storage hosts
+    each one; else the place itself. Raises ``UsageError`` if there is nothing of that name."""
+    found = [place] if place.kind is PlaceKind.MIRROR else pools_at(place)
+    return [open_place(each) for each in found]
+
+
+def journals_of(place: Place, links: str | None) -> list[str]:
+    """Return the directories that may have journals of runs which saved to a place. links: see
+    ``OpenPlace.journals``."""
+    found: list[str] = []
+    for each in place.hosts or [place]:
+        with open_place(each) as opened:
+            found += opened.journals(links)
+    return found
+
+
+class Places(contextlib.ExitStack):
+    """Open places. ``target``: what is looked for, ``MODEL`` or ``MODEL@STEP``; None: everything.
+    ``failed``: those that could not be read, and why."""
+
+    def __init__(
+        self, place: Place, places: Sequence[OpenPlace], target: str | None = None
+    ) -> None:
+        """place: what has all of them."""
+        super().__init__()
+        self.place: Final = place
+        self.target: Final = target
+        self.failed: Final[dict[OpenPlace, PortusError]] = {}
+        self._places: Final = [self.enter_context(each) for each in places]
+
+    def readable(self) -> Sequence[OpenPlace]:
+        """Return the places that can be read."""
+        return [each for each in self._places if each not in self.failed]
+
+    def all(self) -> Sequence[OpenPlace]:
+        """Return the places, those that cannot be read too."""
+        return list(self._places)
+
+    def list(self, model: str | None = None) -> Sequence[StoredCheckpoint]:
+        """Return the checkpoints, place by place, oldest commit first."""
+        found = []
+        for each in self.readable():
+            try:
+                found += each.list(model)
+            except PortusError as error:
+                self.failed[each] = error
+        return found
+
+    def select(self) -> Sequence[StoredCheckpoint]:
+        """Return the checkpoints that ``target`` means: of a model all, or those of one step.
+
+        A step may have several, after a rollback. Raises ``UsageError`` if there are none; if a
+        place could not be read, that is raised.
+        """
+        target, models = self.target or "", self._models()
+        if target in models and (own := self.list(target)):
+            return own
+        model, at, step = target.rpartition("@")
+        named = self.list(model or target) if (model or target) in models else []
+        if at and step.removeprefix("-").isdecimal() and step.isascii():
+            found = [each for each in named if each.info.step == int(step)]
+            if found:
+                return found
+        for error in self.failed.values():
+            raise error
+        if os.path.isfile(target):
+            raise UsageError(f"{target} is a file, but no checkpoint")
+        raise UsageError(f"there is no {target} in {self.place}: {_choices(model, named, models)}")
+
+    def by_place(
+        self, found: Sequence[StoredCheckpoint]
+    ) -> dict[OpenPlace, Sequence[StoredCheckpoint]]:
+        """Return the checkpoints of each place that has some."""
+        own = {place: [e for e in found if e.place == place.place] for place in self._places}
+        return {place: chosen for place, chosen in own.items() if chosen}
+
+    def _models(self) -> Sequence[str]:
+        models: set[str] = set()
+        for each in self.readable():
+            try:
+                models.update(each.models())
+            except PortusError as error:
+                self.failed[each] = error
+        return sorted(models)
+
+
+def _choices(model: str, named: Sequence[StoredCheckpoint], models: Sequence[str]) -> str:
+    steps = [str(each.info.step) for each in named]
+    if steps:
+        more = "... " if len(steps) > _STEPS_MAX else ""
+        return f"model {model!r} has steps {more}{', '.join(steps[-_STEPS_MAX:])}"
+    if models:
+        return f"it holds the models {', '.join(map(repr, models[:_STEPS_MAX]))}"
+    return "it holds no versions"
+
+
+def place_and_target(
+    target: str, pool: str | None, *, whole: bool = False
+) -> tuple[str | None, str | None]:
+    """Return the place, as ``--pool`` names it, and what is looked for there: the URL of a version
+    in a mirror says both. whole: whether the address of a place will do, for all that is in it;
+    then nothing is looked for. Raises ``UsageError``."""
+    if is_address(target):
+        if whole and pool is None:
+            return target, None
+        raise UsageError(f"{target} is a storage host: name a model, and pass --pool {target}")
+    if pool is not None or not is_store(target):
+        return pool, target
+    if whole:
+        with open_place(place_named(target, "mirror")) as place:
+            if place.models():
+                return target, None
+    found = meant(target, "mirror")
+    step = "" if found.step is None else f"@{found.step}"
+    return str(found.address), found.model + step
+
+
+def newest(found: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
+    """Return the checkpoint that was committed last; across places, by time."""
+    last = {each.place: each for each in found}  # of each place the last in order of commits
+    return max(last.values(), key=lambda each: each.info.time_ns)

@@ -1,0 +1,339 @@
+"""``PoolPlace``: a pool on a device, or in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection as AnyCollection
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Final
+
+from portus.engine.image.image import Image
+from portus.engine.media.base import MediumKind
+from portus.engine.pipeline.draft import Draft
+from portus.engine.pipeline.plan import Snapshot
+from portus.engine.spec import VersionInfo
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.reach.files.home import Pool
+from portus.reach.files.reference import read as pointer_at
+from portus.reach.index.check import CheckOptions, Finding, Severity, check_file
+from portus.reach.index.directory import (
+    WRITERS,
+    journal_directory,
+    on_disk,
+    open_reader,
+    remove_journals,
+    remove_pool,
+)
+from portus.reach.index.messages import read_failure
+from portus.reach.index.place import Place
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.index.scrub import scrub
+from portus.reach.media.local import LocalFiles
+from portus.reach.places.base import (
+    Abilities,
+    Check,
+    CheckPace,
+    Collection,
+    Garbage,
+    GarbageOptions,
+    OpenPlace,
+    Progress,
+    Removal,
+    Skip,
+    StoredCheckpoint,
+    Usage,
+    Verdict,
+)
+from portus.reach.places.version import (
+    OpenVersion,
+    opened_version,
+    pointers_of,
+    remove_files,
+    table_in,
+)
+from portus.reach.versions.packed import FileTable, PackedFile
+
+if TYPE_CHECKING:
+    from portus.reach.pools.training_pool import TrainingPool
+
+WAIT_S: Final = 1.0
+"""How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
+
+_ADDRESSABLE: Final = (MediumKind.FSDAX, MediumKind.DEVDAX)
+
+
+class PoolVersion(StoredCheckpoint):
+    """A version of a pool that is open."""
+
+    def __init__(self, pool: PoolPlace, entry: VersionEntry) -> None:
+        super().__init__(pool.place, entry.info)
+        self._pool: Final = pool
+        self._entry: Final = entry
+
+    def opened(self) -> contextlib.AbstractContextManager[OpenVersion]:
+        return opened_version(self._pool.reader, self._entry)
+
+    def table(self) -> FileTable | None:
+        return table_in(self._pool.reader, self._entry)
+
+    def unique(self) -> int | None:
+        return self._pool.unique_bytes.get(self.info.id, 0)
+
+
+class PoolPlace(OpenPlace):
+    """See the module. What can be read is read while a trainer writes; removals need its lock."""
+
+    after_removal = "the pool file keeps its size, and has holes where the file system allows"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._closing: Final = contextlib.ExitStack()
+        self._trainings: Final[dict[str, TrainingPool]] = {}
+
+    @cached_property
+    def reader(self) -> PoolReader:
+        """The pool, for reading. Raises what opening raises."""
+        return self._open()
+
+    @cached_property
+    def unique_bytes(self) -> dict[int, int]:
+        """The bytes that only one version reaches, by its id."""
+        return self.reader.unique_bytes()
+
+    @property
+    def abilities(self) -> Abilities:
+        info = self.reader.medium.info
+        return Abilities(
+            volatile=info.volatile, durable=self._durable, addressable=info.kind in _ADDRESSABLE
+        )
+
+    def usage(self) -> Usage:
+        medium = self.reader.medium
+        return Usage(
+            size=medium.size,
+            on_disk=self.taken(),
+            kept=self.reader.kept_bytes(),
+            uuid=self.reader.superblock.uuid.hex(),
+            failure=read_failure(medium),
+        )
+
+    def list(self, model: str | None = None, skip: Skip | None = None) -> list[StoredCheckpoint]:
+        entries = self.reader.catalogue().entries()
+        found = [PoolVersion(self, each) for each in entries if model in (None, each.info.model)]
+        return sorted(found, key=lambda each: (each.info.commit, each.info.id))
+
+    @contextlib.contextmanager
+    def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
+        """See ``OpenPlace``. The pointers go first, and then the versions."""
+        with self.writing() as pool:
+            entries = {entry.info.token: entry for entry in pool.catalogue().entries()}
+            paths = [
+                path
+                for each in chosen
+                for path in self._pointers(pool, entries.get(each.info.token), each.info)
+            ]
+
+            def act() -> int:
+                remove_files(paths)
+                pool.retire([each.info.id for each in chosen])
+                return len(paths)
+
+            yield act
+
+    def _pointers(
+        self, pool: PoolReader, entry: VersionEntry | None, seen: VersionInfo
+    ) -> Sequence[str]:
+        """Return the pointers that lead to a version. Raises ``UsageError`` if it is gone."""
+        with contextlib.suppress(StaleError):
+            if entry is not None and entry.info.id == seen.id:
+                table = table_in(pool, entry)
+                return [] if table is None else pointers_of(table, entry.info.token)
+        raise UsageError(f"{self.place} changed meanwhile, and nothing was removed: run this again")
+
+    def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
+        from portus.engine.job.settings import Settings  # and torch with it
+        from portus.reach.pools.training_pool import TrainingPool
+
+        model = snapshot.model
+        if model not in self._trainings:
+            pool = TrainingPool(self.place, lambda: model, Settings(), is_named=True)
+            self._trainings[model] = pool
+            self._closing.callback(pool.close)
+        pool = self._trainings[model]
+        pool.open()
+        table = FileTable([PackedFile.of(name, image) for name, image in files.items()])
+        return pool.draft(snapshot, table, list(files.values()), lambda: False)
+
+    def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
+        """See ``OpenPlace``. A pool keeps the commit before the newest one, so a check reads
+        versions that are not listed."""
+        wanted = None if chosen is None else {each.info.id for each in chosen}
+
+        def run(verdict: Verdict, progress: Progress) -> None:
+            ids = set[int]()
+
+            def only(info: VersionInfo) -> bool:
+                if wanted is not None and info.id not in wanted:
+                    return False
+                ids.add(info.id)
+                return True
+
+            def tell(finding: Finding) -> None:
+                if finding.severity is Severity.ERROR:
+                    pace.told(f"{self.place}: {finding}")
+
+            look = CheckOptions(progress=progress, only=only)
+            if pace.bytes_per_s is None:
+                verdict.findings = self._checked(look)
+            else:
+                verdict.findings = self._scrubbed(pace.bytes_per_s, replace(look, told=tell))
+            verdict.versions = len(ids)
+            with contextlib.suppress(CorruptionError):
+                verdict.removed = len(ids - self.reader.catalogue().ids())
+
+        yield Check(self.place.path, os.path.basename(self.place.path), run)
+
+    def collections(self, options: GarbageOptions) -> Iterator[Collection]:
+        yield Collection(
+            self.place.path, "", lambda: self._garbage(options), partial(self._collected, options)
+        )
+
+    def journals(self, links: str | None) -> Sequence[str]:
+        return [journal_directory(self.place.path)]
+
+    def _garbage(self, options: GarbageOptions) -> Garbage:
+        gone = self._without_pointers(self.reader, options.missing)
+        ids = {info.id for info in gone}
+        is_removed = options.empty and self._is_file and self.reader.catalogue().ids() == ids
+        freed = self.taken() if is_removed else self._unneeded(ids)
+        return Garbage(gone=gone, is_removed=is_removed, freed=freed)
+
+    def _unneeded(self, gone: AnyCollection[int]) -> int:
+        """Return about how many of the bytes that a pool takes of its file system would be given
+        back without the versions ``gone``. Not known here: what readers have pinned, and what the
+        records of the commit before take; so a few pages are none."""
+        taken, spare = self.taken(), self.reader.spare_bytes()
+        unneeded = taken - self.reader.kept_bytes(gone) - spare
+        return unneeded if taken and unneeded > spare else 0
+
+    def _without_pointers(
+        self, reader: PoolReader, directories: Sequence[str]
+    ) -> Sequence[VersionInfo]:
+        """Return the versions that have their pointers in one of these directories, or below, and
+        of which none is there. Raises ``CorruptionError``, ``MediumError``: then it is not known.
+        """
+        roots = [os.path.realpath(os.path.expanduser(each)) for each in directories]
+        found = []
+        for entry in reader.catalogue().entries() if roots else ():
+            if self._is_young(entry.info):
+                continue
+            with contextlib.suppress(StaleError):
+                table = table_in(reader, entry)
+                if table is None or not table.directory:
+                    continue
+                where = os.path.realpath(table.directory)
+                is_below = any(os.path.commonpath([where, root]) == root for root in roots)
+                if is_below and not pointers_of(table, entry.info.token):
+                    found.append(entry.info)
+        return found
+
+    def _still_gone(
+        self, reader: PoolReader, gone: Sequence[VersionInfo], missing: Sequence[str]
+    ) -> set[int]:
+        """Return the ids of these versions. Raises ``UsageError`` if a pointer came back."""
+        found = self._without_pointers(reader, missing) if gone else []
+        if not {info.token for info in found} >= {info.token for info in gone}:
+            raise UsageError(
+                f"{self.place} changed meanwhile, and nothing was removed: run this again"
+            )
+        return {info.id for info in gone}
+
+    def close(self) -> None:
+        self._closing.close()
+
+    # What a storage host does in another way.
+
+    def _is_young(self, info: VersionInfo) -> bool:
+        """Return whether a trainer may be about to make the pointers of a version. Whoever writes a
+        pool file knows that no trainer does."""
+        return False
+
+    @property
+    def _is_file(self) -> bool:
+        return os.path.isfile(self.place.path)
+
+    def _collected(self, options: GarbageOptions, found: Garbage) -> Garbage:
+        """Remove versions, and the pool file if it is empty then; give space back."""
+        path = self.place.path
+        taken = on_disk(path)
+        with written(path) as writer:
+            writer.retire(self._still_gone(writer, found.gone, options.missing))
+            is_removed = options.empty and self._is_file and not writer.catalogue().ids()
+            if is_removed:  # while it is locked: whoever waits for it finds that it is gone
+                remove_journals(path)
+                remove_pool(path, LocalFiles())
+        freed = max(0, taken - on_disk(path))
+        return Garbage(gone=found.gone, is_removed=is_removed, freed=freed)
+
+    @property
+    def _durable(self) -> int:
+        return 1
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Pool]:
+        """Open the pool for changing it; at the end give what nothing reaches back to the file
+        system. Raises ``BusyError`` naming who writes it."""
+        with written(self.place.path) as writer:
+            yield writer
+
+    def taken(self) -> int:
+        """Return the bytes that the pool takes of its file system; 0 if it is on none."""
+        return on_disk(self.reader.medium.info.name)
+
+    def _open(self) -> PoolReader:
+        return self._closing.enter_context(contextlib.closing(open_reader(self.place.path)))
+
+    def _checked(self, look: CheckOptions) -> Sequence[Finding]:
+        """Check the file itself: a pool whose first pages are damaged has findings, too."""
+        return check_file(self.place.path, look)
+
+    def _scrubbed(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
+        return scrub(self.place, bytes_per_s, look)
+
+
+@contextlib.contextmanager
+def written(path: str) -> Iterator[PoolWriter]:
+    """Open a pool file for writing; at the end give what nothing reaches back to the file system.
+    Raises ``BusyError`` naming who writes it."""
+    writer = WRITERS.open(path, timeout_s=WAIT_S, mapped=False)  # else holes would be filled
+    last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
+    try:
+        yield writer
+        if os.path.exists(path):  # else it was removed
+            last = writer.give_back
+    finally:
+        WRITERS.close(writer, last=last)
+
+
+def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
+    """Remove the pointer at ``path``, and the version of ``token`` in the pool at ``place``, which
+    it leads to, if it was the last one; return whether the version was removed, and how many
+    pointers are left. Raises ``UsageError`` if the pointer was replaced meanwhile."""
+    opened: PoolPlace = place.classes.load_opened()(place)
+    with opened.writing() as pool:
+        said = pointer_at(path)
+        if said is None or said.token != token.hex():
+            raise UsageError(f"{path} changed meanwhile, and is still there: run this again")
+        entries = pool.catalogue().entries()
+        current = next((each for each in entries if each.info.token == token), None)
+        table = None if current is None else table_in(pool, current)
+        remove_files([path])
+        left = [] if table is None else pointers_of(table, token)
+        if current is not None and not left:
+            pool.retire([current.info.id])
+        return current is not None and not left, len(left)

@@ -1,0 +1,96 @@
+"""Versions that are open for reading, of a pool, a storage host or a mirror."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from portus.errors import CorruptionError, UsageError
+from portus.reach.files.reference import read as pointer_at
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry, VersionRecord
+from portus.reach.media.local import LocalFiles
+from portus.reach.pools.contents import Storages
+from portus.reach.pools.version_file import VersionFile, file_in, table_of
+from portus.reach.versions.packed import FileTable
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVersion:
+    """See ``OpenCheckpoint``: a version that is pinned. ``table``: None if it has no files."""
+
+    reader: PoolReader
+    entry: VersionEntry
+    record: VersionRecord
+    table: FileTable | None
+
+    @property
+    def files(self) -> Mapping[str, VersionFile]:
+        if self.table is None:
+            return {}
+        packed = self.table.files
+        return {
+            each.name: file_in(self.reader, self.record, packed, number)
+            for number, each in enumerate(packed)
+        }
+
+    def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
+        """See ``OpenCheckpoint``. One unit (16 MiB) is in memory at a time, and what is around the
+        storages."""
+        files = [] if self.table is None else list(self.table.files)
+        names = [each.name for each in files]
+        if name not in names:
+            raise UsageError(f"there is no file {name!r} in this version; it has {names!r:.500}")
+        number = names.index(name)
+        file, storages = files[number], Storages(self.reader, self.record)
+        counts = [len(each.length) for each in files]
+        first, around = sum(counts[:number]), sum(counts) + number
+        try:
+            outside = b"".join(map(bytes, storages.read(around, 0, file.around)))
+            with open(path, "wb") as out:
+                for storage, inside, length in file.spans().within(0, file.size):
+                    if storage == counts[number]:
+                        out.write(outside[inside : inside + length])
+                    else:
+                        for piece in storages.read(first + storage, inside, inside + length):
+                            out.write(piece)
+                    advanced(length)
+                out.flush()
+                os.fsync(out.fileno())
+        except CorruptionError as error:
+            raise CorruptionError(f"{file.name}: {error}") from error
+
+
+@contextlib.contextmanager
+def opened_version(reader: PoolReader, entry: VersionEntry) -> Iterator[OpenVersion]:
+    """Yield a version that is pinned meanwhile. Raises ``CorruptionError``, ``MediumError``,
+    ``StaleError``."""
+    with reader.pinned(entry.info.id) as current:
+        record = reader.record(current)
+        yield OpenVersion(reader, current, record, table_of(reader, record))
+
+
+def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
+    """Return the files of a version; None if it is one of something else. Raises
+    ``CorruptionError``, ``MediumError``, ``StaleError``."""
+    with reader.pinned(entry.info.id) as current:
+        return table_of(reader, reader.record(current))
+
+
+def pointers_of(table: FileTable, token: bytes) -> list[str]:
+    """Return the paths of those pointers of a version that are there. Raises ``CorruptionError``,
+    ``MediumError``."""
+    paths = [os.path.join(table.directory, each.name) for each in table.files]
+    found = [(path, pointer_at(path)) for path in paths if table.directory]
+    return [path for path, said in found if said is not None and said.token == token.hex()]
+
+
+def remove_files(paths: Sequence[str]) -> None:
+    """Remove these files, durably. Raises ``MediumError``."""
+    system = LocalFiles()
+    for path in paths:
+        system.remove(path)
+    for directory in dict.fromkeys(map(os.path.dirname, paths)):
+        system.sync(directory)

@@ -1,0 +1,216 @@
+"""``PoolCheckpointer``: the ``Checkpointer`` of a pool on a device or a storage host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from portus.companions.job.file_journal import FileJournal
+from portus.companions.job.mirroring import mirror_of
+from portus.engine.fence.fence import before_write
+from portus.engine.job.settings import Settings, SettingsDict
+from portus.engine.loading.over import Rename
+from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restored import Restored
+from portus.engine.media import calls
+from portus.engine.paths.closing import ClosingCheckpointer
+from portus.engine.paths.process import is_blocking, join
+from portus.engine.paths.saver import Extra, FileSaver
+from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.run import Save
+from portus.engine.settings.keep import Keep, checked_metrics
+from portus.engine.settings.text import is_text
+from portus.engine.spec import VersionInfo, checked_step
+from portus.errors import UsageError
+from portus.reach.index.directory import has_pool
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.pools import restore, view
+from portus.reach.pools.destination import PoolDestination
+from portus.reach.pools.place import place_of
+from portus.reach.pools.training_pool import TrainingPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Result = TypeVar("Result")
+
+_log: Final = logging.getLogger("portus")
+
+_NAME_MAX: Final = 200
+
+
+class PoolCheckpointer(ClosingCheckpointer):
+    """See ``Checkpointer``. A pool has one writer process: an existing one is locked by the
+    constructor, which raises ``BusyError``, naming the holder. In a signal handler that interrupted
+    a call of Portus nothing can be saved: ``save`` raises ``UsageError``."""
+
+    @calls.marked
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        model: str = "default",
+        *,
+        keep: int | Keep | None = 2,
+        **settings: Unpack[SettingsDict],
+    ) -> None:
+        self._is_closed = True  # until it is made
+        _check_model(model)
+        place = place_of(directory)
+        if place.is_directory:
+            raise UsageError(
+                f"{place}: expected a pool file (*.portus), a DAX device or a storage host, found "
+                "the name of a directory; Checkpointer saves to directories"
+            )
+        if len(place.hosts) > 1:
+            raise UsageError(
+                f"{place}: model {model!r} is saved to one pool; expected one storage host, found "
+                f"{len(place.hosts)}. The shards of several ranks are spread over them: portus.dcp"
+            )
+        self.settings: Final = Settings(**settings)
+        """How it saves and loads."""
+        self.model: Final = model
+        if mirror_of(self.settings) is not None:
+            why = (
+                f"{place} is a pool, which this does not mirror; save to a directory, or give a "
+                "storage host the mirror (portus serve --mirror)"
+            )
+            if self.settings.mirror is not None:
+                raise UsageError(f"mirror: {why}")
+            _log.warning("portus: model %r is NOT mirrored: %s", model, why)
+        self._keep: Final = Keep.of(keep)
+        self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
+        self._companions = []
+        if self.settings.journal:
+            self._companions = [FileJournal(model, self._pool.journal, place.title)]
+        self._last: SaveHandle | None = None
+        self._process = os.getpid()
+        self._saver = FileSaver(join(self), self.settings, destination=PoolDestination(self._pool))
+        self._is_closed = False
+        try:
+            if self._is_there():
+                self._pool.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def save(
+        self,
+        state: object,
+        step: int,
+        *,
+        synchronous: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
+        self._check_usable()
+        number, scored = checked_step(step), checked_metrics(metrics)
+        extra = Extra(
+            step=number,
+            metrics=scored,
+            retire=partial(self._surplus, number, scored),
+            begun=self._begun,
+            then=self._over,
+        )
+        self._last = handle = self._saver.save_version(f"step-{number:08d}.pt", state, extra)
+        if synchronous or is_blocking():
+            handle.join()
+        return handle
+
+    def load(self, step: int | None = None, names: Patterns = None, **settings: Any) -> Any:
+        if settings.keys() - {"map_location", "weights_only"}:
+            raise UsageError(
+                f"load: a pool takes map_location and weights_only, found {sorted(settings)}"
+            )
+        verify = self.settings.verify
+
+        def use(pool: PoolReader, entry: VersionEntry) -> object:
+            return restore.load(pool, entry, names, verify=verify, **settings)
+
+        return self._used(step, use)
+
+    @calls.entry
+    def restore_into(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        names: Patterns = None,
+        rename: Rename = None,
+        weights_only: bool | None = None,
+    ) -> Restored:
+        before_write()  # a save of this process may be reading these tensors
+
+        def use(pool: PoolReader, entry: VersionEntry) -> Restored:
+            return restore.restore_into(
+                pool,
+                entry,
+                state,
+                strict=strict,
+                names=names,
+                rename=rename,
+                weights_only=weights_only,
+                verify=self.settings.verify,
+            )
+
+        return self._used(step, use)
+
+    def versions(self) -> list[VersionInfo]:
+        self._check_usable()
+        return [] if not self._is_there() else self._infos()
+
+    @property
+    def path(self) -> str:
+        return str(self._pool.place)
+
+    def _begun(self, save: Save) -> None:
+        for each in self._companions:
+            each.begun("", save)
+
+    def _over(self, save: Save) -> None:
+        for each in self._companions:
+            each.over(save)
+
+    def _is_there(self) -> bool:
+        path = self._pool.place.local_path
+        return path is None or has_pool(path)
+
+    def _infos(self) -> list[VersionInfo]:
+        found = self._pool.open().catalogue().models.get(self.model)
+        return [entry.info for entry in found.versions] if found else []
+
+    @calls.marked
+    def _used(self, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]) -> Result:
+        """What ``use`` gives for a step, or for the newest version that verifies."""
+        self._check_usable()
+        if not calls.is_nested():
+            self._saver.catch_up()
+        if not self._is_there():
+            raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
+        pool = self._pool.open()
+        return view.again(lambda: restore.newest_first(view.chosen([pool], self.model, step), use))
+
+    # On the worker.
+
+    def _surplus(self, step: int, metrics: Mapping[str, float]) -> Collection[int]:
+        """The versions that go once one of ``step`` is committed, by id."""
+        infos = self._infos()
+        same = {info.id for info in infos if info.step == step}
+        if not infos or self._keep is None:
+            return same
+        others = [info for info in infos if info.id not in same]
+        made = replace(infos[0], id=0, step=step, time_ns=time.time_ns(), metrics=metrics)
+        staying = {info.id for info in self._keep.staying([*others, made])}
+        return same | {info.id for info in others if info.id not in staying}
+
+
+def _check_model(model: object) -> None:
+    """Raise ``UsageError`` for what is no name of a model."""
+    is_name = isinstance(model, str) and model and is_text(model)
+    if not is_name or len(str(model).encode()) > _NAME_MAX:
+        raise UsageError(f"model: expected a name of 1 to {_NAME_MAX} bytes, found {model!r}")

@@ -1,0 +1,81 @@
+"""Where a tensor is that a state has an ``Elsewhere`` for: a version in another pool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from portus.engine.state.elsewhere import Elsewhere, replaced
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.reach.index.directory import open_reader
+from portus.reach.index.place import Place
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.pools.restore import load
+from portus.reach.pools.view import of_token
+
+
+@contextlib.contextmanager
+def opened(place: Elsewhere, pool: str | os.PathLike[str] | None = None) -> Iterator[PoolReader]:
+    """The pool that an ``Elsewhere`` leads to, for reading; ``pool``: where it is now, if not where
+    it was. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for what is no pool."""
+    named = Place.named(place.pool if pool is None else pool, "the pool of tables")
+    if named.local_pool is None:
+        raise UsageError(f"{named}: expected the pool file or the DAX device of tables")
+    with contextlib.closing(open_reader(named.path)) as reader:
+        yield reader
+
+
+def version_of(pool: PoolReader, place: Elsewhere) -> VersionEntry:
+    """The version in which it is. Raises ``StaleError`` if it is not in the pool."""
+    try:
+        return of_token(pool.catalogue(), bytes.fromhex(place.token))
+    except (StaleError, ValueError) as error:
+        raise StaleError(
+            f"{pool.medium.info.name}: expected the tables of batch {place.batch}, a version with "
+            f"the token {place.token}, found none: it was deleted, or this is not the pool "
+            f"{place.pool}"
+        ) from error
+
+
+def within(state: object, place: Elsewhere) -> torch.Tensor:
+    """The tensor, in the state of that version. Raises ``CorruptionError`` if there is none."""
+    found: Any = state
+    with contextlib.suppress(LookupError, TypeError):
+        for key in place.path:
+            found = found[key]
+        if isinstance(found, torch.Tensor):
+            return found
+    raise CorruptionError(f"{place.pool}: no tensor is at {place.path} of batch {place.batch}")
+
+
+def fill(state: object, *, pool: str | os.PathLike[str] | None = None) -> object:
+    """Return ``state``, as loaded, with the tables filled in: each ``Elsewhere`` in its dicts,
+    lists and tuples is replaced by the tensor, which is read from the pool and verified. The caller
+    owns the tensors. Blocks while it reads.
+
+    pool: where the tables' pool is now; None: where it was when the state was saved.
+
+    Needed only for a model that is not protected: a protected one accepts such a state as it is.
+    Raises ``StaleError`` if the mark was deleted, ``CorruptionError``, ``MediumError``;
+    ``UsageError`` for a ``pool`` that is none.
+    """
+    with contextlib.ExitStack() as stack:
+        read: dict[tuple[str, str], object] = {}
+
+        def of(place: Elsewhere, path: str) -> torch.Tensor:
+            key = place.pool, place.token
+            if key not in read:
+                read[key] = marked(stack.enter_context(opened(place, pool)), place)
+            return within(read[key], place)
+
+        return replaced(state, of)
+
+
+def marked(pool: PoolReader, place: Elsewhere) -> object:
+    """The state of a mark. Raises as ``fill``."""
+    return load(pool, version_of(pool, place))

@@ -1,0 +1,220 @@
+"""``ImageDraft``: a version of a pool that has the files of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import sum_sources
+from portus.engine.copying.segments import Crcs, Digests, Sources, Stop, ranges, unit_spans
+from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
+from portus.engine.image.image import Image
+from portus.engine.media.file_calls import OUT_OF_SPACE
+from portus.engine.pipeline.draft import Draft, Labels
+from portus.engine.pipeline.plan import Column, Feed, OnDevice, Previous
+from portus.engine.writer import crc
+from portus.errors import MediumError
+from portus.reach.index.records import encode_layout
+from portus.reach.versions.packed import FileTable, encode_table
+from portus.reach.versions.parts import Before, shared
+
+_NO_LAYOUT: Final = encode_layout(())
+"""Of a version of files: what they contain is in them."""
+
+
+_ADVICE: Final = (
+    "`portus ls` lists what is there, and `portus gc --missing DIR` the versions that no pointer "
+    "in a directory leads to any more"
+)
+
+
+class SummingDraft(Draft, Protocol):
+    """A draft that sums what it copies."""
+
+    def copy(
+        self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
+    ) -> Digests:
+        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
+
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+        """See ``Draft``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedImages:
+    """The newest version of files that a process committed, to share with. ``crcs``: of each unit
+    of the storages of files; None: nobody knows them any more."""
+
+    version: Before
+    files: int
+    crcs: Crcs | None
+
+    @property
+    def storages(self) -> Before:
+        """The version as if it had the storages of its files alone."""
+        record = self.version.record
+        count = len(record.storages) - self.files
+        return replace(self.version, record=replace(record, storages=record.storages[:count]))
+
+
+class ImageDraft:
+    """See ``engine.pipeline.draft.Draft``. The storages of the save are those of the files, one
+    file after another; the bytes around them are copied at the commit, since they have the digests.
+
+    make_room: asked where the pool is full, until it gives back no more.
+    """
+
+    def __init__(
+        self,
+        draft: SummingDraft,
+        model: str,
+        table: FileTable,
+        images: Sequence[Image],
+        before: Callable[[], CommittedImages | None],
+        make_room: Callable[[], bool],
+    ) -> None:
+        """draft: of a version of ``model`` whose lengths are ``packed_lengths`` of the images.
+        table: of their files. before: returns what may be shared, the newest version now."""
+        self._draft: Final = draft
+        self._model: Final = model
+        self._images: Final = images
+        self._table: Final = table
+        self._before: Final = before
+        self._make_room: Final = make_room
+        lengths = np.concatenate([np.zeros(0, np.int64), *(each.length for each in images)])
+        self._length: Final = lengths
+        self._units: Final = unit_counts(lengths)
+        self._first: Final = np.cumsum(self._units) - self._units
+        count = int(self._units.sum())
+        self._digests: Final[Digests] = np.zeros((count, DIGEST_SIZE), np.uint8)
+        self._crcs: Final[Crcs] = np.zeros(count, np.uint32)
+        self.committed: CommittedImages | None = None
+        """The version, once it is committed."""
+
+    @property
+    def name(self) -> str:
+        return self._draft.name
+
+    @property
+    def bounced_bytes(self) -> int:
+        return self._draft.bounced_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._draft.kept_bytes
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        rows = self._rows(indices)
+        crcs = np.zeros(len(rows), np.uint32)
+        digests = self._with_room(lambda: self._draft.copy(indices, address, stop, crcs))
+        self._digests[rows], self._crcs[rows] = digests, crcs
+        return digests
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        summed = [_SummedFeed(feed) for feed in feeds]
+        digests = self._with_room(lambda: self._draft.copy_fed(indices, summed, stop))
+        rows = self._rows(indices)
+        self._digests[rows] = digests
+        self._crcs[rows] = np.concatenate([np.array(each.crcs, np.uint32) for each in summed])
+        return digests
+
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
+        assert isinstance(before, Before), "a pool shares with its own versions"
+        known = self._before()
+        if known is None or known.version.record.info.token != before.record.info.token:
+            return False  # another save was committed since the storages were compared
+        if not self._draft.share(known.version, indices, address, stop):
+            return False
+        rows = self._rows(indices)
+        self._digests[rows] = shared(known.version.record, indices).digests
+        self._crcs[rows] = (
+            sum_sources(Sources.in_memory(address, self._length[indices]))
+            if known.crcs is None
+            else known.crcs[rows]
+        )
+        return True
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        return self._draft.stored(storage, offset, length)
+
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+        around = [np.frombuffer(each, np.uint8) for each in self._around()]
+        indices = np.arange(len(around)) + len(self._length)
+        address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)
+        self._with_room(lambda: self._draft.copy(indices, address, Stop()))
+        table = encode_table(self._table)
+        labels = replace(labels, model=self._model, layout=_NO_LAYOUT, tree=table)
+        known = self._before()
+        version = self._draft.commit(labels, known.version if known else None, retire)
+        self.committed = CommittedImages(version, len(self._table.files), self._crcs)
+        return version
+
+    def release(self) -> None:
+        self._draft.release()
+
+    def _rows(self, indices: Column) -> Column:
+        return ranges(self._first[indices], self._units[indices])
+
+    def _around(self) -> Iterator[bytearray]:
+        """The bytes around the storages of each file."""
+        _, sizes = unit_spans(np.zeros_like(self._length), self._length)
+        units = list(zip(self._crcs.tolist(), sizes.tolist(), strict=True))
+        first = 0
+        for file, image in zip(self._table.files, self._images, strict=True):
+            own = np.arange(first, first + len(image.length))
+            first += len(image.length)
+            begins, counts = self._first[own].tolist(), self._units[own].tolist()
+            joined = [
+                crc.joined(units[begin : begin + count])
+                for begin, count in zip(begins, counts, strict=True)
+            ]
+            digests = self._digests[self._rows(own)]
+            yield file.bytes_around(image.literals(digests, np.array(joined, np.uint32)))
+
+    def _with_room(self, act: Callable[[], Digests]) -> Digests:
+        while True:  # ends: there is nothing left to give back
+            try:
+                return act()
+            except MediumError as error:
+                if error.errno not in OUT_OF_SPACE:
+                    raise
+                if not self._make_room():
+                    raise MediumError(error.errno, f"{error.strerror}; {_ADVICE}") from error
+
+
+def packed_lengths(images: Sequence[Image]) -> Column:
+    """The length of each storage of a version of the files of ``images``."""
+    around = [image.size - int(image.length.sum()) for image in images]
+    return np.concatenate([*(image.length for image in images), np.array(around, np.int64)])
+
+
+class _SummedFeed:
+    """A ``Feed`` that notes the CRC32 of each unit that it hands out, in ``crcs``."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed: Final = feed
+        self.crcs: list[int] = []
+
+    @property
+    def there(self) -> OnDevice:
+        return self._feed.there
+
+    def await_device(self) -> None:
+        self._feed.await_device()
+
+    @contextmanager
+    def units(self) -> Iterator[Iterator[tuple[int, int]]]:
+        self.crcs = []
+        with self._feed.units() as units:
+            yield self._summed(units)
+
+    def _summed(self, units: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        for address, length in units:
+            columns = np.array([[address], [length]], np.int64)
+            self.crcs += sum_sources(Sources.in_memory(columns[0], columns[1])).tolist()
+            yield address, length

@@ -1,0 +1,65 @@
+"""Versions straight from a mirror, without a pool: ``portus.load``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from portus.engine.loading.patterns import Patterns
+from portus.errors import CorruptionError, UsageError
+from portus.reach.mirror.address import EXPECTED, is_store
+from portus.reach.mirror.fetching import place_of
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.mirrors import Mirrors, meant
+from portus.reach.pools import restore
+from portus.reach.pools.view import again
+
+_SHOWN: Final = 20
+"""Steps that an error lists."""
+
+
+def load(url: str, names: Patterns = None) -> object:
+    """Load a version from a mirror, and return its verified state, on the CPU.
+
+    This needs no pool and leaves nothing on this machine. The tensors are new, with the saved
+    shapes and dtypes, and belong to the caller. Blocks while it downloads.
+
+    url: ``s3://bucket/prefix/model@step``, or without ``@step`` for the newest version; also
+    ``gs://``, ``az://``, ``file:///``. If the mirror is sealed with a key, set
+    ``$PORTUS_MIRROR_KEY``.
+    names: shell patterns of key paths (``"model.*"``): read only that part of the state.
+
+    If the newest version does not verify, it returns the newest one that does, and logs an error.
+    Raises ``UsageError`` if there is no such version, if nothing in it matches a pattern, and for
+    wrong credentials or a wrong key;
+    ``CorruptionError`` if no version verifies; ``TransportError`` if the store does not answer.
+    """
+    if not isinstance(url, str) or not is_store(url):
+        raise UsageError(
+            f"portus.load {url!r:.200}: {EXPECTED}, and the model behind it. portus.open reads a "
+            "pool"
+        )
+    found = meant(url, "portus.load")
+    with Mirrors(found.address) as mirrors:
+        if not mirrors.has(found.model):
+            raise UsageError(f"{mirrors.address}: there is no model {found.model!r}")
+        mirror = mirrors.of(found.model)
+        return again(lambda: _load(mirror, found.step, names))
+
+
+def _load(mirror: Mirror, step: int | None, names: Patterns) -> object:
+    versions = sorted(mirror.read().versions, key=place_of)
+    wanted = [each for each in versions if step in (None, each.step)]
+    if not wanted:
+        steps = [each.step for each in versions[-_SHOWN:]]
+        raise UsageError(f"{mirror.name}: model {mirror.model!r} has no step {step}, but {steps}")
+    failure: CorruptionError | None = None
+    for added in reversed(wanted):
+        if failure is not None:
+            restore.say_fallen_back(mirror.name, failure, added.step, added.commit)
+        try:
+            with mirror.opened_as(added) as (reader, entry):
+                return restore.load(reader, entry, names)
+        except CorruptionError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure

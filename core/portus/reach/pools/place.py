@@ -1,0 +1,39 @@
+"""The place that a user of ``Checkpointer`` names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any, Final
+
+from portus.errors import UsageError, printable
+from portus.reach.format.layout import MAGIC
+from portus.reach.index.place import SUFFIX, Place
+
+DEFAULT: Final = "checkpoints"
+"""The directory where nobody names one."""
+
+
+def place_of(directory: str | os.PathLike[str] | None) -> Place:
+    """Return the place that a user names. Raises ``UsageError``."""
+    if directory is None:
+        return Place.by_variable() or Place.named(os.path.abspath(DEFAULT))
+    place = Place.named(directory, "directory")
+    if place.local_pool is not None and not place.path.endswith(SUFFIX):
+        with contextlib.suppress(OSError), open(place.path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise UsageError(
+                    f"{printable(place.path)}: expected a directory for checkpoints, found a file; "
+                    "name a directory"
+                )
+    return place
+
+
+def path_of(directory: str | os.PathLike[str] | None) -> str:
+    """Return the path of the place that a user names, absolute. Raises ``UsageError``."""
+    return place_of(directory).path
+
+
+def checkpointer_of(directory: str | os.PathLike[str] | None) -> Any:
+    """Return the class of the ``Checkpointer`` of that place. Raises ``UsageError``."""
+    return place_of(directory).classes.load_checkpointer()

@@ -1,0 +1,495 @@
+"""Loads of committed versions back into tensors, verified (V4).
+
+A load fills fresh memory, hashes what arrived there and compares; nothing unverified is handed
+out. ``restore_into`` first verifies the pool's bytes, then copies them over the caller's tensors,
+hashing again: if no version verifies, the tensors are untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+
+from portus.engine.copying.local import check, fetch
+from portus.engine.copying.segments import Digests, Stop, memory
+from portus.engine.format.checksum import UNIT, unit_counts
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.loading.loaded import note_loaded
+from portus.engine.loading.open_file import OpenFile
+from portus.engine.loading.over import Rename, fetched, restore_over, view_of
+from portus.engine.loading.patterns import Patterns, matcher, part_of
+from portus.engine.loading.recognized import load_opened
+from portus.engine.loading.restored import Restored
+from portus.engine.loading.torch_file import restore_torch
+from portus.engine.pipeline.plan import Column
+from portus.engine.spec import TensorSpec, VersionInfo
+from portus.engine.state.walk import Walked, end_of, is_plain, leaves
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.reach.format import items
+from portus.reach.format.arrays import ArrayShape, array_over
+from portus.reach.format.layout import RecordKind
+from portus.reach.formats.safetensors import DTYPES
+from portus.reach.index.in_place import InPlace
+from portus.reach.index.log import NOT_LOGGED, Logged, logged
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.reach.pools.version_file import files_opened
+from portus.reach.pools.weights_only import unpickled
+from portus.reach.versions.parts import shared, sources
+
+_log: Final = logging.getLogger("portus")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A pinned version with everything that was read of it but its bytes."""
+
+    pool: PoolReader
+    record: VersionRecord
+    tensors: tuple[TensorSpec, ...]
+    tree: bytes
+    verify: bool
+    logged: Logged
+    in_place: InPlace
+
+    @property
+    def where(self) -> str:
+        return named(self.record.info)
+
+    @property
+    def lengths(self) -> Column:
+        lengths: Column = self.record.storages["length"].astype(np.int64)
+        return lengths
+
+    def check(self, wanted: Column) -> None:
+        """Raise ``CorruptionError`` unless the pool holds the bytes that were saved."""
+        if not self.verify:
+            return
+        placed = np.isin(wanted, self.in_place.storages)
+        for index in wanted[placed].tolist():
+            for _ in _units_in_place(self, index):
+                pass
+        wanted = wanted[~placed]
+        group = shared(self.record, wanted)
+        lengths = self.lengths[wanted]
+        nowhere = np.ones(len(wanted), np.int64)  # addresses are not looked at
+        found = check(self.pool.medium, sources(nowhere, lengths, group.extents), Stop())
+        _compare(self, wanted, found, group.digests)
+
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        placed = np.isin(wanted, self.in_place.storages)
+        for index, start in zip(wanted[placed].tolist(), address[placed].tolist(), strict=True):
+            for piece in _units_in_place(self, index):
+                memory(start, len(piece))[:] = piece
+                start += len(piece)
+        wanted, address = wanted[~placed], address[~placed]
+        group = shared(self.record, wanted)
+        lengths = self.lengths[wanted]
+        found = fetch(self.pool.medium, sources(address, lengths, group.extents), Stop())
+        _compare(self, wanted, found, group.digests)
+        if self.logged.changes:
+            columns = (wanted, address, lengths)
+            for index, start, length in zip(*(each.tolist() for each in columns), strict=True):
+                self.logged.over(index, 0, memory(start, length))
+
+
+def newest_first(
+    found: Iterable[tuple[PoolReader, VersionEntry]],
+    use: Callable[[PoolReader, VersionEntry], Result],
+) -> Result:
+    """``use`` of the newest version that verifies; older ones only with an error in the log (V4).
+    found: some versions at least, newest last, each with its pool.
+
+    Raises ``CorruptionError`` if none verifies, ``StaleError`` if all are gone meanwhile (ask
+    again).
+    """
+    failure: CorruptionError | StaleError | None = None
+    for pool, entry in reversed(list(found)):
+        if failure is not None:
+            info = entry.info
+            say_fallen_back(pool.medium.info.name, failure, info.step, info.commit)
+        try:
+            return use(pool, entry)
+        except (CorruptionError, StaleError) as error:
+            failure = failure if isinstance(failure, CorruptionError) else error
+    assert failure is not None, "there was no version to load"
+    raise failure
+
+
+def say_fallen_back(name: str, failure: Exception, step: int, commit: int) -> None:
+    """Say loudly that an older version is taken. name: of the pool, or the mirror."""
+    _log.error("%s: %s; FALLING BACK to step %d (commit %d)", name, failure, step, commit)
+
+
+def load(
+    pool: PoolReader,
+    entry: VersionEntry,
+    names: Patterns = None,
+    *,
+    verify: bool = True,
+    **settings: Any,
+) -> object:
+    """The state of one version, on the CPU, in memory of its own; or the part that matches.
+
+    verify: False hands bytes out without comparing their checksums.
+
+    Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if it was
+    retired meanwhile, ``MediumError``; ``UsageError`` for a pattern that matches nothing.
+    """
+    with files_opened(pool, entry) as files:
+        if files:
+            found = _loaded(files, entry.info, names, verify=verify, **settings)
+            return found if len(files) > 1 else next(iter(found.values()))
+    keep = matcher(names)
+    state = _load(pool, entry, keep, verify)
+    if keep is not None:
+        keep.complain(named(entry.info))
+    note_loaded(entry.info)
+    return state
+
+
+def load_over(
+    pool: PoolReader, entry: VersionEntry, there: Mapping[int, torch.UntypedStorage]
+) -> object:
+    """The state of one version, of which some storages, by their indices, are the memory ``there``:
+    the pool's own, which is read and verified, and not filled. Raises as ``load``."""
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+        given = np.array(sorted(there), np.int64)
+        opened.check(given)
+        storages = fetched(opened, np.setdiff1d(_storages_of(opened, None), given))
+        for index, storage in there.items():
+            storages[index] = storage
+        return _assembled(opened, storages)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A state whose plain tensors have memory that holds nothing. ``indices``: of storages of the
+    version, by the address (``_cdata``) of the storage of a tensor."""
+
+    state: object
+    indices: Mapping[int, int]
+    record: VersionRecord
+    tensors: tuple[TensorSpec, ...]
+    logged: Logged = NOT_LOGGED
+
+    def name(self, index: int) -> str:
+        """What errors call a storage."""
+        return f"{named(self.record.info)}: {_names(self.tensors, index)}"
+
+
+@contextlib.contextmanager
+def outlined(
+    pool: PoolReader,
+    entry: VersionEntry,
+    keep: Callable[[str], bool] | None = None,
+) -> Iterator[Outline]:
+    """A version, or what of it has key paths to ``keep``, without the bytes of its tensors: memory
+    is set aside for them, which nobody touches and so nobody has. All else, arrays too, is loaded
+    and verified. The version is pinned inside.
+
+    Raises as ``load``.
+    """
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+        found = _Outlined(opened, "cpu")
+        state = found.outline if keep is None else part_of(found.outline, keep)
+        yield Outline(state, found.indices, opened.record, opened.tensors, opened.logged)
+
+
+def leaves_in(pool: PoolReader, entry: VersionEntry) -> list[tuple[str, object]]:
+    """What is in a version of a shelf, or of tables, by key path, without a byte of a storage: a
+    tensor, or an array, as a ``TensorSpec``; an array of a dtype that no tensor has as its
+    ``ArrayShape``. Raises as ``load``."""
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+    if not _is_pickle(opened.tree):
+        return leaves(items.decode(opened.tree, lambda *about: _spec_of(opened, *about)))
+    lengths = opened.lengths.tolist()
+    state = unpickled(
+        opened.tree, [torch.UntypedStorage(length, device="meta") for length in lengths]
+    )
+    specs = {spec.name: spec for spec in opened.tensors}
+    return [(path, specs.get(path, value)) for path, value in leaves(state)]
+
+
+def load_file_of(
+    pool: PoolReader,
+    entry: VersionEntry,
+    name: str,
+    *,
+    weights_only: bool | None = None,
+    map_location: str = "cpu",
+) -> object:
+    """What ``torch.load`` gives for the file ``name`` of a version, with those settings.
+
+    Raises as ``load``, and ``CorruptionError`` if there is no such file.
+    """
+    with files_opened(pool, entry, name) as files:
+        if not files:
+            raise CorruptionError(f"{named(entry.info)}: has no file {name!r}")
+        found = _loaded(
+            files,
+            entry.info,
+            None,
+            verify=True,
+            weights_only=weights_only,
+            map_location=map_location,
+        )
+        return found[name]
+
+
+def verify(
+    pool: PoolReader, entry: VersionEntry, advanced: Callable[[int], None] | None = None
+) -> int:
+    """Read and check every byte of one version; how many. ``advanced`` is told bytes done.
+
+    Raises as ``load``.
+    """
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+        lengths = opened.record.storages["length"].astype(np.int64)
+        for batch in _batches(lengths):
+            opened.check(batch)
+            if advanced is not None:
+                advanced(int(lengths[batch].sum()))
+    return int(lengths.sum())
+
+
+def restore_into(
+    pool: PoolReader,
+    entry: VersionEntry,
+    state: object,
+    *,
+    strict: bool,
+    names: Patterns,
+    rename: Rename,
+    weights_only: bool | None = None,
+    verify: bool = True,
+) -> Restored:
+    """Copy one version over the tensors of ``state``, and set its other leaves.
+
+    Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
+    shapes always), for tensors that share memory and have different values in the version, for a
+    table that is in another pool (``Elsewhere``), in the version or in ``state``, for a pattern
+    that matches nothing, and as ``load``; then ``state`` is untouched.
+    """
+    with files_opened(pool, entry) as files:
+        if len(files) > 1:
+            raise UsageError(
+                f"{named(entry.info)} has several files, {sorted(files)!r:.200}, and is restored "
+                "by the framework that saved it"
+            )
+        for file in files.values():
+            missing, unexpected = restore_torch(
+                file,
+                named(entry.info),
+                state,
+                strict=strict,
+                names=names,
+                rename=rename,
+                weights_only=weights_only,
+                verify=verify,
+            )
+            note_loaded(entry.info)
+            return Restored(entry.info, missing, unexpected)
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, verify)
+        missing, unexpected = restore_over(
+            _Outlined(opened, "meta"), state, strict=strict, names=names, rename=rename
+        )
+    note_loaded(current.info)
+    return Restored(current.info, missing, unexpected)
+
+
+def _loaded(
+    files: Mapping[str, OpenFile],
+    info: VersionInfo,
+    names: Patterns,
+    *,
+    verify: bool,
+    weights_only: bool | None = None,
+    map_location: Any = "cpu",
+) -> dict[str, object]:
+    """What is in the files of a version, by their names."""
+    settings: dict[str, object] = {"map_location": map_location}
+    if weights_only is not None:
+        settings["weights_only"] = weights_only
+    found = {
+        name: load_opened(file, named(info), names, verify=verify, settings=dict(settings))
+        for name, file in files.items()
+    }
+    note_loaded(info)
+    return found
+
+
+def _load(
+    pool: PoolReader,
+    entry: VersionEntry,
+    keep: Callable[[str], bool] | None,
+    verify: bool,
+) -> object:
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, verify)
+        state = _assembled(opened, fetched(opened, _storages_of(opened, keep)))
+        return state if keep is None else part_of(state, keep)
+
+
+class _Outlined:
+    """See ``StoredState``: a version of a shelf, or of tables."""
+
+    def __init__(self, opened: _Opened, device: str) -> None:
+        """device: of the memory for plain tensors; on "meta" there is none."""
+        self._opened: Final = opened
+        self.where: Final = opened.where
+        plain = {spec.storage for spec in opened.tensors} - _of_arrays(opened)
+        blank = [
+            torch.UntypedStorage(length, device=device if index in plain else "cpu")
+            for index, length in enumerate(opened.lengths.tolist())
+        ]
+        self.indices: Final = {each._cdata: index for index, each in enumerate(blank)}
+        rest = np.array([index for index in range(len(blank)) if index not in plain], np.int64)
+        opened.fetch_into(rest, np.array([blank[each].data_ptr() for each in rest], np.int64))
+        self.outline: Final = _assembled(opened, blank)
+        self.walked: Final = Walked(
+            tuple(spec for spec in opened.tensors if spec.storage in plain),
+            blank,
+            [(path, value) for path, value in leaves(self.outline) if not is_plain(value)],
+        )
+        self.lengths: Final = opened.lengths
+
+    def check(self, wanted: Column) -> None:
+        self._opened.check(wanted)
+
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        self._opened.fetch_into(wanted, address)
+
+
+def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None]) -> object:
+    """The state over ``storages``; what has one that is None has no memory, and is not used."""
+    lengths = opened.lengths.tolist()
+    every = [
+        torch.UntypedStorage(length, device="meta") if each is None else each
+        for each, length in zip(storages, lengths, strict=True)
+    ]
+
+    def make(index: int, shape: ArrayShape | None) -> object:
+        spec = opened.tensors[index]
+        size = ITEM_SIZES[spec.dtype] * end_of(spec)
+        if not 0 <= spec.storage < len(every) or size > lengths[spec.storage]:
+            raise CorruptionError(f"{spec.name}: is not within its storage")
+        storage = every[spec.storage]
+        if shape is None or storage.device.type == "meta":
+            return view_of(spec, storage)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return array_over(shape, data.numpy().data)
+
+    try:
+        if _is_pickle(opened.tree):
+            return unpickled(opened.tree, every)
+        return items.decode(opened.tree, make)
+    except CorruptionError as error:
+        raise CorruptionError(f"{named(opened.record.info)}: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"{named(opened.record.info)}: {error}") from error
+
+
+def _of_arrays(opened: _Opened) -> set[int]:
+    """Indices of the storages of a shelf that hold arrays of numpy."""
+    found: set[int] = set()
+
+    def make(index: int, shape: ArrayShape | None) -> None:
+        if shape is not None:
+            found.add(opened.tensors[index].storage)
+
+    if not _is_pickle(opened.tree):
+        items.decode(opened.tree, make)
+    return found
+
+
+def _is_pickle(tree: bytes) -> bool:
+    return tree[:1] == b"\x80"
+
+
+def _spec_of(opened: _Opened, index: int, shape: ArrayShape | None) -> object:
+    """How a tensor, or an array, of a shelf looks at its storage."""
+    spec = opened.tensors[index]
+    if shape is None:
+        return spec
+    name = shape.dtype.name
+    if name not in DTYPES or not shape.dtype.isnative or shape.fortran:
+        return shape
+    strides = tuple(prod(shape.shape[axis + 1 :]) for axis in range(len(shape.shape)))
+    return TensorSpec(spec.name, name, shape.shape, strides, spec.storage, 0)
+
+
+def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
+    record = pool.record(entry)
+    tensors = decode_layout(pool.payload(record.layout, RecordKind.LAYOUT))
+    changed = logged(pool.medium, record)
+    tree = changed.tree or bytes(pool.payload(record.tree, RecordKind.TREE))
+    in_place = InPlace(pool.medium, record, changed)
+    return _Opened(pool, record, tensors, tree, verify, changed, in_place)
+
+
+def _storages_of(opened: _Opened, keep: Callable[[str], bool] | None) -> Column:
+    """Indices of the storages that the kept leaves need, and of those that no tensor names."""
+    count = len(opened.record.storages)
+    if keep is None:
+        return np.arange(count)
+    dropped = {spec.storage for spec in opened.tensors if not keep(spec.name)}
+    kept = {spec.storage for spec in opened.tensors if keep(spec.name)}
+    return np.array([i for i in range(count) if i not in dropped or i in kept], np.int64)
+
+
+def _units_in_place(opened: _Opened, index: int) -> Iterator[memoryview]:
+    """The units of a storage that is changed in place; they are verified in any case."""
+    try:
+        yield from opened.in_place.units(index)
+    except CorruptionError as error:
+        where = f"{named(opened.record.info)}: {_names(opened.tensors, index)}"
+        raise CorruptionError(f"{where}: {error}") from error
+
+
+def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests) -> None:
+    bad = np.flatnonzero(np.any(found != expected, axis=1))
+    if not len(bad) or not opened.verify:
+        return
+    lengths = opened.record.storages["length"][wanted].astype(np.int64)
+    units = unit_counts(lengths)
+    position = int(np.searchsorted(np.cumsum(units), bad[0], side="right"))
+    offset = int(bad[0] - (np.cumsum(units) - units)[position]) * UNIT
+    index = int(wanted[position])
+    raise CorruptionError(
+        f"{named(opened.record.info)}: {_names(opened.tensors, index)} is damaged within 16 MiB "
+        f"from byte {offset} of its storage: expected digest {expected[bad[0]].tobytes().hex()}, "
+        f"found {found[bad[0]].tobytes().hex()}"
+    )
+
+
+def _batches(lengths: Column) -> list[Column]:
+    """Runs of storages of about 256 MiB."""
+    if not len(lengths):
+        return []
+    part = (np.cumsum(lengths) - lengths) // (256 << 20)
+    return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(part)) + 1)
+
+
+def _names(tensors: Sequence[TensorSpec], index: int) -> str:
+    """What a storage is called: the tensors that use it."""
+    return " = ".join(spec.name for spec in tensors if spec.storage == index) or "an array"
+
+
+def named(info: VersionInfo) -> str:
+    """What errors call a version."""
+    return f"model {info.model!r}, step {info.step} (version {info.id})"

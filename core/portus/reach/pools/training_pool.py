@@ -1,0 +1,279 @@
+"""``TrainingPool``: where a training keeps its checkpoint files that no file system holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from portus.engine.image.image import Image
+from portus.engine.job.settings import Settings
+from portus.engine.media import calls
+from portus.engine.pipeline.plan import Flags, Snapshot
+from portus.engine.pipeline.run import Save
+from portus.errors import BusyError, CorruptionError, PortusError, StaleError, UsageError
+from portus.reach.files.home import Home, Pool, home_of
+from portus.reach.files.host import HostPool
+from portus.reach.files.reference import read
+from portus.reach.format.layout import RecordKind
+from portus.reach.format.reference import Reference
+from portus.reach.index.catalogue import Catalogue
+from portus.reach.index.place import Place
+from portus.reach.index.records import VersionEntry
+from portus.reach.pools.image_draft import (
+    CommittedImages,
+    ImageDraft,
+    SummingDraft,
+    packed_lengths,
+)
+from portus.reach.pools.resolve import POOLS
+from portus.reach.pools.version_file import table_of
+from portus.reach.versions.packed import FileTable, decode_table
+from portus.reach.versions.parts import Before
+
+_NAMES_MAX: Final = 64
+"""Trainings of one name that save to a storage host at once."""
+
+
+class TrainingPool:
+    """The versions of one training in a pool, on a device or on a storage host. At a checkpoint's
+    path is a *pointer*, a small file that loads follow. A version stays until its last pointer is
+    removed, or replaced, through this.
+
+    place: where the pool is: a device, a host, or several hosts, of which each rank of a job saves
+    to one. name: asked, when the pool opens, what the training is called there. is_named: a user
+    gave the name; else, where another process saves to a host under it, the next one is taken,
+    ``name~2``. settings: how to save.
+
+    The pool is opened by the first save, and stays open. Threads may share this. Raises
+    ``UsageError`` if two are to have what counts, and the place is no host.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        name: Callable[[], str],
+        settings: Settings,
+        *,
+        is_named: bool,
+        rank: int = 0,
+    ) -> None:
+        if settings.durable > 1 and not place.is_shared:
+            raise UsageError(
+                f"durable={settings.durable}: expected a storage host that has a replica, and its "
+                f"address, portus://a+b, found {place}"
+            )
+        self.place: Final = place.of_rank(rank)
+        self._places: Final = [str(each) for each in place.hosts] or [str(place)]
+        self._asked_name: Final = name
+        self._name = ""
+        self._settings: Final = settings
+        self._may_be_next: Final = place.is_shared and not is_named
+        self._number = 1
+        self._guard: Final = threading.RLock()
+        self._is_made = False
+        """True if the pool was made here: it goes away again if nothing is saved to it."""
+        self._home: Home | None = None
+        self._pool: Pool | None = None
+        self._before: CommittedImages | None = None
+        self._steady: Flags | None = None
+        POOLS.allow(place)
+
+    @property
+    def model(self) -> str:
+        """What the training is called in the pool, which is open."""
+        return self._name if self._number == 1 else f"{self._name}~{self._number}"
+
+    @calls.marked
+    def open(self) -> Pool:
+        """Open the pool, or make it, if it is not open. Raises ``UsageError``, ``BusyError``,
+        ``MediumError``, ``CorruptionError``, ``TransportError``."""
+        with self._guard:
+            if self._pool is None:
+                self._name, self._number = self._asked_name(), 1
+                home, pool = self._opened()
+                try:
+                    self._before = self._newest(pool)
+                except BaseException:
+                    home.close(made=False)
+                    raise
+                self._home, self._pool = home, pool
+            return self._pool
+
+    def steady(self, late: Flags, *, unchanged: bool) -> Flags:
+        """Return which storages to hash before anything is copied: those that were the same last
+        time; at first, those that nobody trains. late: those that are copied late. unchanged:
+        nothing was stepped since the last save, so those too."""
+        known = self._steady
+        hint = ~late if known is None or len(known) != len(late) else known
+        return hint | late if unchanged else hint
+
+    @property
+    def kind(self) -> str:
+        """The kind of medium that the pool is on. The pool is open."""
+        assert self._pool is not None
+        return self._pool.medium.info.kind.value
+
+    def before(self, files: int) -> CommittedImages | None:
+        """Return the newest version, if it has as many files: what may be shared."""
+        found = self._before
+        return found if found is not None and found.files == files else None
+
+    def draft(
+        self,
+        snapshot: Snapshot,
+        files: FileTable,
+        images: Sequence[Image],
+        make_room: Callable[[], bool],
+    ) -> ImageDraft:
+        """Begin a version of files, those of ``images``. The pool is open. make_room: see
+        ``ImageDraft``."""
+        assert self._home is not None
+        count = len(images)
+        none = np.zeros(count, np.int64)
+        whole = replace(
+            snapshot,
+            model=self.model,
+            address=np.concatenate([snapshot.address, none]),
+            length=packed_lengths(images),
+            late=np.concatenate([snapshot.late, np.ones(count, np.bool_)]),
+            steady=np.concatenate([snapshot.steady, np.zeros(count, np.bool_)]),
+            owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),
+        )
+        draft: SummingDraft = self._home.draft(whole)
+        return ImageDraft(draft, self.model, files, images, lambda: self.before(count), make_room)
+
+    def committed(self, images: CommittedImages | None, steady: Flags) -> None:
+        """Note the newest version. steady: which of its storages equalled those before."""
+        self._before, self._steady = images, steady
+
+    def pointer(self, path: str, snapshot: Snapshot) -> Reference:
+        """Return the pointer to be put at ``path``, absolute, for the file of that name in the
+        version of ``snapshot``. The pool is open."""
+        assert self._pool is not None
+        where = str(self.place)
+        relative = where
+        if self.place.local_path is not None:
+            relative = os.path.relpath(where, os.path.dirname(path)).replace(os.sep, "/")
+        return Reference(
+            id=os.urandom(16).hex(),
+            token=snapshot.token.hex(),
+            pool=self._pool.superblock.uuid.hex(),
+            pool_path=where,
+            pool_relative=relative,
+            model=self.model,
+            step=snapshot.step,
+            written_path=path,
+            written_ns=time.time_ns(),
+            part=os.path.basename(path),
+        )
+
+    def pointer_at(self, path: str) -> Reference | None:
+        """Return what is at ``path``, if it is a pointer that was put there, and leads to one of
+        the places. Raises ``MediumError``."""
+        try:
+            found = read(path)
+        except CorruptionError:
+            return None
+        if found is None or found.written_path != path or found.pool_path not in self._places:
+            return None
+        return found
+
+    def let_go(self, pointer: Reference) -> None:
+        """Remove the version of a pointer that was removed or replaced, if no other pointer leads
+        there. Opens the pool. Raises as ``open``."""
+        if pointer.pool_path == str(self.place):
+            self._let_go(self.open(), pointer)
+            return
+        with contextlib.closing(HostPool(pointer.pool_path)) as pool:
+            self._let_go(pool, pointer)
+
+    def _let_go(self, pool: Pool, pointer: Reference) -> None:
+        entry = _entry_of(pool.catalogue(), bytes.fromhex(pointer.token))
+        if entry is None:
+            return
+        try:
+            with pool.pinned(entry.info.id) as current:
+                table = table_of(pool, pool.record(current))
+        except StaleError:
+            return
+        where = os.path.dirname(pointer.written_path)
+        for each in table.files if table is not None else ():
+            other = self.pointer_at(os.path.join(where, each.name))
+            if other is not None and other.token == pointer.token:
+                return
+        pool.retire([entry.info.id])
+
+    def retire(self, token: bytes) -> None:
+        """Remove a version, if it is there. The pool is open."""
+        assert self._pool is not None
+        entry = _entry_of(self._pool.catalogue(), token)
+        if entry is not None:
+            self._pool.retire([entry.info.id])
+
+    def journal(self) -> str | None:
+        """Return the directory of the journals of this pool; None if it is not open."""
+        with contextlib.suppress(PortusError):
+            return None if self._home is None else self._home.journal()
+        return None
+
+    def note_failure(self, save: Save) -> None:
+        """Put on record, where ``portus ls`` finds it, that a save failed. Raises nothing."""
+        if self._home is not None:
+            when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            self._home.note_failure(f"{self.model}@{save.step} at {when}: {save.error}")
+
+    def close(self) -> None:
+        """Let go of the pool. A later save opens it again."""
+        with self._guard:
+            home, self._home, self._pool = self._home, None, None
+            self._before = self._steady = None
+            if home is not None:
+                home.close(made=self._is_made)
+
+    def _opened(self) -> tuple[Home, Pool]:
+        settings = self._settings
+        while True:  # ends: names are counted
+            home = home_of(self.place, self.model, settings.max_bytes, settings.durable)
+            try:
+                self._is_made = not home.exists()
+                if self._is_made:
+                    home.create()
+                return home, home.open()
+            except BusyError:
+                if not self._may_be_next or self._number >= _NAMES_MAX:
+                    raise
+                self._number += 1
+
+    def _newest(self, pool: Pool) -> CommittedImages | None:
+        """The newest version, to share with; None if there is none that can be read. Raises
+        ``UsageError`` for one that changes in place."""
+        found = pool.catalogue().models.get(self.model)
+        if not found:
+            return None
+        try:
+            record = pool.record(found.versions[-1])
+            layout = bytes(pool.payload(record.layout, RecordKind.LAYOUT))
+            table = bytes(pool.payload(record.tree, RecordKind.TREE))
+            known = decode_table(table)
+        except PortusError:
+            return None
+        if record.log is not None:
+            raise UsageError(
+                f"{self.place}: {self.model!r} changes in place, and a checkpoint of that name "
+                "would replace it: expected checkpoints, found a shelf (portus.Shelf) or embedding "
+                "tables (portus.embedding.protect); give the run another name, or a pool of its own"
+            )
+        if known is None:
+            return None
+        return CommittedImages(Before(record, layout, table), len(known.files), None)
+
+
+def _entry_of(catalogue: Catalogue, token: bytes) -> VersionEntry | None:
+    return next((each for each in catalogue.entries() if each.info.token == token), None)

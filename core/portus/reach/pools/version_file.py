@@ -1,0 +1,149 @@
+"""``VersionFile``: a checkpoint file in a version of a pool, open for reading."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from portus.engine.copying.local import fetch
+from portus.engine.copying.segments import Sources, Stop
+from portus.engine.spec import Extent
+from portus.errors import CorruptionError
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry, VersionRecord
+from portus.reach.versions.packed import FileTable, PackedFile, decode_table
+
+_READ_MAX: Final = 16 << 20
+"""Bytes around the storages of a file of a version that are read at once, and kept."""
+
+
+class VersionFile:
+    """See ``OpenFile``: a file of a version, which is pinned meanwhile."""
+
+    number: Final = None
+
+    def __init__(
+        self, reader: PoolReader, record: VersionRecord, file: PackedFile, first: int, around: int
+    ) -> None:
+        """first: the storage of the version that is the first one of the file. around: the one
+        with the bytes around its storages."""
+        self.medium: Final = reader.medium
+        self.size: Final = file.size
+        self._record: Final = record
+        self._count: Final = len(file.length)
+        self._first: Final = first
+        self._around: Final = around
+        self._spans: Final = file.spans()
+        self._size_around: Final = file.around
+        self._extents: Final[dict[int, Sequence[Extent]]] = {}
+        self._read: bytes | None = None
+        """What is around the storages, once some of that was read."""
+
+    def extents(self, offset: int, length: int) -> Sequence[Extent]:
+        found: list[Extent] = []
+        for storage, inside, size in self._spans.within(offset, length):
+            found += _part(self._extents_of(storage), inside, inside + size)
+        return found
+
+    def load(self, offset: int, target: memoryview) -> None:
+        for storage, inside, size in self._spans.within(offset, len(target)):
+            part, target = target[:size], target[size:]
+            if storage == self._count and self._size_around <= _READ_MAX:
+                part[:] = self._literals()[inside : inside + size]
+            else:
+                self._load(_part(self._extents_of(storage), inside, inside + size), part)
+
+    def _literals(self) -> bytes:
+        """What is around the storages: read at once, since a store is asked for each piece."""
+        if self._read is None:
+            read = np.empty(self._size_around, np.uint8)
+            extents = self._extents_of(self._count)
+            target = Sources(
+                address=np.array([read.ctypes.data], np.int64),
+                length=np.array([len(read)], np.int64),
+                extent_offset=np.array([each.offset for each in extents], np.int64),
+                extent_length=np.array([each.length for each in extents], np.int64),
+            )
+            fetch(self.medium, target, Stop())
+            self._read = read.tobytes()
+        return self._read
+
+    def _load(self, extents: Sequence[Extent], target: memoryview) -> None:
+        for extent in extents:
+            self.medium.load(extent.offset, target[: extent.length])
+            target = target[extent.length :]
+
+    def _extents_of(self, storage: int) -> Sequence[Extent]:
+        if storage not in self._extents:
+            index = self._around if storage == self._count else self._first + storage
+            self._extents[storage] = self._record.storage_extents(index)
+        return self._extents[storage]
+
+
+def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
+    """The files of a pinned version; None if it is one of something else. Raises
+    ``CorruptionError``, ``MediumError``."""
+    table = decode_table(reader.payload(record.tree, RecordKind.TREE))
+    if table is None:
+        return None
+    lengths = [length for each in table.files for length in each.length.tolist()]
+    lengths += [each.around for each in table.files]
+    if lengths != record.storages["length"].tolist():
+        info = record.info
+        raise CorruptionError(
+            f"{reader.medium.info.name}: {info.model}@{info.step}: the files of this version do "
+            "not have the storages that it has"
+        )
+    return table
+
+
+def file_in(
+    reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], number: int
+) -> VersionFile:
+    """The file of that number of a pinned version; ``files``: all of it."""
+    first = sum(len(each.length) for each in files[:number])
+    around = sum(len(each.length) for each in files) + number
+    return VersionFile(reader, record, files[number], first, around)
+
+
+@contextlib.contextmanager
+def files_opened(
+    reader: PoolReader, entry: VersionEntry, name: str | None = None
+) -> Iterator[dict[str, VersionFile]]:
+    """The files of a version by their names, or the file ``name`` alone; none if it is a version of
+    something else. The version is pinned inside. Raises ``CorruptionError``, also for a file that
+    it lacks, ``MediumError``, ``StaleError``."""
+    with reader.pinned(entry.info.id) as current:
+        record = reader.record(current)
+        table = table_of(reader, record)
+        if table is None:
+            yield {}
+            return
+        files = table.files
+        found = {
+            each.name: file_in(reader, record, files, number)
+            for number, each in enumerate(files)
+            if name in (None, each.name)
+        }
+        if name is not None and not found:
+            info = entry.info
+            raise CorruptionError(
+                f"{reader.medium.info.name}: {info.model}@{info.step}: expected a file {name!r}, "
+                f"found {[each.name for each in files]!r:.200}"
+            )
+        yield found
+
+
+def _part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
+    """Where the bytes ``start`` to ``end`` of what ``extents`` hold are."""
+    found, before = [], 0
+    for extent in extents:
+        low, high = max(start - before, 0), min(end - before, extent.length)
+        if low < high:
+            found.append(Extent(extent.offset + low, high - low))
+        before += extent.length
+    return found

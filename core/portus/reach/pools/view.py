@@ -1,0 +1,241 @@
+"""Pools opened for reading only: any number of processes, also while one writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Final, NamedTuple, TypeVar
+
+from portus.engine.fence.fence import before_write
+from portus.engine.loading.over import Rename
+from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restored import Restored
+from portus.engine.media import calls
+from portus.engine.media.base import MediumKind
+from portus.engine.spec import VersionInfo, checked_step
+from portus.errors import StaleError, TransportError, UsageError
+from portus.reach.files.home import open_place
+from portus.reach.index.catalogue import Catalogue
+from portus.reach.index.directory import pools_at
+from portus.reach.index.messages import read_holder
+from portus.reach.index.place import Place, PlaceName
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
+from portus.reach.pools import restore
+
+_TRIES: Final = 5
+"""A load of the newest starts again when all it knew was retired meanwhile, this often."""
+
+Result = TypeVar("Result")
+
+
+Found = list[tuple[PoolReader, VersionEntry]]
+"""Versions, newest last, each with the pool that it is in."""
+
+
+def chosen(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
+    """The versions of a model, of one step or of any, in some pools: of each the oldest commit
+    first. Raises ``UsageError`` if there is none."""
+    step = None if step is None else checked_step(step)
+    catalogues = [(pool, pool.catalogue()) for pool in pools]
+    every: Found = [
+        (pool, entry)
+        for pool, catalogue in catalogues
+        if (found := catalogue.models.get(model))
+        for entry in found.versions
+    ]
+    entries = [each for each in every if step in (None, each[1].info.step)]
+    if not entries:
+        steps = [entry.info.step for _, entry in every]
+        models = sorted({name for _, catalogue in catalogues for name in catalogue.models})
+        have = f"there are steps {steps[-20:]}"
+        have = have if steps else f"there is no such model; there are {models[:20]}"
+        raise UsageError(f"model {model!r}, step {'newest' if step is None else step}: {have}")
+    return entries
+
+
+def of_token(catalogue: Catalogue, token: bytes) -> VersionEntry:
+    """The version that pointers call ``token``. Raises ``StaleError``."""
+    for entry in catalogue.entries():
+        if entry.info.token == token:
+            return entry
+    raise StaleError(f"version {token.hex()} is not in the pool (any more)")
+
+
+def again(load: Callable[[], Result]) -> Result:
+    """``load``, again while all that it found was retired under it, or a connection broke."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(StaleError, TransportError):
+            return load()
+    return load()
+
+
+class Sign(NamedTuple):
+    """The sign of a pool: its identity, and, of a file, who opened it for saving last."""
+
+    uuid: bytes
+    holder: str
+
+
+class PoolFile:
+    """One pool file, for reading. Close it, or use it as a context manager."""
+
+    def __init__(self, pool: Place, reader: PoolReader | None = None) -> None:
+        """reader: of that pool, if it is open already. Raises ``UsageError``, ``MediumError`` or
+        ``CorruptionError`` if it cannot be read."""
+        self.path: Final = pool.path
+        self.reader: Final[PoolReader] = reader or open_place(pool)
+
+    @property
+    def uuid(self) -> bytes:
+        """The pool's identity, 16 bytes."""
+        return self.reader.superblock.uuid
+
+    @property
+    def sign(self) -> Sign:
+        """The sign that tells this pool from a copy of it."""
+        is_file = self.reader.medium.info.kind is not MediumKind.HOST
+        return Sign(self.uuid, read_holder(self.reader.medium) if is_file else "")
+
+    def versions(self, model: str | None = None) -> list[VersionInfo]:
+        """What is committed now, oldest commit first."""
+        infos = [entry.info for entry in self.reader.catalogue().entries()]
+        wanted = (info for info in infos if model in (None, info.model))
+        return sorted(wanted, key=lambda info: (info.commit, info.id))
+
+    def has_writer(self) -> bool:
+        """True while somebody has the pool open for saving."""
+        return self.reader.locks.has_writer()
+
+    def close(self) -> None:
+        """Let go of the pool. Loaded states stay."""
+        self.reader.close()
+
+
+class PoolView:
+    """What ``portus.open`` gives: all pool files of a directory as one, or one pool file."""
+
+    def __init__(self, pool: PlaceName | None = None) -> None:
+        """pool: a pool file, a pool directory, or the addresses of storage hosts; None: the
+        default one. Raises ``UsageError`` if there is none, and what opening raises."""
+        with contextlib.ExitStack() as stack:
+            self._files: Final = [
+                stack.enter_context(contextlib.closing(each))
+                for each in map(PoolFile, pools_at(Place.named(pool)))
+            ]
+            self._stack: Final = stack.pop_all()
+
+    @property
+    def paths(self) -> list[str]:
+        """The pool files."""
+        return [file.path for file in self._files]
+
+    def models(self) -> list[str]:
+        """Names of the models that have a version."""
+        return sorted({info.model for info in self.versions()})
+
+    def versions(self, model: str | None = None) -> list[VersionInfo]:
+        """What is committed now; by file, oldest commit first."""
+        return [info for file in self._files for info in file.versions(model)]
+
+    def steps(self, model: str = "default") -> list[int]:
+        """The steps of a model's versions, oldest commit first."""
+        return [info.step for info in self.versions(model)]
+
+    def load(
+        self,
+        model: str = "default",
+        step: int | None = None,
+        names: Patterns = None,
+        *,
+        weights_only: bool | None = None,
+    ) -> object:
+        """The verified state of a version on the CPU, newest by default; or its matching part.
+
+        names: shell patterns of key paths (``"model.*"``). weights_only: as for ``torch.load``.
+        Raises ``UsageError`` if there is no such version, ``CorruptionError`` if none verifies; a
+        newest one that does not verify is passed over with an error in the log.
+        """
+
+        def use(pool: PoolReader, entry: VersionEntry) -> object:
+            return restore.load(pool, entry, names, weights_only=weights_only)
+
+        return self._used(model, step, use)
+
+    @calls.entry
+    def restore_into(
+        self,
+        state: object,
+        model: str = "default",
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        names: Patterns = None,
+        rename: Rename = None,
+        weights_only: bool | None = None,
+    ) -> Restored:
+        """See ``Checkpointer.restore_into``."""
+        before_write()  # a Checkpointer of this process may be saving these tensors
+
+        def use(pool: PoolReader, entry: VersionEntry) -> Restored:
+            return restore.restore_into(
+                pool,
+                entry,
+                state,
+                strict=strict,
+                names=names,
+                rename=rename,
+                weights_only=weights_only,
+            )
+
+        return self._used(model, step, use)
+
+    def verify(self, info: VersionInfo, advanced: Callable[[int], None] | None = None) -> int:
+        """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""
+        for file, entry in self.entries():
+            if entry.info == info:
+                return restore.verify(file.reader, entry, advanced)
+        raise StaleError(f"model {info.model!r}, step {info.step} is not in the pool any more")
+
+    def entries(self) -> Iterator[tuple[PoolFile, VersionEntry]]:
+        """Every version with the file that it is in."""
+        for file in self._files:
+            for entry in file.reader.catalogue().entries():
+                yield file, entry
+
+    def close(self) -> None:
+        """Let go of the pools. Loaded states stay."""
+        self._stack.close()
+
+    def __enter__(self) -> PoolView:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _used(
+        self, model: str, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]
+    ) -> Result:
+        """What ``use`` gives for a step, or for the newest version that verifies."""
+        pools = self._pools_of(model)
+        return again(lambda: restore.newest_first(chosen(pools, model, step), use))
+
+    def _pools_of(self, model: str) -> list[PoolReader]:
+        """The files that have versions of the model, that with the newest one, by time, last."""
+        newest = [
+            (infos[-1].time_ns, file.reader)
+            for file in self._files
+            if (infos := file.versions(model))
+        ]
+        if not newest:
+            raise UsageError(
+                f"there is no model {model!r} in {', '.join(self.paths) or 'an empty directory'}; "
+                f"there are {self.models()[:20]}"
+            )
+        return [pool for _, pool in sorted(newest, key=lambda pair: pair[0])]

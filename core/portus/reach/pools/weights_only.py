@@ -1,0 +1,151 @@
+"""Pickles of states in pools, by the rules of ``torch.load(weights_only=True)``: nothing that they
+name is imported or called but what torch allows, and what makes plain arrays of numpy. Those are
+pickled as dtypes in JSON and bytes: so they are the same for each numpy, and hold no objects."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import pickle
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from portus.engine.state.pickling import PickledState, Reducers, pickle_state
+from portus.engine.state.walk import leaves
+from portus.errors import CorruptionError, UsageError
+from portus.reach.format.arrays import array_over, dtype_node, read_dtype, read_shape
+
+_GLOBALS: Final = re.compile(rb"c([\w.]{1,60}\n[\w.]{1,60})\n")
+"""What may be the name of a class or function in a pickle; text may look like one. Bounded: it is
+looked for in all bytes of arrays."""
+_LONG: Final = re.compile(rb"\x8b...\0", re.DOTALL)
+"""What may be an integer of more than 255 bytes, which torch does not load."""
+
+
+def array_of(node: object, shape: Sequence[object], fortran: object, data: bytes) -> Any:
+    """The array that was pickled. Raises ``CorruptionError``."""
+    return array_over(read_shape(node, shape, fortran), bytearray(data))
+
+
+def scalar_of(node: object, data: bytes) -> Any:
+    """The number of numpy that was pickled. Raises ``CorruptionError``."""
+    dtype = read_dtype(node)
+    if len(data) != dtype.itemsize:
+        raise CorruptionError(f"a {dtype} needs {dtype.itemsize} bytes, found {len(data)}")
+    return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
+
+
+def no_bytes() -> bytes:
+    """What ``b""`` is pickled as a call of."""
+    return b""
+
+
+def _reduced_array(array: np.ndarray[Any, Any]) -> Any:
+    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    data = array.tobytes("F" if fortran else "C")
+    return array_of, (dtype_node(array.dtype), list(array.shape), fortran, data)
+
+
+def _reduced_scalar(scalar: np.generic) -> Any:
+    return scalar_of, (dtype_node(scalar.dtype), scalar.tobytes())
+
+
+_REDUCERS: Final[Reducers] = {
+    np.ndarray: _reduced_array,
+    **{np.dtype(each).type: _reduced_scalar for each in "?bhilqBHILQefdgFDGSUVMm"},
+}
+
+_ALLOWED: Final[set[Any]] = {
+    *(array_of, scalar_of, no_bytes),
+    *((no_bytes, "builtins.bytes"), (no_bytes, "__builtin__.bytes")),
+}
+
+
+def _own_unpickler() -> Any:
+    """torch's module once more, for ourselves: what it allows besides is one set for each module,
+    and that of torch is the user's."""
+    spec = importlib.util.find_spec("torch._weights_only_unpickler")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_OWN: Final = _own_unpickler()
+
+
+def pickle_for_pool(state: object) -> PickledState:
+    """``state`` as a pool has it. Raises ``UsageError``, with the key path, for what torch refuses,
+    and for arrays of objects."""
+    try:
+        return pickle_state(state, _REDUCERS)
+    except UsageError as error:
+        raise UsageError(f"{_place(state) or 'the state'}: {error}") from error
+
+
+def unpickled(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage]) -> Any:
+    """The state that was pickled; its tensors use the memory of ``storages``, in their order.
+
+    Raises ``UsageError`` for what torch does not allow (``torch.serialization.add_safe_globals``),
+    ``CorruptionError`` for what is no pickle of a state.
+    """
+
+    def stored(said: Any) -> object:
+        kind, number = said[1], int(said[2])
+        if not 0 <= number < len(storages):
+            raise CorruptionError(f"no storage {number} in a state of {len(storages)}")
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        return torch.storage.TypedStorage(
+            wrap_storage=storages[number], dtype=dtype, _internal=True
+        )
+
+    _OWN._marked_safe_globals_set = {*torch.serialization.get_safe_globals(), *_ALLOWED}
+    unpickler = _OWN.Unpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = stored
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            state = unpickler.load()
+            torch._utils._validate_loaded_sparse_tensors()
+    except (CorruptionError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"torch.load(weights_only=True) does not allow it: {error}") from error
+    except Exception as error:
+        raise CorruptionError(f"not the pickle of a state: {error!r:.200}") from error
+    return state
+
+
+class Loadable:
+    """Whether states can be loaded again. Tried once for those that hold objects of the same
+    classes."""
+
+    def __init__(self) -> None:
+        self._known: frozenset[bytes] | None = None
+
+    def check(self, state: object, pickled: PickledState) -> None:
+        """Raise ``UsageError``, with the key path, for a state that could not be loaded again."""
+        names = frozenset(_GLOBALS.findall(pickled.pickle))
+        known = self._known is not None and names <= self._known
+        if known and not _LONG.search(pickled.pickle):
+            return
+        try:
+            unpickled(pickled.pickle, pickled.storages)
+        except (UsageError, CorruptionError) as error:
+            raise UsageError(f"{_place(state) or 'the state'}: {error}") from error
+        self._known = names | (self._known or frozenset())
+
+
+def _place(state: object) -> str:
+    """The key path of the first leaf that alone cannot be saved and loaded again either."""
+    for path, value in leaves(state):
+        try:
+            alone = pickle_state(value, _REDUCERS)
+            unpickled(alone.pickle, alone.storages)
+        except (UsageError, CorruptionError):
+            return path
+    return ""

@@ -1,0 +1,276 @@
+"""One end of a conversation, without I/O: bytes in, messages out; messages in, bytes out.
+
+A frame is a header of 8 bytes (length of the body, uint32; kind, uint8; a check of these two), a
+body, and a digest of both. ``wanted`` says how many bytes to feed next, never more than belong to
+this frame: payload can so be received by its reader straight into where it goes, past this object,
+which is only shown what it was (``took``).
+
+Digests of tensors do not cover messages: one changed byte on plain tcp made a learning rate 0.925
+instead of 0.125, and the version was committed, loaded and verified. So every frame has a digest.
+
+Frames of versions before 6 have zeros for the check, and no digest; so has a greeting of any
+version, and the refusal of one whose version is not spoken.
+
+After a ``ProtocolError`` the connection is of no use, and says so.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from portus.reach.protocol.messages import (
+    DAMAGED,
+    DIGEST_SIZE,
+    DIGESTS_SINCE,
+    MESSAGES,
+    VERSIONS,
+    Hello,
+    ProtocolError,
+    Refused,
+    Said,
+    decode,
+    encode,
+)
+from portus.reach.protocol.session import NEXT
+from portus.reach.protocol.vocabulary import MessageKind, Phase
+
+HEADER: Final = struct.Struct("<IB3s")
+_START: Final = struct.Struct("<IB")
+_NO_CHECK: Final = bytes(3)
+_FEED_MAX: Final = 1 << 20
+"""Bytes asked for at once: memory is taken as bytes arrive, not because a header announces them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """An event: ``length`` plain bytes follow."""
+
+    kind: MessageKind
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A message came of which nothing was kept (``Connection.forget``)."""
+
+    kind: MessageKind
+
+
+Event = Said | Payload
+
+
+class Connection:
+    """One end. ``is_client``: which. ``version``: that is spoken; 0 before the greeting."""
+
+    def __init__(self, *, is_client: bool) -> None:
+        self.state = Phase.NEW
+        self.version = 0
+        self._is_client: Final = is_client
+        self._buffer = bytearray()
+        self._kind: MessageKind | None = None
+        self._length = 0
+        self._payload_left = 0
+        self._forgotten: int | None = None
+        self._owed = 0
+        self._broken = ""
+        self._is_plain = True
+        self._came = xxhash.xxh3_128()
+        self._went = xxhash.xxh3_128()
+
+    @property
+    def has_digests(self) -> bool:
+        """True if frames carry one."""
+        return self.version in VERSIONS and self.version >= DIGESTS_SINCE
+
+    def knows(self, kind: MessageKind) -> bool:
+        """True if the version that is spoken has that message."""
+        return self.version >= kind.since
+
+    @property
+    def wanted(self) -> int:
+        """Bytes to feed next, at most; over 0, unless payload is due."""
+        if self._payload_left:
+            return 0
+        whole = HEADER.size if self._kind is None else self._length
+        return min(whole - self._fed, _FEED_MAX)
+
+    @property
+    def payload_left(self) -> int:
+        """Bytes of payload that are still to be received."""
+        return self._payload_left
+
+    @property
+    def digest_due(self) -> bool:
+        """True when payload was received, and its digest has to be fed before it counts."""
+        return self._kind is not None and self._kind.is_payload and not self._payload_left
+
+    @property
+    def body_left(self) -> int:
+        """Bytes of a message behind its header that are still to be fed."""
+        return 0 if self._kind is None else self._length - self._fed
+
+    @property
+    def _fed(self) -> int:
+        return len(self._buffer) + (self._forgotten or 0)
+
+    def send(self, message: Said) -> bytes:
+        """The bytes of ``message``. An order that the table does not have is our mistake."""
+        body = encode(message)
+        assert len(body) <= message.kind.body_size_max, f"{message.kind.name}: {len(body)} bytes"
+        self._step_local(message.kind)
+        frame = self._begun(message.kind, len(body)) + body + self._ended(body)
+        self._heed(message)
+        return frame
+
+    def send_payload(self, kind: MessageKind, length: int) -> bytes:
+        """The header for ``length`` plain bytes, which the caller sends next."""
+        assert kind.is_payload
+        assert 0 < length <= kind.body_size_max
+        self._step_local(kind)
+        self._owed = length
+        return self._begun(kind, length)
+
+    def sent(self, data: bytes | memoryview) -> bytes:
+        """Note that these bytes of payload were sent, and return what to send behind them."""
+        assert len(data) <= self._owed
+        self._owed -= len(data)
+        if self._owed and self.has_digests:
+            self._went.update(data)
+        return b"" if self._owed else self._ended(data)
+
+    def forget(self) -> None:
+        """Keep nothing of the message that is being fed: there is no memory for it. It is ended by
+        a ``Forgotten``, which is answered as the message would have been."""
+        assert self.body_left, "only in the middle of a body"
+        self._forgotten = self._forgotten or 0
+
+    def feed(self, data: bytes | memoryview) -> Event | Forgotten | None:
+        """Take at most ``wanted`` bytes; what they complete. Raises ``ProtocolError``."""
+        if self._broken:
+            raise ProtocolError(self._broken)
+        assert len(data) <= self.wanted
+        self._buffer += data
+        try:
+            return self._complete()
+        except ProtocolError as error:
+            self._broken = str(error)
+            raise
+
+    def took(self, data: bytes | memoryview) -> None:
+        """Note that these bytes of payload were received; a digest follows the last of a frame."""
+        assert len(data) <= self._payload_left
+        self._payload_left -= len(data)
+        if not self._is_plain:
+            self._came.update(data)
+        elif not self._payload_left:
+            self._kind = None
+
+    def _complete(self) -> Event | Forgotten | None:
+        if self._kind is None:
+            if len(self._buffer) < HEADER.size:
+                return None
+            kind, length = self._open()
+            self._kind, self._length = kind, length + (0 if self._is_plain else DIGEST_SIZE)
+            if kind.is_payload:
+                self._payload_left, self._length = length, DIGEST_SIZE
+                self._step(kind)
+                return Payload(kind, length)
+        if self._forgotten is not None:
+            self._drop()
+        if self._fed < self._length:
+            return None
+        kind, body, self._kind, self._buffer = self._kind, self._buffer, None, bytearray()
+        forgotten, self._forgotten = self._forgotten, None
+        if not self._is_plain:
+            digest = body[-DIGEST_SIZE:]
+            del body[-DIGEST_SIZE:]
+            self._came.update(body)
+            if digest != self._came.digest():
+                raise ProtocolError(f"{kind.name}: {DAMAGED}")
+        if kind.is_payload:
+            return None
+        if forgotten is not None:
+            self._step(kind)
+            return Forgotten(kind)
+        message = decode(kind, body)
+        self._step(kind)
+        self._heed(message)
+        return message
+
+    def _drop(self) -> None:
+        """Hash what was fed of a body, and forget it; but for the digest at its end."""
+        assert self._forgotten is not None
+        known = 0 if self._is_plain else DIGEST_SIZE
+        if len(self._buffer) > known:
+            rest = self._buffer[len(self._buffer) - known :]
+            del self._buffer[len(self._buffer) - known :]
+            self._came.update(self._buffer)
+            self._forgotten += len(self._buffer)
+            self._buffer = rest
+
+    def _open(self) -> tuple[MessageKind, int]:
+        """Look at a whole header: before a byte of the body is taken, it has to be one that may
+        come now."""
+        header, self._buffer = bytes(self._buffer), bytearray()
+        length, number, check = HEADER.unpack(header)
+        refused = self.state is Phase.GREETED and number == Refused.kind.number
+        self._is_plain = not self.has_digests or (refused and check == _NO_CHECK)
+        expected = _NO_CHECK if self._is_plain else _check(header[: _START.size])
+        if check != expected:
+            raise ProtocolError(
+                f"a header: expected {expected.hex()} at its end, found {check.hex()}: bytes "
+                "changed on the way, or the other side speaks another version"
+            )
+        kind = MESSAGES.get(number)
+        if kind is None:
+            raise ProtocolError(f"a frame of unknown kind {number}")
+        if kind.from_client == self._is_client:
+            raise ProtocolError(f"{kind.name}: only this side sends it")
+        if (self.state, kind) not in NEXT or not self.knows(kind):
+            raise ProtocolError(f"{kind.name} in state {self.state.value!r}")
+        least = 1
+        if not least <= length <= kind.body_size_max:
+            raise ProtocolError(
+                f"{kind.name}: expected {least} to {kind.body_size_max} bytes, found {length}"
+            )
+        self._came = xxhash.xxh3_128(header)
+        return kind, length
+
+    def _begun(self, kind: MessageKind, length: int) -> bytes:
+        """The header of a frame that is sent."""
+        start = _START.pack(length, kind.number)
+        header = start + (_check(start) if self.has_digests else _NO_CHECK)
+        self._went = xxhash.xxh3_128(header)
+        return header
+
+    def _ended(self, data: bytes | memoryview) -> bytes:
+        """What follows the last bytes of a body that is sent."""
+        if not self.has_digests:
+            return b""
+        self._went.update(data)
+        return self._went.digest()
+
+    def _heed(self, message: Said) -> None:
+        """Adopt the version of a greeting: both ends then know the form of all other frames."""
+        if isinstance(message, Hello):
+            self.version = message.version
+
+    def _step(self, kind: MessageKind) -> None:
+        self.state = NEXT[self.state, kind]
+
+    def _step_local(self, kind: MessageKind) -> None:
+        assert not self._owed, f"{kind.name}: {self._owed} bytes of payload are owed first"
+        assert kind.from_client == self._is_client, f"{kind.name}: only the other side sends it"
+        assert (self.state, kind) in NEXT, f"{kind.name} in state {self.state.value!r}"
+        assert self.knows(kind), f"{kind.name}: version {self.version} has no such message"
+        self._step(kind)
+
+
+def _check(start: bytes) -> bytes:
+    """Three bytes that tell a damaged length or kind at once; never those of a frame without."""
+    found = xxhash.xxh3_64(start).digest()
+    return bytes((found[0] | 1, found[1], found[2]))

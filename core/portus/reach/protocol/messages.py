@@ -1,0 +1,728 @@
+"""The messages, each declared once. What breaks a declaration is a ``ProtocolError``, never worse.
+
+Above each class: its number and name, in which states it is said and which one follows, the limit
+of its body, the handler of a request, and the version that brought it. Number and name are never
+used again.
+
+Columns of numbers travel as bytes: little-endian int64, one after another (``packed_column``).
+Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
+the order given here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, ClassVar, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from msgspec import Meta
+
+from portus.errors import TransportError
+from portus.reach.protocol.vocabulary import SMALL, MessageKind, Phase, Vocabulary
+
+VERSION: Final = 6
+"""Of the protocol."""
+
+VERSIONS: Final = (5, 6)
+"""Those that are spoken: this one, and the one before it. A host refuses a greeting of another one,
+and names these."""
+
+DIGESTS_SINCE: Final = 6
+"""The version from which on each frame carries a digest."""
+
+MAGIC: Final = "portus"
+UNIT: Final = 16 << 20
+"""Bytes of a storage under one digest; as in the format, which this floor does not know."""
+DIGEST_SIZE: Final = 16
+HANDLE_SIZE: Final = 16
+"""Of one region: its address and its key, as two numbers; zeros where it has none."""
+
+NONCE_SIZE: Final = 16
+PROOF_SIZE: Final = 32
+TENANT_SIZE_MAX: Final = 64
+NAME_SIZE_MAX: Final = 200
+METRICS_MAX: Final = 64
+"""Of one version."""
+METRICS_SIZE_MAX: Final = 64 << 10
+TEXT_SIZE_MAX: Final = 4096
+STORAGES_MAX: Final = 1 << 20
+"""Of one version, or of one message about storages."""
+RANGES_MAX: Final = 1 << 21
+"""Extents in one message."""
+UNITS_MAX: Final = 1 << 22
+"""Digests in one message: 64 TiB in units of 16 MiB."""
+IDS_MAX: Final = 1 << 16
+OBJECT_SIZE_MAX: Final = 64 << 20
+"""Of one object of a mirror."""
+OBJECT_NAME_SIZE_MAX: Final = 900
+LISTED_MAX: Final = 1000
+"""Objects in one answer, or in one deletion."""
+LAYOUT_SIZE_MAX: Final = 256 << 20
+TREE_SIZE_MAX: Final = 1 << 30
+SIZE_MAX: Final = 1 << 62
+PAYLOAD_SIZE_MAX: Final = UNIT
+"""Bytes behind one header of payload."""
+
+
+class ProtocolError(TransportError):
+    """The other side said what it may not say, or not now. The connection is of no use any more."""
+
+
+MESSAGES: Final = Vocabulary()
+"""All of them."""
+
+
+class Fault(enum.Enum):
+    """The kind of a refusal, which decides the error that the client raises."""
+
+    USAGE = "usage"
+    MEDIUM = "medium"
+    BUSY = "busy"
+    STALE = "stale"
+    CORRUPTION = "corruption"
+    TRANSPORT = "transport"
+
+
+Column = npt.NDArray[np.int64]
+Number = Annotated[int, Meta(ge=0, le=SIZE_MAX)]
+Nonce = Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Proof = Annotated[bytes, Meta(max_length=PROOF_SIZE)]
+Text = Annotated[str, Meta(max_length=TEXT_SIZE_MAX)]
+Indices = Annotated[bytes, Meta(max_length=8 * STORAGES_MAX)]
+Ranges = Annotated[bytes, Meta(max_length=16 * RANGES_MAX)]
+Digests = Annotated[bytes, Meta(max_length=DIGEST_SIZE * UNITS_MAX)]
+Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
+Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
+
+
+@MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED}, body_size_max=512)
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The client's first words; ``magic`` and ``version`` stay where they are in every version.
+    ``digest``: of the other fields, since its frame has none; empty in versions without."""
+
+    kind: ClassVar[MessageKind]
+    magic: Annotated[str, Meta(max_length=16)]
+    version: Number
+    tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
+    nonce: Nonce
+    digest: Annotated[bytes, Meta(max_length=DIGEST_SIZE)] = b""
+
+    @classmethod
+    def of(cls, tenant: str, nonce: bytes, version: int = VERSION) -> Hello:
+        """The greeting of a client that speaks ``version``."""
+        blank = cls(MAGIC, version, tenant, nonce)
+        return msgspec.structs.replace(blank, digest=blank.expected())
+
+    def expected(self) -> bytes:
+        """What its digest has to be."""
+        fields = (self.magic, self.version, self.tenant, self.nonce)
+        return xxhash.xxh3_128(_encoder.encode(fields)).digest()
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All but the first words: no field too many, none missing."""
+
+    kind: ClassVar[MessageKind]
+
+
+@MESSAGES.host(64, "CHALLENGE", {Phase.GREETED: Phase.CHALLENGED})
+class Challenge(Message, frozen=True):
+    """``secret``: the host wants a proof."""
+
+    version: Number
+    nonce: Nonce
+    secret: bool
+
+
+@MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING}, body_size_max=64)
+class ProofGiven(Message, frozen=True):
+    """Empty where no secret is shared."""
+
+    proof: Proof
+
+
+@MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY}, body_size_max=5 * TEXT_SIZE_MAX)
+class Welcome(Message, frozen=True):
+    """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
+    host reaches memory of this client by itself, if it is connected (``Connect``)."""
+
+    proof: Proof
+    uuid: Token
+    name: Text
+    volatile: bool
+    granularity: Number
+    verbs: bool
+
+
+class _QueuePair(Message, frozen=True):
+    """One end of a reliable connection: its number and first packet sequence number, where it is
+    (``gid``, and ``lid`` on InfiniBand), the code of its largest path MTU (1 to 5: 256 to 4096
+    bytes), and how many reads of the other side it serves at once."""
+
+    number: Annotated[int, Meta(ge=0, lt=1 << 24)]
+    sequence: Annotated[int, Meta(ge=0, lt=1 << 24)]
+    gid: Token
+    lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    mtu: Annotated[int, Meta(ge=1, le=5)]
+    reads: Annotated[int, Meta(ge=0, le=255)]
+
+
+@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.CONNECTING}, handler="connect")
+class Connect(_QueuePair, frozen=True):
+    """The client's queue pair for this connection; one before it is gone."""
+
+
+@MESSAGES.host(78, "CONNECTED", {Phase.CONNECTING: Phase.READY})
+class Connected(_QueuePair, frozen=True):
+    """The host's, which is ready."""
+
+
+@MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED}, handler="claim")
+class Claim(Message, frozen=True):
+    """The client, which says the same 16 bytes on all its connections, asks to be the one that
+    saves ``model``, as long as one of them lives."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    client: Token
+
+
+@MESSAGES.client(
+    3,
+    "REGISTER",
+    {Phase.READY: Phase.ASKED},
+    handler="register",
+    body_size_max=(8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
+)
+class Register(Message, frozen=True):
+    """Regions of the client's memory, from number ``first`` on: their lengths, and what a transport
+    needs to reach them by itself (``handles``, one of each; empty on a stream)."""
+
+    first: Number
+    lengths: Indices
+    handles: Handles = b""
+
+
+@MESSAGES.client(
+    4,
+    "FORGET",
+    {Phase.READY: Phase.ASKED},
+    handler="forget",
+    body_size_max=8 * STORAGES_MAX + SMALL,
+)
+class Forget(Message, frozen=True):
+    """The client revokes these regions: the host does not reach them any more."""
+
+    regions: Indices
+
+
+@MESSAGES.client(
+    5,
+    "BEGIN",
+    {Phase.READY: Phase.BEGINNING},
+    handler="begin",
+    body_size_max=8 * STORAGES_MAX + SMALL,
+)
+class Begin(Message, frozen=True):
+    """A save of storages of these lengths."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    token: Token
+    lengths: Indices
+
+
+@MESSAGES.client(
+    6,
+    "OFFER",
+    {Phase.SAVING: Phase.OFFERED},
+    handler="offer",
+    body_size_max=16 * STORAGES_MAX + SMALL,
+)
+class Offer(Message, frozen=True):
+    """The client reports that these storages may be pulled now, from these regions."""
+
+    indices: Indices
+    regions: Indices
+
+
+@MESSAGES.host(68, "PULL", {Phase.OFFERED: Phase.PULLING, Phase.ABANDONING: Phase.ABANDONING})
+class Pull(Message, frozen=True):
+    """The host asks, on a stream, for the offered storages, end to end. ``size``: bytes of all."""
+
+    size: Number
+
+
+@MESSAGES.host(
+    69,
+    "PULLED",
+    {Phase.OFFERED: Phase.SAVING, Phase.PULLING: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
+    body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL,
+)
+class Pulled(Message, frozen=True):
+    """All of the offer is stored; the digests of its units, as the host found them. ``bounced``:
+    bytes that did not come straight into the pool, but through a buffer of the host."""
+
+    digests: Digests
+    bounced: Number
+
+
+@MESSAGES.host(
+    84,
+    "FULL",
+    {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
+    body_size_max=5 * TEXT_SIZE_MAX,
+    since=6,
+)
+class Full(Message, frozen=True):
+    """No room for the offer. The save goes on: it may be offered again."""
+
+    errno: Number
+    text: Text
+
+
+@MESSAGES.client(
+    8,
+    "SHARE",
+    {Phase.SAVING: Phase.SHARING},
+    handler="share",
+    body_size_max=8 * STORAGES_MAX + SMALL,
+)
+class Share(Message, frozen=True):
+    """The client reports that, by its digests, these storages equal those of the version
+    ``before``, a token."""
+
+    before: Token
+    indices: Indices
+
+
+@MESSAGES.host(70, "SHARED", {Phase.SHARING: Phase.SAVING})
+class Shared(Message, frozen=True):
+    """``same``: the host still has those bytes, and the version reaches them."""
+
+    same: bool
+
+
+@MESSAGES.client(
+    9,
+    "CONFIRM",
+    {Phase.SAVING: Phase.CONFIRMING},
+    handler="confirm",
+    body_size_max=DIGEST_SIZE * UNITS_MAX + LAYOUT_SIZE_MAX + TREE_SIZE_MAX + 8 * IDS_MAX + SMALL,
+)
+class Confirm(Message, frozen=True):
+    """All storages are pulled or shared, and their digests, which the client found itself, are
+    ``digests``: commit. Layout and tree are those of ``before``, a token, where they are None.
+    ``retire``: ids of versions to let go of in the same commit. ``inexact``: the client saw a part
+    of it being written by another process while it was pulled."""
+
+    digests: Digests
+    before: Token
+    layout: Annotated[bytes, Meta(max_length=LAYOUT_SIZE_MAX)] | None
+    tree: Annotated[bytes, Meta(max_length=TREE_SIZE_MAX)] | None
+    retire: Ids
+    inexact: bool = False
+
+
+@MESSAGES.client(
+    26,
+    "METRICS",
+    {Phase.SAVING: Phase.SCORING},
+    handler="metrics",
+    body_size_max=METRICS_SIZE_MAX,
+    since=6,
+)
+class Metrics(Message, frozen=True):
+    """What the version of the save under way scored: finite numbers, by name."""
+
+    metrics: Annotated[dict[str, float], Meta(max_length=METRICS_MAX)]
+
+
+@MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY}, body_size_max=(1 << 30) + SMALL)
+class Committed(Message, frozen=True):
+    """The host reports that the version is durable. ``record``: the payload of its record."""
+
+    record: Annotated[bytes, Meta(max_length=1 << 30)]
+
+
+@MESSAGES.host(72, "MISSING", {Phase.CONFIRMING: Phase.SAVING})
+class Missing(Message, frozen=True):
+    """Version ``before`` of the confirmation is gone: confirm again, with layout and tree."""
+
+
+@MESSAGES.client(
+    10,
+    "ABANDON",
+    {
+        Phase.SAVING: Phase.ABANDONING,
+        Phase.OFFERED: Phase.ABANDONING,
+        Phase.PULLING: Phase.ABANDONING,
+        Phase.READY: Phase.ABANDONING,
+    },
+    handler="abandon",
+)
+class Abandon(Message, frozen=True):
+    """The save is given up. Nothing of it is reached any more."""
+
+
+@MESSAGES.host(73, "ABANDONED", {Phase.ABANDONING: Phase.READY})
+class Abandoned(Message, frozen=True):
+    """Nothing of it is kept."""
+
+
+@MESSAGES.client(
+    11, "READ", {Phase.READY: Phase.READING}, handler="read", body_size_max=16 * RANGES_MAX + SMALL
+)
+class Read(Message, frozen=True):
+    """Bytes of the pool, as pairs of offset and length."""
+
+    ranges: Ranges
+
+
+@MESSAGES.client(
+    12,
+    "CHECK",
+    {Phase.READY: Phase.CHECKING},
+    handler="check",
+    body_size_max=16 * RANGES_MAX + 8 * STORAGES_MAX + SMALL,
+)
+class Check(Message, frozen=True):
+    """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
+
+    lengths: Indices
+    ranges: Ranges
+
+
+@MESSAGES.host(
+    75, "CHECKED", {Phase.CHECKING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
+)
+class Checked(Message, frozen=True):
+    """Digests of their units."""
+
+    digests: Digests
+
+
+@MESSAGES.client(
+    21,
+    "PUSH",
+    {Phase.READY: Phase.PUSHING},
+    handler="push",
+    body_size_max=16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
+)
+class Push(Message, frozen=True):
+    """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
+    one handle for each."""
+
+    lengths: Indices
+    ranges: Ranges
+    handles: Handles
+
+
+@MESSAGES.host(
+    79, "PUSHED", {Phase.PUSHING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
+)
+class Pushed(Message, frozen=True):
+    """The host reports that all is written, with the digests of its units, as it found them.
+    ``bounced``: bytes that went through a buffer of the host."""
+
+    digests: Digests
+    bounced: Number
+
+
+@MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED}, handler="pin")
+class Pin(Message, frozen=True):
+    """Keep the space of a version from reuse, as long as this connection lives."""
+
+    version: Number
+
+
+@MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED}, handler="unpin")
+class Unpin(Message, frozen=True):
+    """Take one pin back."""
+
+    version: Number
+
+
+@MESSAGES.client(
+    16, "RETIRE", {Phase.READY: Phase.ASKED}, handler="retire", body_size_max=8 * IDS_MAX + SMALL
+)
+class Retire(Message, frozen=True):
+    """Let go of versions, by id."""
+
+    versions: Ids
+
+
+@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING}, handler="status")
+class Status(Message, frozen=True):
+    """How is the pool?"""
+
+
+@MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED}, handler="give_back")
+class GiveBack(Message, frozen=True):
+    """Give the space of the pool that nothing reaches back to the file system."""
+
+
+@MESSAGES.client(
+    25, "NOTE", {Phase.READY: Phase.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX, since=6
+)
+class Note(Message, frozen=True):
+    """Put on record which save failed last, when and why, in words."""
+
+    text: Text
+
+
+@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED}, handler="settle", since=6)
+class Settle(Message, frozen=True):
+    """Answer once the replica has the version of this token, too; zeros: once the host leads the
+    model."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    token: Token
+
+
+_ObjectName = Annotated[str, Meta(min_length=1, max_length=OBJECT_NAME_SIZE_MAX)]
+_Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
+
+
+@MESSAGES.client(
+    27,
+    "PUT",
+    {Phase.READY: Phase.PLACING},
+    handler="put",
+    body_size_max=OBJECT_SIZE_MAX + SMALL,
+    since=6,
+)
+class Put(Message, frozen=True):
+    """Make ``data`` the object of that name, whole or not at all. ``fresh``: if there is none."""
+
+    name: _ObjectName
+    fresh: bool
+    data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
+
+
+@MESSAGES.host(81, "PLACED", {Phase.PLACING: Phase.READY}, since=6)
+class Placed(Message, frozen=True):
+    """``made``: it is there, and durable as far as the host can promise; else there was one."""
+
+    made: bool
+
+
+@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING}, handler="get", since=6)
+class Get(Message, frozen=True):
+    """The client asks for ``length`` bytes of an object from byte ``start`` on; for all of it, if
+    ``length`` is 0."""
+
+    name: _ObjectName
+    start: Number
+    length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
+
+
+@MESSAGES.host(
+    82, "OBJECT", {Phase.GETTING: Phase.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL, since=6
+)
+class Object(Message, frozen=True):
+    """The bytes."""
+
+    data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
+
+
+@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING}, handler="list", since=6)
+class List(Message, frozen=True):
+    """The client asks for objects whose names begin with ``prefix`` and come after ``after``."""
+
+    prefix: _Prefix
+    after: _Prefix
+
+
+@MESSAGES.host(
+    83,
+    "LISTED",
+    {Phase.FINDING: Phase.READY},
+    body_size_max=(OBJECT_NAME_SIZE_MAX + 32) * LISTED_MAX + SMALL,
+    since=6,
+)
+class Listed(Message, frozen=True):
+    """The next of them, in the order of their names: bytes, and when they were made, in Unix
+    time in microseconds, by the host's clock. Nothing if there are no more."""
+
+    names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
+    sizes: Ids
+    modified: Ids
+
+
+@MESSAGES.client(
+    30,
+    "DELETE",
+    {Phase.READY: Phase.ASKED},
+    handler="delete",
+    body_size_max=(OBJECT_NAME_SIZE_MAX + 8) * LISTED_MAX + SMALL,
+    since=6,
+)
+class Delete(Message, frozen=True):
+    """Remove objects; those that are not there are no error."""
+
+    names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
+
+
+@MESSAGES.host(76, "STATE", {Phase.LOOKING: Phase.READY})
+class Standing(Message, frozen=True):
+    """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
+    that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
+    it, 0 if it is on none."""
+
+    size: Number
+    free: Number
+    saves: Number
+    holes: Number
+    taken: Number
+
+
+@MESSAGES.host(
+    66, "DONE", {Phase.ASKED: Phase.READY, Phase.READING: Phase.READY, Phase.SCORING: Phase.SAVING}
+)
+class Done(Message, frozen=True):
+    """The host reports that the request is done."""
+
+
+@MESSAGES.host(67, "BEGUN", {Phase.BEGINNING: Phase.SAVING})
+class Begun(Message, frozen=True):
+    """Offers may come."""
+
+
+@MESSAGES.host(
+    77,
+    "REFUSED",
+    {
+        Phase.GREETED: Phase.CLOSED,
+        Phase.PROVING: Phase.CLOSED,
+        **dict.fromkeys(
+            (
+                *(Phase.ASKED, Phase.LOOKING),
+                *(Phase.PLACING, Phase.GETTING, Phase.FINDING),
+                *(Phase.READING, Phase.CHECKING, Phase.CONNECTING, Phase.PUSHING),
+                *(Phase.BEGINNING, Phase.OFFERED, Phase.PULLING, Phase.SHARING),
+                *(Phase.SCORING, Phase.CONFIRMING),
+            ),
+            Phase.READY,
+        ),
+        Phase.ABANDONING: Phase.ABANDONING,
+    },
+    body_size_max=5 * TEXT_SIZE_MAX,
+)
+class Refused(Message, frozen=True):
+    """The request was refused, and with it the save that it was part of."""
+
+    fault: Fault
+    errno: Number
+    text: Text
+
+
+@MESSAGES.client(18, "BYE", {Phase.READY: Phase.CLOSED})
+class Bye(Message, frozen=True):
+    """The client has nothing more to say."""
+
+
+Said = Hello | Message
+
+DATA: Final = MESSAGES.payload(7, "DATA", {Phase.PULLING: Phase.PULLING}, PAYLOAD_SIZE_MAX)
+"""The bytes of an offer, which the client sends on a stream."""
+BYTES: Final = MESSAGES.payload(74, "BYTES", {Phase.READING: Phase.READING}, PAYLOAD_SIZE_MAX)
+"""The bytes of a read."""
+
+DAMAGED: Final = "its digest does not match: bytes changed on the way"
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoders: Final = {
+    kind: msgspec.msgpack.Decoder(kind.type) for kind in MESSAGES if kind.type is not None
+}
+
+
+def encode(message: Said) -> bytes:
+    """The body of a frame."""
+    return _encoder.encode(message)
+
+
+def decode(kind: MessageKind, body: bytes | bytearray) -> Said:
+    """The message of a body. Raises ``ProtocolError``."""
+    try:
+        found: Said = _decoders[kind].decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"{kind.name} of {len(body)} bytes: {error}") from error
+    if isinstance(found, Hello) and found.magic == MAGIC and found.version in VERSIONS:
+        wanted = found.expected() if found.digest or found.version >= DIGESTS_SINCE else b""
+        if found.digest != wanted:
+            raise ProtocolError(f"{kind.name}: {DAMAGED}")
+    return found
+
+
+def table() -> str:
+    """The messages, as the document has them."""
+    lines = ["| number | message | from | fields | bytes at most |", "|---|---|---|---|---|"]
+    for kind in MESSAGES:
+        fields = "plain bytes"
+        if kind.type is not None:
+            fields = ", ".join(kind.type.__struct_fields__) or "none"
+        side = "client" if kind.from_client else "host"
+        row = (kind.number, kind.name, side, fields, kind.body_size_max)
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    return "\n".join(lines) + "\n"
+
+
+def packed_column(numbers: npt.ArrayLike) -> bytes:
+    """Numbers for the wire."""
+    return np.asarray(numbers, "<i8").tobytes()
+
+
+def column(data: bytes, what: str) -> Column:
+    """Numbers from the wire, none negative or too big. Raises ``ProtocolError``."""
+    if len(data) % 8:
+        raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers")
+    numbers = np.frombuffer(data, "<i8").astype(np.int64)
+    if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) > SIZE_MAX):
+        raise ProtocolError(f"{what}: found a number out of range")
+    # Sums are made of what is checked here, and must not wrap around.
+    if float(numbers.sum(dtype=np.float64)) > SIZE_MAX:
+        raise ProtocolError(f"{what}: the sum of the numbers is too large")
+    return numbers
+
+
+def ranges(data: bytes, what: str) -> tuple[Column, Column]:
+    """Offsets and lengths from the wire. Raises ``ProtocolError``."""
+    if len(data) % 16:
+        raise ProtocolError(f"{what}: {len(data)} bytes are not pairs of numbers")
+    numbers = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
+    offsets, lengths = np.ascontiguousarray(numbers[:, 0]), np.ascontiguousarray(numbers[:, 1])
+    for part in (offsets, lengths):
+        if len(part) and (int(part.min()) < 0 or int(part.max()) > SIZE_MAX // 2):
+            raise ProtocolError(f"{what}: found a number out of range")
+    if float(lengths.sum(dtype=np.float64)) > SIZE_MAX:
+        raise ProtocolError(f"{what}: the sum of the lengths is too large")
+    return offsets, lengths
+
+
+def packed_handles(address: npt.ArrayLike, key: npt.ArrayLike) -> bytes:
+    """Handles for the wire, of regions with these addresses and keys."""
+    return np.stack([np.asarray(address, "<i8"), np.asarray(key, "<i8")], axis=1).tobytes()
+
+
+def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
+    """Addresses and keys of ``count`` regions from the wire; all zero if ``data`` is empty. Raises
+    ``ProtocolError``."""
+    if not data:
+        return np.zeros(count, np.int64), np.zeros(count, np.int64)
+    if len(data) != HANDLE_SIZE * count:
+        raise ProtocolError(f"{what}: {len(data)} bytes are not {count} handles")
+    addresses, keys = ranges(data, what)
+    if len(keys) and int(keys.max()) >= 1 << 32:
+        raise ProtocolError(f"{what}: found a key out of range")
+    return addresses, keys
+
+
+def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:
+    """Digests from the wire, (n, 16). Raises ``ProtocolError``."""
+    if len(data) % DIGEST_SIZE:
+        raise ProtocolError(f"{what}: {len(data)} bytes are not digests")
+    return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE)

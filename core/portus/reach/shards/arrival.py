@@ -1,0 +1,87 @@
+"""What other ranks publish into a directory, seen from there: nothing is told between ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from typing import Final
+
+from portus.engine.directory.system import medium_error
+from portus.engine.directory.waiting import in_flight, is_of_this_machine
+from portus.errors import AbandonedError, UsageError, printable
+
+_POLL_MIN_S: Final = 0.002
+_POLL_MAX_S: Final = 0.05
+
+GONE_S: Final = 60.0
+"""How long a rank's file may be neither there nor being written, as another node sees it."""
+
+GONE_HERE_S: Final = 1.0
+"""The same on a file system of this machine alone: between the two looks it may have come."""
+
+SEEN_S: Final = 10.0
+"""How long a file that another rank has begun may be out of sight."""
+
+_NAMED_MAX: Final = 8
+
+
+def await_files(
+    directory: str, names: Collection[str], is_given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Return when files of other ranks, ``names``, are in ``directory``, absolute and without
+    links. Blocks for as long as somebody writes them. Raises ``AbandonedError`` if nobody does, or
+    if ``is_given_up`` says so, and ``MediumError``."""
+    seen, pause_s = time.monotonic(), _POLL_MIN_S
+    gone_s = GONE_HERE_S if is_of_this_machine(directory) else GONE_S
+    while missing := set(names) - _names_in(directory):
+        if is_given_up():
+            raise AbandonedError(
+                f"{printable(directory)}: save given up: a rank could not save its part"
+            )
+        now = time.monotonic()
+        if missing & in_flight(directory):
+            seen = now
+        elif now - seen > gone_s:
+            raise AbandonedError(
+                f"{printable(directory)}: save given up: {listed(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not there, and nobody writes it: a "
+                "rank has ended, or could not save its part"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+
+def unseen(directory: str, names: Collection[str]) -> set[str]:
+    """Return the files of other ranks, which all have begun to write, that cannot be seen in
+    ``directory``: none where all ranks see the same one. Blocks for ``SEEN_S`` at most."""
+    until = time.monotonic() + SEEN_S
+    os.makedirs(directory, exist_ok=True)
+    while missing := set(names) - in_flight(directory) - _names_in(directory):
+        if time.monotonic() > until:
+            return missing
+        time.sleep(_POLL_MAX_S)
+    return set()
+
+
+def _names_in(directory: str) -> set[str]:
+    try:
+        return set(os.listdir(directory))
+    except OSError as error:
+        raise medium_error(error, directory) from error
+
+
+def not_shared(directory: str, missing: Collection[str]) -> UsageError:
+    """Return what to raise where files of other ranks are out of sight."""
+    return UsageError(
+        f"{printable(directory)}: expected a directory that all ranks see, but {listed(missing)}, "
+        "which other ranks began to write, cannot be seen here. Save to a file system that all "
+        "nodes share"
+    )
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names for a message: the first few, and how many more."""
+    found = sorted(names)
+    more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+    return ", ".join(found[:_NAMED_MAX]) + more

@@ -1,0 +1,184 @@
+"""Checkpoint directories of torch.distributed.checkpoint, as they lie there."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import io
+import os
+import pickle
+import re
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from portus.engine.loading.checkpoint_file import has_digests as has_digests_of
+from portus.engine.loading.checkpoint_file import use_file
+from portus.engine.loading.open_file import reads
+from portus.errors import (
+    CorruptionError,
+    NoCheckpointError,
+    PortusError,
+    UsageError,
+    printable,
+)
+from portus.reach.formats.safetensors import SUFFIX
+from portus.reach.shards.metadata_file import NAME, read_pickle
+from portus.reach.shards.rank_file import RANK_FILE
+
+_STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")
+"""The file of a rank, whoever wrote it."""
+
+_SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-00001-of-00001\.safetensors")
+
+_DIGITS: Final = re.compile(r"\d+")
+
+
+def pickled_metadata(metadata: object) -> bytes:
+    """Return torch's metadata as torch pickles them, so that older versions of torch read them:
+    2.15 notes the strides of a tensor too, which is one field more than 2.14 expects."""
+    file = io.BytesIO()
+    _Pickler(file).dump(metadata)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``pickle``."""
+        if type(obj) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), obj.__getstate__()[:_FIELDS]  # type: ignore[attr-defined]
+
+
+_FIELDS: Final = 5
+"""What torch 2.6 to 2.14 note of a tensor."""
+
+
+def rank_file_name(rank: int, save: int) -> str:
+    """Return the name of the file of a rank in the directory of a save."""
+    return f"__{rank}_{save}.distcp"
+
+
+def renumbered(name: str, save: int) -> str:
+    """Return the name of the file of the same rank as ``name`` in another save."""
+    match = RANK_FILE.fullmatch(name)
+    assert match is not None
+    return rank_file_name(int(match[1]), save)
+
+
+def series_of(name: str) -> str:
+    """Return what names have in common that differ in their numbers alone."""
+    return _DIGITS.sub("#", name)
+
+
+class Metadata(NamedTuple):
+    """What ``.metadata`` says. is_verified: Portus wrote it."""
+
+    value: Any
+    is_verified: bool
+
+
+def read_metadata(directory: str) -> Metadata:
+    """Return what the metadata of a directory say. Raises ``NoCheckpointError`` if there are none,
+    ``CorruptionError``, ``MediumError``, and ``UsageError`` if another torch wrote them."""
+    path = os.path.join(directory, NAME)
+    try:
+        data, is_verified = use_file(
+            path, lambda file: read_pickle(reads(file), file.size, printable(path))
+        )
+    except FileNotFoundError as error:
+        raise NoCheckpointError(_why_none(directory)) from error
+    try:
+        return Metadata(pickle.loads(data), is_verified)
+    except Exception as error:
+        said = (
+            f"{printable(path)}: torch's metadata cannot be read: {type(error).__name__}: {error}"
+        )
+        if not is_verified:
+            raise CorruptionError(said) from error
+        raise UsageError(
+            f"{said}. They are as they were saved, by another version of torch than this "
+            f"{torch.__version__}: load with that one"
+        ) from error
+
+
+def _why_none(directory: str) -> str:
+    where = printable(directory)
+    if not os.path.isdir(directory):
+        return f"{where}: there is no checkpoint: no such directory"
+    before = complete_before(directory)
+    other = f"; the newest complete one beside it is {printable(before)}" if before else ""
+    if any(_STOCK.fullmatch(name) or _SHARD_FILE.fullmatch(name) for name in os.listdir(directory)):
+        return f"{where}: its save was cut off: it has files of ranks and no {NAME}{other}"
+    return f"{where}: there is no checkpoint: it has no {NAME}{other}"
+
+
+def complete_before(directory: str) -> str | None:
+    """Return the newest complete directory beside one, of another number."""
+    above, name = os.path.split(os.path.abspath(directory))
+    found = [each for each in complete_in(above, name) if each != os.path.abspath(directory)]
+    return found[0] if found else None
+
+
+def complete_in(above: str, like: str | None = None) -> list[str]:
+    """Return the directories in ``above`` that have metadata, the newest save first. like: those
+    alone whose names differ from this one in their numbers."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(above) as entries:
+        for each in entries:
+            if like is not None and series_of(each.name) != series_of(like):
+                continue
+            with contextlib.suppress(OSError):
+                if os.path.isfile(os.path.join(each.path, NAME)):
+                    found.append((_age(each.path), each.path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _age(directory: str) -> tuple[int, int]:
+    """What is higher for a newer save: the number of the save, which is a time, also in a copy; for
+    one by stock torch, which counts from 0, the time of the file."""
+    matches = [RANK_FILE.fullmatch(name) for name in os.listdir(directory)]
+    save = max((int(match[2]) for match in matches if match), default=0)
+    written = os.stat(os.path.join(directory, NAME)).st_mtime_ns
+    return save or written, written
+
+
+def has_digests(directory: str | os.PathLike[str]) -> bool:
+    """Return whether Portus saved a checkpoint directory, or began to. Raises nothing."""
+    with contextlib.suppress(OSError):
+        return any(RANK_FILE.fullmatch(name) for name in os.listdir(directory))
+    return False
+
+
+def has_safetensors_of_torch(directory: str) -> bool:
+    """Return whether a directory has safetensors files, none of them by a save of Portus that was
+    cut off. Raises nothing."""
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
+        return bool(names) and not any(is_shard_of_portus(directory, name) for name in names)
+    return False
+
+
+def is_shard_of_portus(directory: str, name: str) -> bool:
+    """Return whether a save of Portus, in the layout of safetensors files, made a file."""
+    try:
+        return bool(_SHARD_FILE.fullmatch(name)) and has_digests_of(os.path.join(directory, name))
+    except PortusError:
+        return False
+
+
+def shard_file_name(rank: int, save: int) -> str:
+    """Return the name of the safetensors file of a rank, whatever the save."""
+    return f"shard-{rank + 1:05}-model-00001-of-00001{SUFFIX}"
+
+
+def stale_in(directory: str, save: int) -> set[str]:
+    """Return the files of ranks in a directory that are of other saves than ``save``, and older."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            match = _STOCK.fullmatch(name)
+            if match and int(match[2]) < save:
+                found.add(os.path.join(directory, name))
+    return found

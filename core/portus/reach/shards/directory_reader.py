@@ -1,0 +1,414 @@
+"""``DirectoryReader``: loads from a checkpoint directory of torch's, verifying all on the way.
+
+Shards that are wanted as they are go straight to where they belong, and are verified there; of the
+others, the units that are needed. What stock torch wrote has no digests, and torch loads it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from portus.engine.copying.local import fetch
+from portus.engine.copying.segments import Digests, Source, Stop
+from portus.engine.directory.waiting import wait_for_drafts
+from portus.engine.fence.fence import before_write
+from portus.engine.files.pending import PENDING
+from portus.engine.format.checksum import UNIT, unit_counts
+from portus.engine.image.stored import Read
+from portus.engine.image.torch_reader import read_torch
+from portus.engine.loading.checkpoint_file import use_file
+from portus.engine.loading.open_file import OpenFile, reads
+from portus.errors import (
+    CorruptionError,
+    NoCheckpointError,
+    PortusError,
+    UsageError,
+    printable,
+)
+from portus.reach.formats.safetensors import SAVE, SUFFIX
+from portus.reach.formats.safetensors_reader import SafetensorsFile, read_safetensors
+from portus.reach.shards.directories import has_safetensors_of_torch, read_metadata
+from portus.reach.shards.metadata_file import NAME as METADATA
+from portus.reach.shards.rank_file import (
+    BLOCK,
+    RANK_FILE,
+    RankFile,
+    bytes_of,
+    is_rank_file,
+    read_rank_file,
+    slice_of,
+)
+
+_BUFFERS_MAX: Final = 256 << 20
+"""Bytes of shards that are in memory on their way, before the next ones are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What a shard is by the metadata: one block of memory, in order."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """One block of memory in a file: its name in messages, its place in the file, and the digest of
+    each of its units (None if the file has none)."""
+
+    name: str
+    offset: int
+    size: int
+    digests: Digests | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Whole units of a file that go to memory: where in the file they are, what they are to be
+    (None: nobody knows), and what is done then."""
+
+    source: Source
+    offset: int
+    digests: Digests | None
+    name: str
+    then: Callable[[], None]
+
+
+class DirectoryReader(FileSystemReader):
+    """Loads from a directory that ``DirectoryWriter`` or torch's own storage wrote.
+
+    directory: None where each load names it as its ``checkpoint_id``. verify: False compares no
+    digests of tensors.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, verify: bool = True
+    ) -> None:
+        super().__init__("." if directory is None else directory)
+        self._is_named = directory is not None
+        self._verify: Final = verify
+        self._problem: PortusError | None = None
+        self._known: Mapping[str, Any] = {}
+        self._save: str | None = None
+        self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    @property
+    def directory(self) -> str:
+        """Where it loads from, absolute and without links."""
+        return os.path.realpath(self.path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load from ``checkpoint_id`` is about to begin."""
+        super().reset(checkpoint_id)
+        self._is_named |= bool(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Wait for saves in flight, and return what torch noted. What is wrong with that is told by
+        ``set_up_storage_reader``: torch would make a text of it."""
+        if kwargs.get("rank") is not None:  # stock torch, without collectives, made one for each
+            own: Metadata = super().read_metadata(*args, **kwargs)
+            return own
+        self._problem = None
+        try:
+            return self._read_metadata()
+        except NoCheckpointError as error:
+            if os.path.exists(os.path.join(self.directory, f"__0{METADATA}")):
+                raise
+            self._problem = error
+        except PortusError as error:
+            self._problem = error
+        return Metadata({})
+
+    def _read_metadata(self) -> Metadata:
+        if not self._is_named:
+            raise UsageError("checkpoint_id: expected the directory to load from, found none")
+        PENDING.wait_for(self.directory)
+        with PENDING.exempt():
+            wait_for_drafts(self.directory)
+            try:
+                found: Metadata = read_metadata(self.directory).value
+            except NoCheckpointError:
+                stock = _of_safetensors(self.directory)
+                if stock is None:
+                    raise
+                found = stock.read_metadata()
+        return found
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """All ranks have the metadata now. Raises ``NoCheckpointError``, ``CorruptionError``,
+        ``MediumError``, ``UsageError``."""
+        if self._problem is not None:
+            raise self._problem
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._known = metadata.state_dict_metadata
+        self._save = getattr(metadata.storage_meta, "save_id", None)
+        self._chunks = {}
+
+    def _block(self, index: MetadataIndex) -> _Block:
+        """What the metadata say of a shard."""
+        noted: Any = self._known[index.fqn]
+        if index.fqn not in self._chunks:
+            self._chunks[index.fqn] = {
+                tuple(each.offsets): tuple(each.sizes) for each in noted.chunks
+            }
+        sizes = self._chunks[index.fqn][tuple(index.offset or ())]
+        return _Block(sizes, noted.properties.dtype)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load what this rank needs, one file after another. Raises ``CorruptionError`` with file,
+        name and offset, ``UsageError``, ``MediumError``."""
+        before_write()  # a writer of this process may be saving these tensors
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        stock: list[ReadItem] = []
+        with PENDING.exempt():
+            for name, items in by_file.items():
+                if not self._load(name, items, planner):
+                    stock += items
+            if stock:
+                self._read_stock(replace(plan, items=stock), planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_stock(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        reader = None
+        if self.storage_data[plan.items[0].storage_index].relative_path.endswith(SUFFIX):
+            reader = _of_safetensors(self.directory)
+        if reader is None:
+            super().read_data(plan, planner)
+        else:
+            reader.storage_data = self.storage_data
+            reader.read_data(plan, planner)
+
+    def _offset_of(self, item: ReadItem) -> int:
+        return int(self.storage_data[item.storage_index].offset)
+
+    def _load(self, name: str, items: Sequence[ReadItem], planner: LoadPlanner) -> bool:
+        """Load from the file ``name``; False if stock torch wrote it."""
+        path = os.path.join(self.directory, name)
+        try:
+            return use_file(path, lambda file: self._load_from(file, path, items, planner))
+        except FileNotFoundError as error:
+            raise CorruptionError(
+                f"{printable(path)}: the file of a rank is missing; the checkpoint cannot be loaded"
+            ) from error
+
+    def _load_from(
+        self, file: OpenFile, path: str, items: Sequence[ReadItem], planner: LoadPlanner
+    ) -> bool:
+        """Load from an open file; False if stock torch wrote it."""
+        read, name = reads(file), os.path.basename(path)
+        if name.endswith(SUFFIX):
+            shards = read_safetensors(read, file.size, printable(path))
+            if self._save is None and shards.digests is None:
+                return False
+            self._require_same_save(shards)
+            loading = _Loading(file, planner, self._block, verify=self._verify)
+            for item in items:
+                loading.load_shard(item, shards)
+            loading.flush()
+            return True
+        match = RANK_FILE.fullmatch(name)
+        if match is None and not is_rank_file(read, file.size):
+            return False
+        found = read_rank_file(read, file.size, printable(path))
+        if match is None or int(match[2]) != found.save:
+            raise CorruptionError(
+                f"{printable(path)}: the file is that of the save {found.save}: it was renamed, or "
+                "copied from another checkpoint"
+            )
+        loading = _Loading(file, planner, self._block, verify=self._verify)
+        for item in sorted(items, key=self._offset_of):
+            loading.load(item, found, self.storage_data[item.storage_index])
+        loading.flush()
+        return True
+
+    def _require_same_save(self, found: SafetensorsFile) -> None:
+        save = found.metadata.get(SAVE)
+        if save is None or save != self._save:
+            raise CorruptionError(
+                f"{found.name}: expected a file of the save {self._save}, found one of {save}: it "
+                "was copied from another checkpoint"
+            )
+
+
+class _Loading:
+    """The loading of items from one open file. block: returns what the metadata say of a shard."""
+
+    def __init__(
+        self,
+        file: OpenFile,
+        planner: LoadPlanner,
+        block: Callable[[MetadataIndex], _Block],
+        *,
+        verify: bool,
+    ) -> None:
+        self._file: Final = file
+        self._planner: Final = planner
+        self._block: Final = block
+        self._verify: Final = verify
+        self._read: Final[Read] = reads(file)
+        self._wanted: Final[list[_Wanted]] = []
+        self._buffered = 0
+
+    def load(self, item: ReadItem, found: RankFile, place: Any) -> None:
+        """Have an item of the file of a rank handed over, by ``flush`` at the latest. place: where
+        torch says it is."""
+        row, name = found.at(place.offset, place.length), f"{found.name}: {item.storage_index.fqn}"
+        if item.type == LoadItemType.BYTE_IO:
+            self._planner.load_bytes(item, io.BytesIO(bytes_of(row, self._read, name)))
+            return
+        target = self._target(item, name)
+        part = slice_of(self._read, row)
+        stored = read_torch(part, row.length, name)
+        if row.kind != BLOCK:
+            if self._verify:
+                stored.verify(part)
+            file = io.BytesIO(part(0, row.length))
+            whole = torch.load(file, map_location="cpu", weights_only=True)
+            target.copy_(_narrowed(whole, item, 0))
+            self._planner.commit_tensor(item, target)
+            return
+        if len(stored.length) != 1:
+            raise CorruptionError(f"{name}: expected one block, found {len(stored.length)}")
+        storage = _Storage(
+            name, row.offset + int(stored.offset[0]), int(stored.length[0]), stored.digests
+        )
+        self._load_block(item, target, storage)
+
+    def load_shard(self, item: ReadItem, found: SafetensorsFile) -> None:
+        """Have an item of a safetensors file handed over, by ``flush`` at the latest."""
+        fqn = item.storage_index.fqn
+        name = f"{found.name}: {fqn}"
+        if fqn not in found.keys:
+            raise CorruptionError(f"{name}: expected this tensor, found none of this name")
+        index = found.keys.index(fqn)
+        first = int(unit_counts(found.length[:index]).sum())
+        units = slice(first, first + int(unit_counts(found.length[index : index + 1])[0]))
+        storage = _Storage(
+            name,
+            int(found.offset[index]),
+            int(found.length[index]),
+            None if found.digests is None else found.digests[units],
+        )
+        self._load_block(item, self._target(item, name), storage)
+
+    def _target(self, item: ReadItem, name: str) -> torch.Tensor:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise UsageError(
+                f"{name}: the state has shape {tuple(target.size())} where the checkpoint has "
+                f"{tuple(item.lengths)}"
+            )
+        return target
+
+    def _load_block(self, item: ReadItem, target: torch.Tensor, storage: _Storage) -> None:
+        block = self._block(item.storage_index)
+        rows, size = block.sizes[:1] or (1,), storage.size
+        if math.prod(block.sizes) * block.dtype.itemsize != size:
+            raise CorruptionError(f"{storage.name}: {size} bytes are not those of {block}")
+        if _is_whole(item, target, block):
+            self._want(storage, 0, size, target.data_ptr(), partial(self._commit, item, target))
+            return
+        first, count = (item.storage_offsets[0], item.lengths[0]) if block.sizes else (0, 1)
+        each = size // max(1, rows[0])
+        begin, end = (
+            first * each // UNIT * UNIT,
+            min(size, -(-(first + count) * each // UNIT) * UNIT),
+        )
+        buffer = torch.empty(end - begin, dtype=torch.uint8)
+        inside = first * each - begin
+
+        def copy() -> None:
+            found = buffer[inside : inside + count * each].view(block.dtype)
+            shape = (count, *block.sizes[1:]) if block.sizes else ()
+            target.copy_(_narrowed(found.reshape(shape), item, first))
+            self._planner.commit_tensor(item, target)
+
+        self._want(storage, begin, end, buffer.data_ptr(), copy)
+        self._buffered += len(buffer)
+        if self._buffered > _BUFFERS_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read what is wanted, compare it, and hand it over."""
+        wanted, self._wanted[:] = list(self._wanted), []
+        self._buffered = 0
+        filled = [each for each in wanted if each.source.length]
+        stored, at = fetch(self._file.medium, [each.source for each in filled], Stop()), 0
+        for each in filled:
+            units = int(unit_counts(np.array([each.source.length]))[0])
+            own, at = stored[at : at + units], at + units
+            if each.digests is not None and not np.array_equal(own, each.digests):
+                raise CorruptionError(
+                    f"{each.name}: {each.source.length} bytes at {each.offset} are not those that "
+                    "were saved. Load another checkpoint, and check the disk"
+                )
+        for each in wanted:
+            each.then()
+
+    def _want(
+        self,
+        storage: _Storage,
+        begin: int,
+        end: int,
+        address: int,
+        then: Callable[[], None],
+    ) -> None:
+        """Have ``flush`` read whole units of a storage to ``address``, and then call ``then``."""
+        digests = None
+        if self._verify and storage.digests is not None:
+            digests = storage.digests[begin // UNIT : -(-end // UNIT)]
+        extents = self._file.extents(storage.offset + begin, end - begin)
+        source = Source(address, end - begin, tuple(extents))
+        self._wanted.append(_Wanted(source, storage.offset + begin, digests, storage.name, then))
+
+    def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
+        self._planner.commit_tensor(item, target)
+
+
+def _of_safetensors(directory: str) -> FileSystemReader | None:
+    """What reads the safetensors files that stock torch wrote there; None if there are none."""
+    try:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    except ImportError:  # torch 2.6
+        return None
+    if not has_safetensors_of_torch(directory):
+        return None
+    return HuggingFaceStorageReader(directory)
+
+
+def _is_whole(item: ReadItem, target: torch.Tensor, block: _Block) -> bool:
+    """True if the bytes of a shard are those of its target."""
+    return (
+        tuple(item.lengths) == block.sizes
+        and target.dtype == block.dtype
+        and target.device.type == "cpu"
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _narrowed(tensor: torch.Tensor, item: ReadItem, first: int) -> torch.Tensor:
+    """What an item wants of a shard, whose rows before ``first`` are not there."""
+    for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(axis, start - first if axis == 0 else start, length)
+    return tensor

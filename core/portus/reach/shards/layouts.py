@@ -1,0 +1,95 @@
+"""The layouts of a directory of shards: torch's own, and that of its ``HuggingFaceStorageWriter``.
+
+In both ``.metadata`` is written last and makes the directory a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from portus.engine.directory.system import medium_error
+from portus.engine.directory.waiting import wait_for_drafts
+from portus.engine.state.contents import FileContents
+from portus.errors import UsageError, printable
+from portus.reach.formats.safetensors import SUFFIX
+from portus.reach.shards.directories import (
+    is_shard_of_portus,
+    rank_file_name,
+    renumbered,
+    shard_file_name,
+)
+from portus.reach.shards.metadata_file import NAME
+from portus.reach.shards.rank_contents import RankContents
+from portus.reach.shards.tensor_shards import TensorShards
+
+
+class ShardContents(FileContents, Protocol):
+    """The file of one rank. ``save``: the number of the save, to be said before it is laid out."""
+
+    save: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each item in the file."""
+        ...
+
+    def results(self, name: str) -> list[WriteResult]:
+        """Return what torch is to note of the items in the file ``name``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryLayout:
+    """file_name: of a rank, by that and the number of the save. renumbered: the name of the file of
+    the same rank in another save. contents: of a rank's file, by its items and their values; raises
+    ``UsageError``. clear: called with the directory before any rank writes, on the one that
+    coordinates; raises ``UsageError`` if nothing may be saved there."""
+
+    file_name: Callable[[int, int], str]
+    renumbered: Callable[[str, int], str]
+    contents: Callable[[Sequence[WriteItem], Sequence[torch.Tensor | bytes]], ShardContents]
+    clear: Callable[[str], None]
+
+
+def _remove_cut_off(directory: str) -> None:
+    """Readers of this layout take every file with its suffix. So nothing is saved over a checkpoint
+    there, and what a killed save left goes."""
+    wait_for_drafts(directory)
+    try:
+        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
+        is_whole = os.path.exists(os.path.join(directory, NAME))
+        left = [name for name in names if not is_whole and is_shard_of_portus(directory, name)]
+        if len(left) < len(names):
+            raise UsageError(
+                f"{printable(directory)}: expected a directory without safetensors files, found "
+                f"{len(names)}: whoever loads from there takes all of them, those of an older "
+                "checkpoint too. Save to another directory"
+            )
+        for name in left:
+            os.unlink(os.path.join(directory, name))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise medium_error(error, directory) from error
+
+
+def _keep(directory: str) -> None:
+    """Names have the number of the save: older files are in nobody's way."""
+
+
+def _same_name(name: str, save: int) -> str:
+    return name
+
+
+TORCH: Final = DirectoryLayout(rank_file_name, renumbered, RankContents, _keep)
+SAFETENSORS: Final = DirectoryLayout(shard_file_name, _same_name, TensorShards, _remove_cut_off)
+
+LAYOUTS: Final = {"torch": TORCH, "safetensors": SAFETENSORS}
+"""By the words of the public face."""

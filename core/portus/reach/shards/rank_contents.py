@@ -1,0 +1,189 @@
+"""``RankContents``: what one rank saves of a plan of torch, as the contents of its file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from portus.engine.image.image import Column, Image
+from portus.engine.state.contents import changes_of
+from portus.engine.state.pickling import PickledState, pickle_state
+from portus.errors import UsageError
+from portus.reach.shards.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
+
+_SCALARS: Final = frozenset({bool, int, float, str, type(None)})
+
+_ARCHIVE: Final = "archive"
+"""How torch calls the archive of a tensor that it saves to a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """One item of a plan."""
+
+    planned: WriteItem
+    item: Item
+    pickled: PickledState | None
+    is_copy: bool
+
+
+class RankContents:
+    """See ``FileContents``. The items of a plan, and by item a tensor, or bytes; tensors that are
+    a part of a larger storage were copied. ``save``: the number of the save, to be said before it
+    is laid out.
+
+    Raises ``UsageError`` for what torch cannot save.
+    """
+
+    def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
+        self._saved: Final = [_item(*each) for each in zip(items, values, strict=True)]
+        self.save = 0
+        tensors = [each for each in self._saved if each.pickled is not None]
+        self._tensors: Final = tensors
+        self.storages: Final[Sequence[torch.UntypedStorage]] = [
+            storage for each in tensors for storage in _pickled(each).storages
+        ]
+        self._owner: Final = [
+            each.planned.index.fqn for each in tensors for _ in _pickled(each).storages
+        ]
+        self.owned: Final = frozenset(
+            index
+            for index, each in enumerate(each for each in tensors for _ in _pickled(each).storages)
+            if each.is_copy
+        )
+        self.lengths: Final[Column] = np.array(
+            [storage.nbytes() for storage in self.storages], np.int64
+        )
+        self.has_devices: Final = any(_pickled(each).has_devices for each in tensors)
+
+    def changes(self) -> Column:
+        """See ``FileContents``."""
+        return changes_of(
+            self.storages, [tensor for each in self._tensors for tensor in _pickled(each).tensors]
+        )
+
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """See ``FileContents``; there is no note."""
+        return rank_image([each.item for each in self._saved], self.save)
+
+    def describer(self) -> Callable[[int], str]:
+        """See ``FileContents``."""
+        return self._owner.__getitem__
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each item in the file."""
+        return [each.item.size for each in self._saved]
+
+    def results(self, name: str) -> list[WriteResult]:
+        """Return what torch is to note of the items in the file ``name``."""
+        offsets = offsets_of([each.item for each in self._saved])
+        return [
+            WriteResult(
+                index=each.planned.index,
+                size_in_bytes=each.item.size,
+                storage_data=_StorageInfo(name, offset, each.item.size),
+            )
+            for offset, each in zip(offsets, self._saved, strict=True)
+        ]
+
+
+def _pickled(saved: _Saved) -> PickledState:
+    assert saved.pickled is not None
+    return saved.pickled
+
+
+def resolved(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor | bytes]:
+    """Return what ``planner`` gives for items: tensors, and bytes of other values. Raises
+    ``UsageError`` for what torch cannot save."""
+    return [_resolved(each, planner) for each in items]
+
+
+def _resolved(planned: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
+    with _naming(planned):
+        value = planner.resolve_data(planned)
+    return value.getvalue() if isinstance(value, io.BytesIO) else value
+
+
+def in_bytes(items: Sequence[WriteItem], values: Sequence[Any]) -> list[torch.Tensor | bytes]:
+    """Return tensors as they are, and of other values the bytes that torch's planner makes. Raises
+    ``UsageError`` for what torch cannot save."""
+    known: dict[tuple[type, str], bytes] = {}
+    return [_in_bytes(*each, known) for each in zip(items, values, strict=True)]
+
+
+def _in_bytes(
+    planned: WriteItem, value: Any, known: dict[tuple[type, str], bytes]
+) -> torch.Tensor | bytes:
+    if planned.type != WriteItemType.BYTE_IO:
+        assert isinstance(value, torch.Tensor)
+        return value
+    if type(value) not in _SCALARS:
+        return _bytes_of(planned, value)
+    key = type(value), repr(value)  # of a parameter group each parameter has the same ones
+    if key not in known:
+        known[key] = _bytes_of(planned, value)
+    return known[key]
+
+
+def _bytes_of(planned: WriteItem, value: Any) -> bytes:
+    stream = io.BytesIO()
+    with _naming(planned):
+        torch.save(value, stream)
+    return stream.getvalue()
+
+
+@contextlib.contextmanager
+def _naming(planned: WriteItem) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(
+            f"{planned.index.fqn}: torch cannot save it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _Saved:
+    if isinstance(value, bytes):
+        return _Saved(planned, BytesItem(value), None, False)
+    tensor = value.detach()
+    is_copy = tensor.layout is torch.strided and (
+        tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+    )
+    if is_copy:
+        tensor = tensor.clone()
+    try:
+        pickled = _on_cpu(tensor)
+    except UsageError as error:
+        raise UsageError(f"{planned.index.fqn}: {error}") from error
+    is_block = (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and len(pickled.storages) == 1
+    )
+    item = TensorItem(pickled.image(_ARCHIVE), is_block)
+    return _Saved(planned, item, pickled, is_copy)
+
+
+def _on_cpu(tensor: torch.Tensor) -> PickledState:
+    """``tensor`` as torch saves it: as one on the CPU, wherever its bytes are."""
+    if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
+        return pickle_state(tensor if tensor.device.type == "cpu" else tensor.cpu())
+    alike = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return replace(
+        pickle_state(alike),
+        storages=[tensor.untyped_storage()],
+        tensors=[tensor],
+        has_devices=True,
+    )

@@ -1,0 +1,244 @@
+"""The file of one rank in a directory of ``torch.distributed.checkpoint``: items end to end, each
+at a multiple of 64 bytes, and behind them a table that stock torch does not look at.
+
+A tensor is a file of ``torch.save`` of its own (``torch_zip``), with its own digests. Other items
+are bytes as torch's planner gives them, whose digests are in the table. Bytes between items are 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from portus.engine.format.checksum import DIGEST_SIZE, digest, unit_counts
+from portus.engine.format.record import Field, Record
+from portus.engine.image.image import Crcs, Digests, Image, Literal
+from portus.engine.image.stored import Read, exactly
+from portus.engine.image.torch_reader import read_torch
+from portus.errors import CorruptionError, UsageError
+
+DISTCP: Final = ".distcp"
+
+RANK_FILE: Final = re.compile(r"__(\d+)_(\d{16,})\.distcp")
+"""Rank and number of the save: a time in nanoseconds. Stock torch counts from 0."""
+
+ALIGNMENT: Final = 64
+
+MAGIC: Final = b"PORTUSRK"
+FORMAT: Final = 1
+
+END: Final = Record(
+    "end of a rank file",
+    40,
+    (
+        Field("magic", "8s", '`"PORTUSRK"`'),
+        Field("format", "I", "1"),
+        Field("zero", "I", "0"),
+        Field("save", "Q", "the number of the save, as in the name of the file"),
+        Field("items", "Q", "number of items"),
+        Field("size", "Q", "of the whole file, in bytes"),
+    ),
+)
+"""Behind the rows; the xxh3_128 of both follows it and ends the file."""
+
+_ROW: Final = np.dtype(
+    [("offset", "<u8"), ("length", "<u8"), ("kind", "<u8"), ("digest", "u1", (DIGEST_SIZE,))]
+)
+
+BYTES: Final = 0
+TENSOR: Final = 1
+BLOCK: Final = 2
+"""A tensor that is one block of memory, in order, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """A tensor as the file of ``torch.save`` that ``image`` lays out."""
+
+    image: Image
+    is_block: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of the item."""
+        return self.image.size
+
+
+@dataclass(frozen=True, slots=True)
+class BytesItem:
+    """Bytes as they are."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the item."""
+        return len(self.data)
+
+
+Item = TensorItem | BytesItem
+
+
+def offsets_of(items: Sequence[Item]) -> list[int]:
+    """Return where each item begins in the file."""
+    found, end = [], 0
+    for item in items:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        found.append(begin)
+        end = begin + item.size
+    return found
+
+
+def rank_image(items: Sequence[Item], save: int) -> Image:
+    """Return the image of the file with ``items``; its storages are theirs, one item after another.
+    save: the number of the save."""
+    offsets = offsets_of(items)
+    behind = offsets[-1] + items[-1].size if items else 0
+    tensors = [
+        (at, each.image)
+        for at, each in zip(offsets, items, strict=True)
+        if isinstance(each, TensorItem)
+    ]
+    none = [np.zeros(0, np.int64)]
+    size = behind + len(items) * _ROW.itemsize + END.size + DIGEST_SIZE
+
+    def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
+        found, unit, storage = [], 0, 0
+        rows = np.zeros(len(items), _ROW)
+        for row, item, at in zip(rows, items, offsets, strict=True):
+            row["offset"], row["length"] = at, item.size
+            if isinstance(item, BytesItem):
+                row["kind"] = BYTES
+                row["digest"] = np.frombuffer(digest(item.data), np.uint8)
+                found.append(Literal(at, item.data))
+                continue
+            row["kind"] = BLOCK if item.is_block else TENSOR
+            units, storages = int(unit_counts(item.image.length).sum()), len(item.image.length)
+            own = item.image.literals(
+                digests[unit : unit + units], crcs[storage : storage + storages]
+            )
+            found += [Literal(at + each.offset, each.data) for each in own]
+            unit, storage = unit + units, storage + storages
+        table = rows.tobytes() + END.row(MAGIC, FORMAT, 0, save, len(items), size)
+        return [*found, Literal(behind, table + digest(table))]
+
+    return Image(
+        size=size,
+        offset=np.concatenate([*none, *(at + image.offset for at, image in tensors)]),
+        length=np.concatenate([*none, *(image.length for _, image in tensors)]),
+        literals=literals,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRow:
+    """What the table says of one item. ``digest``: of one of ``BYTES``."""
+
+    offset: int
+    length: int
+    kind: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What is in the file ``name`` of ``size`` bytes. ``save``: the number of its save."""
+
+    name: str
+    size: int
+    save: int
+    rows: Sequence[ItemRow]
+    by_place: Mapping[tuple[int, int], ItemRow]
+
+    def at(self, offset: int, length: int) -> ItemRow:
+        """Return the item that is there. Raises ``CorruptionError`` if there is none."""
+        row = self.by_place.get((offset, length))
+        if row is None:
+            raise CorruptionError(
+                f"{self.name}: expected an item of {length} bytes at {offset}, found none: the "
+                "file is that of another save"
+            )
+        return row
+
+    def verify(self, read: Read) -> None:
+        """Read every byte. Raises ``CorruptionError``."""
+        end = 0
+        for row in self.rows:
+            gap = exactly(read, end, row.offset - end, self.name) if row.offset > end else b""
+            if any(gap) or row.offset < end:
+                raise CorruptionError(f"{self.name}: byte {end}: expected zeros between items")
+            if row.kind == BYTES:
+                bytes_of(row, read, self.name)
+            else:
+                part = slice_of(read, row)
+                read_torch(part, row.length, f"{self.name}: item at {row.offset}").verify(part)
+            end = row.offset + row.length
+        if end != self.size - len(self.rows) * _ROW.itemsize - END.size - DIGEST_SIZE:
+            raise CorruptionError(f"{self.name}: byte {end}: expected the table, found other bytes")
+
+
+def bytes_of(row: ItemRow, read: Read, name: str) -> bytes:
+    """Return an item of ``BYTES``. Raises ``CorruptionError``."""
+    data = exactly(read, row.offset, row.length, name)
+    if digest(data) != row.digest:
+        raise CorruptionError(
+            f"{name}: {row.length} bytes at {row.offset} do not match their digest"
+        )
+    return data
+
+
+def slice_of(read: Read, row: ItemRow) -> Read:
+    """Return what reads one item as a file of its own."""
+
+    def part(offset: int, length: int) -> bytes:
+        return read(row.offset + offset, max(0, min(length, row.length - offset)))
+
+    return part
+
+
+def is_rank_file(read: Read, size: int) -> bool:
+    """Return whether a file ends as one with a table does, though a byte of that be damaged."""
+    at = size - END.size - DIGEST_SIZE
+    if at < 0:
+        return False
+    end = END.unpack(read(at, END.size))
+    return end["magic"] == MAGIC or end["size"] == size
+
+
+def read_rank_file(read: Read, size: int, name: str) -> RankFile:
+    """Return what is in the file ``name`` of ``size`` bytes. Raises ``CorruptionError`` when the
+    table is damaged, or there is none, and ``UsageError`` for one of a later Portus."""
+    if not is_rank_file(read, size):
+        raise CorruptionError(
+            f"{name}: expected the file of a rank with its table, found {size} bytes without one: "
+            "it was cut off, or damaged"
+        )
+    at = size - END.size - DIGEST_SIZE
+    end = exactly(read, at, END.size + DIGEST_SIZE, name)
+    head = END.unpack(end[: END.size])
+    count = head["items"]
+    assert isinstance(count, int)
+    begin = at - count * _ROW.itemsize
+    if begin < 0 or head["size"] != size or head["magic"] != MAGIC:
+        raise CorruptionError(f"{name}: the table is damaged, or that of another file")
+    rows = exactly(read, begin, at - begin, name)
+    if digest(rows + end[: END.size]) != end[END.size :]:
+        raise CorruptionError(f"{name}: the table does not match its digest")
+    if head["format"] != FORMAT:
+        raise UsageError(
+            f"{name}: expected a table of format {FORMAT}, found {head['format']!r}; a later "
+            "version of Portus wrote this file: upgrade Portus"
+        )
+    save = head["save"]
+    assert isinstance(save, int)
+    found = [
+        ItemRow(int(row["offset"]), int(row["length"]), int(row["kind"]), row["digest"].tobytes())
+        for row in np.frombuffer(rows, _ROW)
+    ]
+    if any(row.offset + row.length > begin or row.kind > BLOCK for row in found):
+        raise CorruptionError(f"{name}: the table has an item outside of the file")
+    return RankFile(name, size, save, found, {(row.offset, row.length): row for row in found})

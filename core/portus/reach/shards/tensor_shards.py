@@ -1,0 +1,90 @@
+"""``TensorShards``: what one rank saves of a plan of torch, as the contents of a safetensors file.
+
+Source: ``torch.distributed.checkpoint.hf_storage``: a tensor by the name of its item, and in the
+metadata of the header where each one begins in the whole tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from portus.engine.image.image import Column, Image
+from portus.errors import UsageError
+from portus.reach.formats.named_tensors import named_tensors
+from portus.reach.formats.safetensors import SAVE, safetensors_image
+
+
+class TensorShards:
+    """See ``ShardContents``. Raises ``UsageError`` for what a safetensors file cannot have: values
+    that are not tensors, and two parts of one tensor."""
+
+    def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for item, value in zip(items, values, strict=True):
+            name = item.index.fqn
+            if isinstance(value, bytes):
+                raise UsageError(
+                    f"{name}: expected a tensor, which is all that safetensors files have, found "
+                    "another value. Leave it out, pass it in files=, or use layout='torch'"
+                )
+            if name in tensors:
+                raise UsageError(
+                    f"{name}: this rank has several parts of it, and a safetensors file has one "
+                    "tensor of a name. Use layout='torch'"
+                )
+            tensors[name] = value.detach()
+        self._items: Final = items
+        self.save = 0
+        self._contents: Final = named_tensors(tensors, _metadata(items))
+        self.storages: Final[Sequence[torch.UntypedStorage]] = self._contents.storages
+        self.owned: Final = self._contents.owned
+        self.lengths: Final[Column] = self._contents.lengths
+        self.has_devices: Final = self._contents.has_devices
+
+    def changes(self) -> Column:
+        """See ``FileContents``."""
+        return self._contents.changes()
+
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """See ``FileContents``; there is no note."""
+        return safetensors_image(
+            self._contents.named, {**self._contents.metadata, SAVE: str(self.save)}
+        )
+
+    def describer(self) -> Callable[[int], str]:
+        """See ``FileContents``."""
+        return self._contents.describer()
+
+    @property
+    def sizes(self) -> list[int]:
+        """See ``ShardContents``."""
+        size = {each.name: each.size for each in self._contents.named}
+        return [size[item.index.fqn] for item in self._items]
+
+    def results(self, name: str) -> list[WriteResult]:
+        """See ``ShardContents``. The offsets are 0: the file itself tells them."""
+        return [
+            WriteResult(item.index, size, _StorageInfo(name, 0, size))
+            for item, size in zip(self._items, self.sizes, strict=True)
+        ]
+
+
+def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
+    """Return the metadata of the header, as torch writes it."""
+    begins = {
+        item.index.fqn: {"saved_offsets": [] if item.tensor_data is None else _begin(item)}
+        for item in items
+    }
+    return {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
+
+
+def _begin(item: WriteItem) -> list[int]:
+    assert item.tensor_data is not None
+    return list(item.tensor_data.chunk.offsets)

@@ -1,0 +1,200 @@
+"""``AfterCommit``: what waits for a commit, so that nothing is missing whenever a process ends.
+
+A removal waits until the newest save that was asked for before it, or a later one, is committed. A
+link waits until the file that it leads to is there. Links go before removals, and a file that a
+link beside it leads to is not removed before the link leads elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from portus.errors import MediumError, printable
+from portus.reach.training.links import replace_link
+
+_log: Final = logging.getLogger("portus")
+
+
+class AfterCommit:
+    """Removals and links that wait for the saves of one training. Paths are absolute, and their
+    last link is not followed.
+
+    remove: removes a file, durably; raises ``MediumError``. later: has the worker call something,
+    after the saves that were asked for so far.
+    """
+
+    def __init__(
+        self, remove: Callable[[str], None], later: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._remove: Final = remove
+        self._later: Final = later
+        self._lock: Final = threading.RLock()
+        self._asked = 0
+        self._committed = 0
+        self._in_flight: Final[dict[str, int]] = {}
+        """The newest save to each path that is not over."""
+        self._made: Final[dict[str, int]] = {}
+        """The number of the save that made each file of this training."""
+        self._removals: Final[dict[str, int]] = {}
+        """What is to be removed, and after which save; oldest first."""
+        self._leaving: Final[set[str]] = set()
+        """What is being removed."""
+        self._links: list[tuple[int, str, str]] = []
+        """Links that wait: after which save, what they are called, and where they are to lead."""
+
+    def asked(self, path: str) -> int:
+        """Return the number of a save to ``path``, which begins. What is there is not to be removed
+        any more: it will be replaced."""
+        with self._lock:
+            self._asked += 1
+            self._in_flight[path] = self._asked
+            self._removals.pop(path, None)
+            self._leaving.discard(path)
+            self._forget_link(path)
+            return self._asked
+
+    def over(self, number: int, path: str, *, is_committed: bool, may_remove: bool = True) -> None:
+        """Save ``number`` has ended. On the worker; in a signal handler not ``may_remove``."""
+        with self._lock:
+            if self._in_flight.get(path) == number:
+                del self._in_flight[path]
+            if is_committed:
+                self._committed = max(self._committed, number)
+                self._made[path] = number
+            ready = [each for each in self._links if each[0] == number]
+            self._links = [each for each in self._links if each[0] != number]
+        if is_committed:
+            for _, link, target in ready:
+                _lead(link, target)
+        if may_remove:
+            self._remove_ready()
+
+    def link(self, link: str, target: str) -> None:
+        """Have ``link`` lead to ``target``, in one step, once that is there; where its save fails,
+        it leads where it led before. Raises ``OSError`` where no link can be made at once."""
+        if os.path.isdir(link) and not os.path.islink(link):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), link)
+        with self._lock:
+            number = self._in_flight.get(target)
+            self._removals.pop(link, None)
+            if number is not None:
+                self._links.append((number, link, target))
+                return
+            self._forget_link(link)
+        if os.path.exists(target):  # else its save failed
+            replace_link(link, target)
+        self._remove_now_or_later()
+
+    def remove(self, path: str) -> None:
+        """Have the file at ``path`` removed; at once, if no save is in flight."""
+        with self._lock:
+            self._forget_link(path)
+            self._removals.pop(path, None)
+            self._removals[path] = self._asked
+        self._remove_now_or_later()
+
+    def keep(self, path: str) -> None:
+        """A file is about to be written: what was asked to be removed there is not to be removed
+        any more."""
+        with self._lock:
+            self._removals.pop(path, None)
+
+    def is_there(self, path: str) -> bool:
+        """Return whether a file is there as far as its user knows: on its way counts, and one that
+        is to be removed does not."""
+        with self._lock:
+            if path in self._removals or path in self._leaving:
+                return False  # asked for after any save to it, which may not be over yet
+            if path in self._in_flight or any(link == path for _, link, _ in self._links):
+                return True
+        return os.path.exists(path)
+
+    def make_room(self) -> bool:
+        """The disk is full: remove the oldest file that is to be removed, if a newer one than that
+        is there. Return whether that was done."""
+        with self._lock:
+            path = next(iter(self._removals), None)
+            if path is None or self._committed <= self._made.get(path, 0) or _is_led_to(path):
+                return False
+            del self._removals[path]
+            self._leaving.add(path)
+        return self._removed(path)
+
+    def _forget_link(self, path: str) -> None:
+        self._links = [each for each in self._links if each[1] != path]
+
+    def left(self) -> list[str]:
+        """Return what was to be removed, and stays: nothing was committed that replaces it."""
+        with self._lock:
+            return list(self._removals)
+
+    def _remove_now_or_later(self) -> None:
+        if not self._removals:
+            return
+        if self._in_flight:
+            self._later(self._remove_ready)
+        else:
+            self._remove_ready()
+
+    def _remove_ready(self) -> None:
+        with self._lock:
+            ready = [
+                path
+                for path, after in self._removals.items()
+                if after <= self._committed and not _is_led_to(path)
+            ]
+            for path in ready:
+                del self._removals[path]
+            self._leaving.update(ready)
+        for path in ready:
+            self._removed(path)
+
+    def _removed(self, path: str) -> bool:
+        self._made.pop(path, None)
+        try:
+            self._remove(path)
+        except MediumError as error:
+            say_it_stays(path, error)
+            return False
+        finally:
+            with self._lock:
+                self._leaving.discard(path)
+        return True
+
+
+def say_it_stays(path: str, error: OSError | MediumError) -> None:
+    """Log that a file could not be removed."""
+    _log.warning(
+        "portus: %s was not removed; remove it yourself: %s",
+        printable(path),
+        error.strerror or error,
+    )
+
+
+def _lead(link: str, target: str) -> None:
+    try:
+        replace_link(link, target)
+    except OSError as error:
+        _log.warning(
+            "portus: %s: cannot make a link to %s: %s",
+            printable(link),
+            printable(target),
+            error.strerror,
+        )
+
+
+def _is_led_to(path: str) -> bool:
+    """Return whether a link beside the file leads to it."""
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(path)) as found:
+        real = os.path.realpath(path)
+        return any(
+            each.is_symlink() and each.path != path and os.path.realpath(each.path) == real
+            for each in found
+        )
+    return False

@@ -1,0 +1,47 @@
+"""What accompanies the saves to a directory, see ``portus.engine.pipeline.companions``."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from portus.companions.job.file_journal import JOURNALS, FileJournal
+from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
+from portus.engine.directory.folder import FOLDER
+from portus.engine.job.settings import Settings
+from portus.engine.pipeline.companions import Companion
+from portus.errors import printable
+from portus.reach.training.file_mirror import DirectoryMirror
+
+
+def companions_of(directory: str, settings: Settings) -> list[Companion]:
+    """Return what accompanies the saves to a directory: its journal and its mirror, if the
+    settings say so. Raises ``UsageError`` for a mirror that cannot have files."""
+    where, pool = printable(directory), printable(os.path.join(directory, "run.portus"))
+    require_mirror_of_files(
+        settings, f"{where} is a directory of files", f"save to a pool file ({pool})"
+    )
+    name = os.path.basename(directory) or "checkpoints"
+    home = os.path.join(directory, FOLDER, JOURNALS)
+    found: list[Companion] = []
+    address = mirror_of(settings)
+    if address is not None:
+        found.append(
+            DirectoryMirror(
+                address,
+                name,
+                root=directory,
+                checkpoints=directory,
+                home=home,
+                wait_s=settings.mirror_wait,
+            )
+        )
+    if settings.journal:  # last: it observes training from now on
+        at = partial(_home_in, directory, home)
+        found.insert(0, FileJournal(name, at))
+    return found
+
+
+def _home_in(directory: str, home: str) -> str | None:
+    """Return where the journal is; None while there is no place for it."""
+    return home if os.path.isdir(directory) else None

@@ -1,0 +1,662 @@
+"""``DirectoryMirror``: the files of one run are copied to a store, behind training, newest first.
+
+Each committed file is uploaded whole, under its own name. A checkpoint that is a directory counts
+once all its files are there, by one entry of the log. What the run removes is removed there
+too, once nothing newer waits to be uploaded: so the store is never without the newest checkpoint
+that it had. A machine that has nothing of the run fetches the files before it looks for the one to
+go on from.
+
+Beside the journal of the run a note says who this run on this machine is, and what it removed that
+is in the store still: after a kill it is removed there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from portus.engine.directory.folder import FOLDER
+from portus.engine.directory.waiting import wait_for_drafts
+from portus.engine.files.pending import PENDING
+from portus.engine.format.pointer_marks import POINTER_MAX
+from portus.engine.loading.checkpoint_file import has_digests, use_file
+from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.paths.draft import new_publisher
+from portus.engine.pipeline.companions import Companion
+from portus.engine.pipeline.run import Save
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+    printable,
+)
+from portus.reach.index.journals import LINES, lines_path
+from portus.reach.media.local import LocalFiles
+from portus.reach.mirror.address import StoreAddress
+from portus.reach.mirror.behind import READ_ALONE, Behind, ElsewhereError, who
+from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.objects import Filed, State
+from portus.reach.mirror.opening import check_writable, open_file_store
+from portus.reach.mirror.store import UnwritableError
+from portus.reach.mirror.waiting import bar
+from portus.reach.training.directories import make_directory
+from portus.reach.training.links import replace_link
+
+_log: Final = logging.getLogger("portus")
+
+_NOTE: Final = ".mirror"
+
+_DRAFTS_S: Final = 60.0
+"""The longest that an upload waits for files of other processes in the same directory."""
+
+
+class _Note(msgspec.Struct):
+    """``run``: 32 hex digits, of this run on this machine. ``gone``: paths of files that the run
+    removed, and that the store may have still."""
+
+    run: str
+    gone: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to be uploaded. ``identity``: what tells that it is the same still."""
+
+    path: str
+    identity: tuple[int, ...]
+    time_ns: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """A checkpoint to be uploaded: a file, or a directory. ``files``: all that is in it now.
+    ``term``: in which it was saved; None for this one."""
+
+    path: str
+    step: int
+    files: tuple[_File, ...]
+    is_directory: bool
+    term: int | None = None
+
+    @property
+    def newest(self) -> _File:
+        """The file that was written last."""
+        return max(self.files, key=lambda each: each.time_ns)
+
+    @property
+    def time_ns(self) -> int:
+        """When it was written."""
+        return self.newest.time_ns
+
+
+class DirectoryMirror(Behind, Companion):
+    """See the module. Thread-safe but for ``fetch`` and ``begin``."""
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        model: str,
+        *,
+        root: str,
+        checkpoints: str,
+        home: str,
+        wait_s: float,
+        of_directories: bool = False,
+    ) -> None:
+        """Asks nobody. root: the directory, absolute, that names in the store are relative to, and
+        below which all is mirrored. checkpoints: a directory there, in which others may have left
+        checkpoints: files, or else ``of_directories``. home: the directory of the note, made
+        when that is written. Raises ``UsageError``."""
+        store = open_file_store(address)
+        super().__init__(store, str(address), model, wait_s=wait_s)
+        self._place: Final = address
+        self._directory: Final = root
+        self._checkpoints: Final = checkpoints
+        self._of_directories: Final = of_directories
+        self._note_path: Final = lines_path(home, model).removesuffix(LINES) + _NOTE
+        self._mirror: Final = MirroredFiles(store, model, str(address))
+        self._guard: Final = threading.RLock()
+        """Guards the note, and what is to be done."""
+        self._note: Final = _read_note(self._note_path)
+        self._waiting: Final[dict[str, _Committed]] = {}
+        """What is not mirrored, by path."""
+        self._links: Final[set[str]] = set()
+        self._step_of: Final[dict[str, int]] = {}
+        self._uploaded = ""
+        self._newest_ns = 0
+        self._has_begun = False
+        self._is_behind = False
+        """True if a file could not be read: what was to go before it stays in the store."""
+
+    # Before the first save.
+
+    def fetch(self) -> int:
+        """Fetch what the store has, if this machine lacks the newest of it, and did not remove it.
+        Return how many files. Blocks.
+
+        Raises ``UsageError`` if both have a history that the other one lacks, ``CorruptionError``
+        if no file there is as it was uploaded, and what the store raises.
+        """
+        with PENDING.exempt():
+            state = self._mirror.read()
+            return self._fetch_all(state) if self._is_lost(state) else 0
+
+    def pull(self) -> list[str]:
+        """Fetch what the store has and is not here, whoever has a newer history; the paths. Blocks.
+        Raises as ``fetch``."""
+        before = self._missing(state := self._mirror.read())
+        self._fetch_all(state)
+        return [each.path for each in before if self._has(each)]
+
+    def begin(self) -> None:
+        """``fetch``, and from now on what the run commits is mirrored, and nobody else's: before
+        the first save.
+
+        Raises as ``fetch``, and ``UsageError`` if the store may be read, not written. If it does
+        not answer and this machine has something, the thread tries again.
+        """
+        if self._has_begun:
+            return
+        check_writable(self._place)
+        with PENDING.exempt():
+            try:
+                self.fetch()
+                self._claim()
+            except (TransportError, MediumError) as error:
+                if not any(self._images()):
+                    raise  # nobody knows whether there is something to go on from
+                self._say(error)
+            except UnwritableError as error:
+                raise UnwritableError(
+                    f"{self.address}: nothing can be mirrored there: {READ_ALONE}: {error}. "
+                    "Expected a mirror that this process may write to: give it that right, name "
+                    "another mirror, or say mirror='none'"
+                ) from error
+            self._has_begun = True
+            self._look()
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the thread as ``Behind`` does, but not before ``begin``: a process that only loads
+        does not take the mirror over."""
+        if self._has_begun:
+            super().wake()
+
+    # While it saves. On the worker, as a rule.
+
+    def committed(self, path: str, save: Save) -> None:
+        """Mirror the checkpoint at ``path``, absolute: a file or a directory."""
+        save.stats.mirror_lag_s = self.lag_s
+        name, step = self._name_of(path), save.step
+        with PENDING.exempt(), self._guard:
+            if name is None:
+                return
+            self._step_of[name] = step
+            self._forget_removal(name)
+            self._links.discard(name)
+            found = self._read(name, step)
+            if found is not None and found.time_ns <= self._newest_ns:
+                newest = os.path.join(self._directory, found.newest.path)
+                with contextlib.suppress(OSError):  # a coarse clock, or one that was set back
+                    os.utime(newest, ns=(self._newest_ns + 1,) * 2)
+                found = self._read(name, step)
+            if found is not None:
+                self._newest_ns = max(self._newest_ns, found.time_ns)
+                self._waiting.pop(name, None)
+                self._waiting[name] = found
+        self.wake()
+
+    def linked(self, link: str) -> None:
+        """A link at ``link`` leads, or is about to lead, to a file of the run."""
+        name = self._name_of(link)
+        if name is not None:
+            with self._guard:
+                self._forget_removal(name)
+                self._waiting.pop(name, None)
+                self._links.add(name)
+            self.wake()
+
+    def removing(self, path: str) -> None:
+        """What is at ``path`` is about to be removed by the run. Raises nothing."""
+        name = self._name_of(path)
+        if name is None:
+            return
+        with PENDING.exempt(), self._guard:
+            self._waiting.pop(name, None)
+            self._links.discard(name)
+            is_there = name == self._uploaded or bool(self._there_in(name))
+            if is_there and name not in self._note.gone:
+                self._note.gone.append(name)
+                self._write_note()
+        self.wake()
+
+    def yield_space(self) -> bool:
+        """The disk is full: end the upload of a file that was removed meanwhile, whose space it
+        holds. True if there was one."""
+        with self._changed:
+            path = os.path.join(self._directory, self._uploaded)
+            if self._copying is None or os.path.lexists(path):
+                return False
+            self._copying.set()
+            copies = self._copies
+            self._changed.wait_for(lambda: self._copies != copies)
+            return True
+
+    def close(self) -> None:
+        """Look for new checkpoints once more, and close as ``Behind`` does."""
+        if self._has_begun:
+            with PENDING.exempt():
+                self._look()  # a signal handler may have saved one
+        super().close()
+
+    def unmirrored(self) -> list[str]:
+        """The paths of the checkpoints that are not mirrored."""
+        with self._guard:
+            return list(self._waiting)
+
+    def _left(self) -> str:
+        left = self.unmirrored()
+        if not left:
+            return ""
+        return (
+            f"{len(left)} checkpoints of {printable(self._directory)} are not in {self.address}, "
+            f"the newest {printable(left[-1])}"
+        )
+
+    # The thread.
+
+    def _catch_up(self) -> None:
+        with PENDING.exempt():
+            if not self._mirror.is_claimed:
+                self._claim()
+            while (found := self._next()) is not None:
+                self._upload(found)
+            self._say_links()
+            self._remove_gone()
+
+    def _next(self) -> _Committed | None:
+        """The newest checkpoint that waits."""
+        with self._guard:
+            newest = max(self._waiting.values(), key=lambda each: each.time_ns, default=None)
+            self._uploaded = newest.path if newest is not None else ""
+            return newest
+
+    def _upload(self, committed: _Committed) -> None:
+        found: _Committed | None = committed
+        if committed.is_directory:  # others may have put files there meanwhile
+            wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
+            found = self._read(committed.path, committed.step)
+        if found is not None:
+            filed = self._sent(replace(found, term=committed.term))
+            if filed is not None:
+                own = {each.path for each in found.files}
+                gone = [path for path in self._there_in(found.path) if path not in own]
+                if filed or gone:
+                    self._mirror.count(filed, gone)
+                self._has_copied, self._is_behind = True, False
+                self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
+        with self._guard:
+            if self._waiting.get(committed.path) == committed:
+                del self._waiting[committed.path]
+
+    def _sent(self, found: _Committed) -> list[Filed] | None:
+        """Upload what the store has not; None if a file is another one now, or cannot be read."""
+        filed = []
+        for file in found.files:
+            if found.is_directory and _is_same(file, self._mirror.state.file(file.path)):
+                continue
+            path = self._path_of(file.path)
+            try:
+                sent = use_file(path, partial(self._uploaded_from, found, file))
+                if sent is None:
+                    return None
+                filed.append(sent)
+            except (UsageError, StaleError) as error:
+                if _is_there(path):
+                    raise  # the store refuses it
+                self._is_behind = True
+                _log.warning("portus: %s is not mirrored: %s", printable(path), error)
+                return None
+            except OSError as error:
+                if isinstance(error, PortusError):
+                    raise
+                if not isinstance(error, FileNotFoundError):  # else it was removed, or moved away
+                    self._is_behind = True
+                    _log.warning(
+                        "portus: %s is not mirrored: %s", printable(path), error.strerror or error
+                    )
+                return None
+        return filed
+
+    def _uploaded_from(self, found: _Committed, file: _File, opened: OpenFile) -> Filed | None:
+        """Upload a file that is open; None if it is another one now."""
+        path = self._path_of(file.path)
+
+        def is_same() -> bool:
+            status = os.stat(path) if opened.number is None else os.fstat(opened.number)
+            return _identity(status) == file.identity
+
+        if not is_same():
+            return None
+        source = UploadedFile(opened.size, file.time_ns, reads(opened), is_same)
+        with self._uploading() as stop:
+            return self._mirror.upload(file.path, source, found.step, stop, term=found.term)
+
+    def _there_in(self, name: str) -> list[str]:
+        """The paths that the store has of the checkpoint ``name``: itself, or those below it."""
+        return [each.path for each in self._mirror.state.files if _is_in(each.path, name)]
+
+    def _say_links(self) -> None:
+        with self._guard:
+            links = list(self._links)
+        for name in links:
+            before = self._mirror.state.file(name)
+            try:
+                target = os.readlink(os.path.join(self._directory, name))
+            except OSError:
+                continue  # it is not there yet, or is a file now
+            if before is None or before.link != target:
+                self._mirror.link(name, target)
+
+    def _remove_gone(self) -> None:
+        with self._guard:
+            gone = list(self._note.gone)
+        if not gone or self._is_behind:
+            return
+        try:
+            self._mirror.remove([path for each in gone for path in self._there_in(each)])
+        except UsageError as error:  # no right to delete; they do not count any more
+            self._say(error)
+        with self._guard:
+            self._note.gone[:] = [each for each in self._note.gone if each not in gone]
+            self._write_note()
+
+    def _claim(self) -> None:
+        state = self._mirror.read()
+        if self._is_lost(state):
+            assert state.newest_file is not None
+            raise self._elsewhere(state.newest_file)
+        state = self._mirror.claim(who(), bytes.fromhex(self._note.run))
+        with self._guard:
+            self._write_note()
+        try:
+            self._mirror.sweep()
+        except UsageError as error:  # no right to delete
+            self._say(error)
+        if state.newest_file is not None:
+            newest_ns = state.newest_file.time_ns
+            self._mirrored_ns = max(self._mirrored_ns, newest_ns)
+            self._newest_ns = max(self._newest_ns, newest_ns)
+
+    def _look(self) -> None:
+        """Note what is in the directory and not in the store: a process that was killed did not
+        come to it."""
+        newest = self._mirror.state.newest_file
+        for path in self._checkpoints_here():
+            name = os.path.relpath(path, self._directory)
+            found = self._read(name, self._step_of.get(name, 0))
+            with self._guard:
+                if found is None or name in self._waiting:
+                    continue
+                # Asked last: it was waiting.
+                if all(_is_same(each, self._mirror.state.file(each.path)) for each in found.files):
+                    continue
+                is_old = newest is not None and found.time_ns < newest.time_ns
+                term = newest.term if newest is not None and is_old else None
+                self._waiting[name] = replace(found, term=term)
+
+    # What a machine that has nothing gets.
+
+    def _is_lost(self, state: State) -> bool:
+        """True if what the store has is to be fetched: this machine has nothing of it. Raises
+        ``ElsewhereError`` if this machine has what the store has not, of another history."""
+        newest = state.newest_file
+        if newest is None or self._has(newest):
+            return False
+        own = [each.number for each in state.terms if each.pool.hex() == self._note.run]
+        if max(own, default=-1) >= newest.term:
+            return False  # this run had all of that, and what is missing here was removed here
+        there = {each.path: each for each in state.files}
+        for path in self._images():
+            said = there.get(os.path.relpath(path, self._directory))
+            if said is None or not self._has(said):
+                raise self._elsewhere(newest)
+        return True
+
+    def _elsewhere(self, newest: Filed) -> ElsewhereError:
+        return ElsewhereError(
+            f"{printable(self._directory)}: run {self._model!r} went on elsewhere: the newest that "
+            f"{self.address} has is {newest.path}, which is not here, and there are other files "
+            "here. To resume from the mirror, move these files away; to resume from here, use "
+            "another mirror, or mirror='none'"
+        )
+
+    def _has(self, said: Filed) -> bool:
+        path = self._path_of(said.path)
+        with contextlib.suppress(OSError):
+            return _size_of(path, os.stat(path)) == said.size
+        return False
+
+    def _missing(self, state: State) -> list[Filed]:
+        """What is not here, oldest first."""
+        files = [each for each in state.files if not each.link and not self._has(each)]
+        newest: dict[str, tuple[int, int]] = {}
+        for each in files:
+            of = self._checkpoint_of(each)
+            newest[of] = max(newest.get(of, (0, 0)), (each.term, each.time_ns))
+        return sorted(files, key=lambda each: (newest[of := self._checkpoint_of(each)], of))
+
+    def _fetch_all(self, state: State) -> int:
+        """Oldest first: whoever is killed in it finds the newest missing, and goes on."""
+        files = self._missing(state)
+        if not files:
+            return 0
+        together = [list(each) for _, each in itertools.groupby(files, self._checkpoint_of)]
+        total = sum(each.size for each in files)
+        _log.warning(
+            "portus: %s: %d files of run %r, %d bytes, are fetched from %s",
+            printable(self._directory),
+            len(files),
+            self._model,
+            total,
+            self.address,
+        )
+        done, failure = 0, None
+        with bar("portus: fetch") as show:
+            sent = [0]
+
+            def advanced(count: int) -> None:
+                sent[0] += count
+                if show is not None:
+                    show(sent[0] >> 20, max(1, total >> 20), " MiB")
+
+            for part in together:
+                try:
+                    self._fetch(part, advanced)
+                    done += len(part)
+                except CorruptionError as error:
+                    failure = error
+                    _log.error("portus: a checkpoint is not fetched: %s", error)
+        if failure is not None and not done:
+            raise failure
+        for each in state.files:
+            path = os.path.join(self._directory, each.path)
+            if each.link and not os.path.lexists(path):
+                with contextlib.suppress(OSError):
+                    replace_link(path, os.path.join(os.path.dirname(path), each.link))
+        return done
+
+    def _checkpoint_of(self, said: Filed) -> str:
+        """The directory of a checkpoint that a file is in; of one that is a file, its path."""
+        return os.path.dirname(said.path) if self._of_directories else said.path
+
+    def _fetch(self, files: list[Filed], advanced: Callable[[int], None]) -> None:
+        """Fetch the files of one directory, which become visible together."""
+        paths = [os.path.realpath(self._path_of(each.path)) for each in files]
+        make_directory(os.path.dirname(paths[0]))
+        publisher = new_publisher()
+        try:
+            draft = publisher.begin(*paths, base=self._base_for(paths[0]))
+            try:
+                for each, path, file in zip(files, paths, draft.files, strict=True):
+                    number = file.file.number
+                    self._mirror.fetch(each, number, advanced)
+                    with contextlib.suppress(OSError):
+                        os.utime(number, ns=(each.time_ns, each.time_ns))
+                    _sync(number, path)
+                draft.publish()
+            finally:
+                draft.abandon()
+        finally:
+            publisher.close()
+
+    def _base_for(self, path: str) -> str | None:
+        """The directory of the run, for what is not to be seen among its checkpoints."""
+        base = os.path.realpath(self._directory)
+        is_below = os.path.commonpath([base, path]) == base
+        is_same = is_below and os.stat(base).st_dev == os.stat(os.path.dirname(path)).st_dev
+        return base if is_same else None
+
+    # The directory.
+
+    def _checkpoints_here(self) -> Iterator[str]:
+        """The checkpoints of Portus where there may be some: files, or directories of files."""
+        if not self._of_directories:
+            yield from self._images()
+            return
+        for path in sorted({os.path.dirname(each) for each in self._images()}):
+            if path != os.path.normpath(self._checkpoints):
+                yield path
+
+    def _images(self) -> Iterator[str]:
+        """The files of Portus where there may be some."""
+        there = {os.path.dirname(each.path) for each in self._mirror.state.files}
+        found = {os.path.normpath(self._path_of(each)) for each in there}
+        found.add(os.path.normpath(self._checkpoints))
+        if self._of_directories:
+            with contextlib.suppress(OSError), os.scandir(self._checkpoints) as entries:
+                found |= {
+                    each.path
+                    for each in entries
+                    if each.name != FOLDER and each.is_dir(follow_symlinks=False)
+                }
+        for directory in sorted(found):
+            with contextlib.suppress(OSError), os.scandir(directory) as entries:
+                for each in entries:
+                    if not each.is_file(follow_symlinks=False):
+                        continue
+                    with contextlib.suppress(PortusError):
+                        if has_digests(each.path):
+                            yield each.path
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    def _read(self, name: str, step: int) -> _Committed | None:
+        """What a checkpoint is made of now; None if it was removed again."""
+        path, is_directory = self._path_of(name), False
+        found = [(name, path)]
+        if os.path.isdir(path) and not os.path.islink(path):
+            is_directory, found = True, []
+            for where, folders, names in os.walk(path):
+                folders[:] = [each for each in folders if each != FOLDER]
+                for each in names:
+                    whole = os.path.join(where, each)
+                    said = self._name_of(whole)
+                    if said is not None:
+                        found.append((said, whole))
+        files = []
+        for said, whole in found:
+            with contextlib.suppress(OSError):  # it was removed again
+                status = os.stat(whole, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    size, time_ns = _size_of(whole, status), status.st_mtime_ns
+                    files.append(_File(said, _identity(status), time_ns, size))
+        return _Committed(name, step, tuple(files), is_directory) if files else None
+
+    def _name_of(self, path: str) -> str | None:
+        """What a file is called in the store; None for one elsewhere, or whose name is no text."""
+        name = os.path.relpath(path, self._directory)
+        if name.startswith(os.pardir) or name != name.encode(errors="replace").decode():
+            return None
+        return name.replace(os.sep, "/")
+
+    def _forget_removal(self, name: str) -> None:
+        left = [each for each in self._note.gone if not _is_in(each, name)]
+        if len(left) < len(self._note.gone):
+            self._note.gone = left
+            self._write_note()
+
+    def _write_note(self) -> None:
+        """Durably. What fails is logged: then a kill may leave in the store what was removed."""
+        directory = os.path.dirname(self._note_path)
+        fresh = f"{self._note_path}.new"
+        try:
+            os.makedirs(directory, exist_ok=True)
+            with open(fresh, "wb") as file:
+                file.write(msgspec.json.encode(self._note))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, self._note_path)
+            LocalFiles().sync(directory)
+        except OSError as error:
+            _log.warning("portus: %s: %s", printable(self._note_path), error.strerror or error)
+
+
+def _read_note(path: str) -> _Note:
+    with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError):
+        with open(path, "rb") as file:
+            note = msgspec.json.decode(file.read(), type=_Note)
+        if len(bytes.fromhex(note.run)) == 16:
+            return note
+    return _Note(os.urandom(16).hex())
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_there(path: str) -> bool:
+    """False for a file that cannot be read, and for a pointer whose version was removed."""
+    with contextlib.suppress(PortusError, OSError):
+        return use_file(path, lambda file: True)
+    return False
+
+
+def _size_of(path: str, status: os.stat_result) -> int:
+    """The size of a file; of a pointer, that of what it leads to."""
+    if status.st_size <= POINTER_MAX:
+        with contextlib.suppress(PortusError, OSError):
+            return use_file(path, lambda file: file.size)
+    return status.st_size
+
+
+def _is_in(path: str, above: str) -> bool:
+    return path == above or path.startswith(f"{above}/")
+
+
+def _is_same(file: _File, said: Filed | None) -> bool:
+    return said is not None and (said.size, said.time_ns) == (file.size, file.time_ns)
+
+
+def _sync(number: int, path: str) -> None:
+    try:
+        os.fsync(number)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot be written: {error.strerror}"
+        ) from error

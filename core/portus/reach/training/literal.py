@@ -1,0 +1,35 @@
+"""``LiteralContents``: a file without storages: all of its bytes are known at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from portus.engine.image.image import Column, Image
+
+
+class LiteralContents:
+    """See ``FileContents``. image: has no storage."""
+
+    storages: Final[Sequence[torch.UntypedStorage]] = ()
+    owned: Final[frozenset[int]] = frozenset()
+    has_devices: Final = False
+
+    def __init__(self, image: Image) -> None:
+        self._image: Final = image
+        self.lengths: Final[Column] = np.zeros(0, np.int64)
+
+    def changes(self) -> Column:
+        """See ``FileContents``."""
+        return np.zeros(0, np.int64)
+
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """See ``FileContents``; there is no note."""
+        return self._image
+
+    def describer(self) -> Callable[[int], str]:
+        """See ``FileContents``."""
+        return str

@@ -1,0 +1,47 @@
+"""Safetensors files, saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from portus.engine.paths.face import returned
+from portus.engine.paths.process import saver
+from portus.engine.paths.saver import OwnFormat
+from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.state.contents import FileContents
+from portus.reach.formats.named_tensors import named_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Safetensors(OwnFormat):
+    """Tensors by their names that are to be a safetensors file, and its metadata."""
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def file_contents(self) -> FileContents:
+        return named_tensors(self.tensors, self.metadata)
+
+
+def save_safetensors(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    wait: bool = False,
+) -> SaveHandle:
+    """Save ``tensors`` to ``path`` in the background, as ``safetensors.torch.save_file`` would.
+
+    The file is one that every reader of safetensors reads, with digests in its metadata. All else
+    is as of ``portus.save``. A tensor that is a part of a larger storage is copied in the call.
+
+    tensors: dense and contiguous, by their names; no two of them may share memory.
+    metadata: texts by their names, which readers find in the file.
+
+    Raises ``UsageError`` for what safetensors cannot hold, and as ``portus.save``.
+    """
+    return returned(saver().save(Safetensors(tensors, metadata or {}), path), wait)

@@ -1,0 +1,467 @@
+"""``TrainingFiles``: the checkpoints of one training, at paths that its framework chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+
+from portus.companions.job.file_journal import JOURNALS, FileJournal
+from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
+from portus.engine.directory.waiting import wait_for_drafts
+from portus.engine.files.pending import PENDING
+from portus.engine.image.image import bytes_image
+from portus.engine.job.settings import Settings
+from portus.engine.loading.checkpoint_file import load_file
+from portus.engine.loading.loaded import note_loaded
+from portus.engine.media import calls
+from portus.engine.media.process import Descriptor
+from portus.engine.paths.process import join, leave, recover_left
+from portus.engine.paths.saver import Extra, FileSaver, ToSave, contents_of, files_below
+from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.run import Save
+from portus.engine.spec import VersionInfo
+from portus.errors import MediumError, PortusError, UsageError, printable
+from portus.reach.index.place import Place
+from portus.reach.pools.destination import PoolDestination
+from portus.reach.pools.elsewhere import fill
+from portus.reach.pools.training_pool import TrainingPool
+from portus.reach.training.after_commit import AfterCommit, say_it_stays
+from portus.reach.training.directories import make_directory
+from portus.reach.training.file_mirror import DirectoryMirror
+from portus.reach.training.links import replace_link
+from portus.reach.training.literal import LiteralContents
+
+_log: Final = logging.getLogger("portus")
+
+
+class TrainingFiles:
+    """Saves, removals and links of one training, in the order of the calls; see ``AfterCommit``.
+
+    A forked child has no part in what its parent has in flight, and has savers of its own.
+
+    settings: how to save. of_directories: checkpoints are directories. telling: the names of files
+    that each of these has, and that are removed first: without them it is no checkpoint.
+    removed_elsewhere: another process removes them. pool: a device or a storage host, where the
+    states go; at the paths are pointers then, and a version goes with its last pointer. is_named:
+    the name of the training is one that a user gave, see ``TrainingPool``. rank: of this process,
+    where each of a job saves files of its own there.
+
+    Raises ``UsageError`` for settings that make no sense there.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        of_directories: bool = False,
+        telling: str = "",
+        removed_elsewhere: bool = False,
+        pool: Place | None = None,
+        is_named: bool = True,
+        rank: int | None = None,
+    ) -> None:
+        if pool is None:
+            _refuse_of_pools(settings)
+        elif pool.is_directory:
+            raise UsageError(
+                f"pool: expected a device, a pool file (*.portus) or a storage host, found {pool}, "
+                "a directory; checkpoints are files in the directories that they are saved to, so "
+                "leave it out"
+            )
+        require_mirror_of_files(settings, "checkpoints are files", "save to that host: pool=")
+        self._pool_at: Final = pool
+        self._is_named: Final = is_named
+        self._rank: Final = rank
+        self._name = "default"
+        self._settings: Final = settings
+        self._of_directories: Final = of_directories
+        self._telling: Final = re.compile(telling)
+        self._removed_elsewhere: Final = removed_elsewhere
+        self._base: str | None = None
+        self._journal_at: tuple[str, str] | None = None
+        self._journal: FileJournal | None = None
+        self._mirror: DirectoryMirror | None = None
+        self._saver: FileSaver | None = None
+        self._after: AfterCommit | None = None
+        self._process = os.getpid()
+
+    @calls.marked
+    def fetch(self, name: str, place: str, checkpoints: str) -> None:
+        """Fetch the files of the training ``name`` that the mirror has, if the settings name one
+        and this machine lacks the newest. Blocks. place: the directory that notes and the journal
+        of the training are in; checkpoints: that of its checkpoints; both absolute.
+
+        Raises ``UsageError`` if both have what the other one lacks, ``CorruptionError`` if the
+        mirror has no file that is as it was uploaded, and ``TransportError``.
+        """
+        self._forget_parent()
+        mirror = self._mirror_at(name, place, checkpoints)
+        if mirror is not None:
+            mirror.fetch()
+
+    @calls.marked
+    def begin(
+        self, name: str, place: str, checkpoints: str, resumed_step: int | None = None
+    ) -> None:
+        """The training ``name`` begins: from now on its saves are in the journal, and in the
+        mirror, if the settings name one. resumed_step: of the checkpoint that it goes on from, if
+        it does. The others, and what is raised: as of ``fetch``; and ``UsageError`` for a mirror
+        that may not be written."""
+        self._forget_parent()
+        self._name = name
+        if resumed_step is not None:
+            note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
+        self._journal_at = name, os.path.join(place, JOURNALS)
+        self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
+        if self._pool_at is not None:
+            self._opened()[0].open()
+        mirror = self._mirror_at(name, place, checkpoints)
+        if mirror is not None:
+            mirror.begin()
+        self._begin_journal()  # it listens to steps, so nothing may raise behind it
+
+    def keep_drafts_below(self, base: str) -> None:
+        """Put the drafts of what is below the directory ``base`` into its hidden folder from now
+        on. For saves that are a part of others, for which ``begin`` is called."""
+        self._forget_parent()
+        self._base = base
+
+    @calls.marked
+    def open(self) -> None:
+        """Track from now on which optimizer steps what, so that the first save too is copied in the
+        background."""
+        self._opened()
+
+    def save(self, state: object, path: str, step: int) -> SaveHandle:
+        """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
+        replaced. See ``portus.save``."""
+        return self._save_as(path, os.path.dirname(path), {os.path.basename(path): state}, step)
+
+    def save_directory(
+        self,
+        directory: str,
+        files: Mapping[str, object],
+        step: int,
+        note: bytes = b"",
+        ready: Callable[[], None] = lambda: None,
+        *,
+        fenced: Sequence[torch.Tensor] = (),
+    ) -> SaveHandle:
+        """Begin to save ``files``, by their names, into ``directory``, absolute, which is made.
+        They become visible together, once what else is there is durable too. That stays. See
+        ``portus.save``.
+
+        files: a state for each torch file, and a ``Safetensors`` for each safetensors file. note:
+        a text in UTF-8, which ``portus.read_note`` returns of each file. ready: called on the
+        worker before they become visible; blocks for as long as that has to wait, and raises
+        ``PortusError`` to forbid it. fenced: tensors that nobody writes before ``fence`` was
+        called, beside those that an optimizer steps.
+        """
+
+        def all_ready() -> None:
+            ready()
+            _sync_below(directory)
+
+        return self._save_as(directory, directory, files, step, note, all_ready, fenced)
+
+    @calls.marked
+    def save_text(self, path: str, text: str, ready: Callable[[], None]) -> SaveHandle:
+        """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
+        as of ``save_directory``."""
+        saver, _ = self._opened()
+        contents = LiteralContents(bytes_image(text.encode()))
+        extra = Extra(ready=ready, follows_links=False, base=self._base)
+        return saver.save_files([ToSave(path, lambda: contents)], extra)
+
+    @calls.marked
+    def fence(self) -> None:
+        """Block until no save in flight reads a tensor."""
+        if self._is_open():
+            self._opened()[0].fence()
+
+    @calls.marked
+    def _save_as(
+        self,
+        path: str,
+        directory: str,
+        files: Mapping[str, object],
+        step: int,
+        note: bytes = b"",
+        ready: Callable[[], None] | None = None,
+        fenced: Sequence[torch.Tensor] = (),
+    ) -> SaveHandle:
+        """path: what is removed later, or linked to. ready, fenced: see ``Extra``."""
+        saver, after = self._opened()
+        try:
+            make_directory(directory)
+        except MediumError as error:
+            if not saver.goes_on_after(error):
+                raise
+            return saver.refuse(error)
+        number = after.asked(path)
+        for name in files:
+            after.keep(os.path.join(directory, name))
+        begun: list[Save] = []
+        extra = Extra(
+            step=step,
+            note=note,
+            fenced=fenced,
+            begun=partial(self._begun, path, begun),
+            ready=ready,
+            committed=partial(self._committed, path, begun),
+            then=partial(self._over, number, path),
+            follows_links=False,
+            base=self._base,
+            removed_elsewhere=self._removed_elsewhere,
+        )
+        handle = None
+        try:
+            handle = saver.save_files(
+                [
+                    ToSave(os.path.join(directory, name), contents_of(state))
+                    for name, state in files.items()
+                ],
+                extra,
+            )
+        finally:
+            if not begun:  # refused, or written at once in a signal handler
+                is_there = handle is not None and handle.committed
+                after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
+        return handle
+
+    @calls.marked
+    def remove(self, path: str) -> None:
+        """Remove the file or the directory at ``path``, absolute, once the newest save that was
+        asked for, or a later one, is committed; at once, if none is in flight."""
+        if self._is_open() or self._pool_at is not None:
+            self._opened()[1].remove(path)
+            return
+        self._tell_mirror(path)
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                for file in files_below(path, self._telling):
+                    os.unlink(file)
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            say_it_stays(path, error)
+
+    @calls.marked
+    def link(self, link: str, target: str) -> None:
+        """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises
+        ``OSError`` where no link can be made at once."""
+        if self._is_open():
+            self._opened()[1].link(link, target)
+        elif os.path.exists(target):
+            replace_link(link, target)
+        if self._mirror is not None:
+            self._mirror.linked(link)
+
+    @calls.marked
+    def is_there(self, path: str) -> bool:
+        """Return whether there is, or will be, a file at ``path``."""
+        return os.path.exists(path) if self._after is None else self._after.is_there(path)
+
+    def fill_tables(self, path: str) -> None:
+        """Put the protected tables into the file at ``path``, which this training saved, in place
+        of what leads to their pool. Blocks. Raises ``StaleError`` if they are not there any more,
+        ``CorruptionError``, ``MediumError``."""
+        state = load_file(path, weights_only=False)
+        filled = fill(state)
+        if filled is not state:
+            self.save(filled, path, 0).wait()
+
+    def recover(self, directory: str) -> None:
+        """Put back what a killed process had removed too early from ``directory``."""
+        recover_left(os.path.realpath(directory))
+
+    def wait_for(self, directory: str) -> None:
+        """Block until the saves to ``directory`` that any process has in flight are over, and put
+        back what a killed process had removed too early from it."""
+        where = os.path.realpath(directory)
+        PENDING.wait_for(where)
+        with PENDING.exempt():
+            wait_for_drafts(where)
+        recover_left(where)
+
+    @calls.marked
+    def wait(self) -> None:
+        """Block until all saves are over. Raises what nobody heard of, as ``on_error`` says."""
+        if self._is_open():
+            self._opened()[0].wait()
+
+    @calls.marked
+    def close(self) -> None:
+        """Finish what is in flight. May be used again. Raises as ``wait``."""
+        if self._process != os.getpid():
+            return
+        try:
+            self._finish()
+        finally:
+            journal, self._journal = self._journal, None
+            if journal is not None:
+                journal.close()
+            self._close_mirror()
+
+    def _close_mirror(self) -> None:
+        """Wait until it has everything; Ctrl-C ends the wait, and closes it all the same."""
+        mirror = self._mirror
+        if mirror is not None:
+            try:
+                mirror.close()
+            except KeyboardInterrupt:
+                mirror.close()
+                raise
+            finally:
+                self._mirror = None
+
+    def _finish(self) -> None:
+        saver, after = self._saver, self._after
+        if saver is None or after is None:
+            return
+        try:
+            saver.close()
+        finally:
+            self._saver = self._after = None
+            leave(self)
+        for path in after.left():
+            _log.warning(
+                "portus: %s stays: the save that was to replace it failed, or a link leads there",
+                printable(path),
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_saver", None) is None:  # or it was never made
+            return
+        try:
+            self.close()
+        except (PortusError, AttributeError):
+            return
+
+    def _is_open(self) -> bool:
+        return self._saver is not None and self._process == os.getpid()
+
+    def _forget_parent(self) -> None:
+        """Forget, in a forked child, what its parent has open."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._saver = self._after = self._journal = self._mirror = None
+
+    def _opened(self) -> tuple[FileSaver, AfterCommit]:
+        self._forget_parent()
+        if self._saver is None or self._after is None:
+            saver = FileSaver(join(self), self._settings, destination=self._destination())
+            self._after = AfterCommit(partial(self._remove, saver), saver.later)
+            self._saver = saver
+            saver.make_room = self._make_room
+        return self._saver, self._after
+
+    def _destination(self) -> PoolDestination | None:
+        if self._pool_at is None:
+            return None
+        pool = TrainingPool(
+            self._pool_at,
+            lambda: self._name if self._rank is None else f"{self._name}/rank-{self._rank}",
+            self._settings,
+            is_named=self._is_named,
+            rank=self._rank or 0,
+        )
+        return PoolDestination(pool)
+
+    def _remove(self, saver: FileSaver, path: str) -> None:
+        self._tell_mirror(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            saver.remove_directory(path, self._telling)
+        else:
+            saver.remove(path)
+
+    def _make_room(self) -> bool:
+        has_removed = self._after is not None and self._after.make_room()
+        has_ended = self._mirror is not None and self._mirror.yield_space()
+        return has_removed or has_ended
+
+    def _tell_mirror(self, path: str) -> None:
+        """The file at ``path`` is about to be removed."""
+        if self._mirror is not None:
+            self._mirror.removing(path)
+
+    def _mirror_at(self, name: str, place: str, checkpoints: str) -> DirectoryMirror | None:
+        address = mirror_of(self._settings)
+        if self._mirror is None and address is not None:
+            root = os.path.dirname(place)
+            is_below = os.path.commonpath([root, checkpoints]) == root
+            self._mirror = DirectoryMirror(
+                address,
+                name,
+                root=root if is_below else checkpoints,
+                checkpoints=checkpoints,
+                home=os.path.join(place, JOURNALS),
+                wait_s=self._settings.mirror_wait,
+                of_directories=self._of_directories,
+            )
+        return self._mirror
+
+    def _begin_journal(self) -> None:
+        if self._settings.journal and self._journal is None and self._journal_at is not None:
+            name, place = self._journal_at
+            self._journal = FileJournal(name, lambda: place)
+
+    def _begun(self, path: str, begun: list[Save], save: Save) -> None:
+        begun.append(save)
+        self._begin_journal()
+        if self._journal is not None:
+            self._journal.begun(path, save)
+
+    def _committed(self, path: str, begun: list[Save]) -> None:
+        """Tell the mirror of a commit before anybody else: later removals come later there too."""
+        if self._mirror is not None:
+            for save in begun:
+                self._mirror.committed(path, save)
+
+    def _over(self, number: int, path: str, save: Save) -> None:
+        if self._after is not None:
+            self._after.over(number, path, is_committed=save.error is None)
+        if self._mirror is not None:
+            self._mirror.wake()  # links lead elsewhere now
+        if self._journal is not None:
+            self._journal.over(save)
+
+
+def _refuse_of_pools(settings: Settings) -> None:
+    if settings.max_bytes is not None:
+        raise UsageError(
+            "max_bytes: checkpoints are files, which have no largest size together; how many stay "
+            "is said where they are made"
+        )
+    if settings.durable != 1:
+        raise UsageError("durable: checkpoints are files; only storage hosts have copies")
+
+
+def _sync_below(directory: str) -> None:
+    """Return when the files in ``directory`` and below, and their names, survive power loss. Raises
+    ``MediumError``."""
+    for where, _, names in os.walk(directory):
+        for path in (*(os.path.join(where, name) for name in names), where):
+            try:
+                if path == where or stat.S_ISREG(os.lstat(path).st_mode):
+                    with contextlib.closing(Descriptor(path, os.O_RDONLY)) as file:
+                        os.fsync(file.number)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise MediumError(
+                    error.errno, f"{printable(path)}: cannot sync: {error.strerror}"
+                ) from error

@@ -1,0 +1,268 @@
+"""How a client reaches a storage host: the socket, TLS, the greeting and the proofs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+    printable,
+)
+from portus.reach.protocol.address import Address, Scheme, Transport
+from portus.reach.protocol.messages import (
+    NONCE_SIZE,
+    VERSION,
+    VERSIONS,
+    Challenge,
+    Fault,
+    Full,
+    Hello,
+    ProofGiven,
+    ProtocolError,
+    Refused,
+    Said,
+    Welcome,
+)
+from portus.reach.protocol.proof import (
+    SECRET_SIZE_MIN,
+    equal,
+    proof_of_client,
+    proof_of_host,
+)
+from portus.reach.transport.stream import Link
+
+SECRET_VARIABLE: Final = "PORTUS_SECRET_FILE"
+AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
+TRANSPORT_VARIABLE: Final = "PORTUS_TRANSPORT"
+GREETING_S: Final = 5.0
+"""The longest that connecting, and then each word of the greeting, may take."""
+
+OPENING_S: Final = 30.0
+"""The longest for the last word: the host may have to open the pool first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """``secret``: shared with the host; None: none. ``authority_path``: certificates that TLS
+    believes (PEM); None: those of the system. ``secret_path``: where the secret was read; None:
+    nowhere."""
+
+    secret: bytes | None = None
+    authority_path: str | None = None
+    secret_path: str | None = None
+
+    @classmethod
+    def from_environment(cls) -> Credentials:
+        """What ``$PORTUS_SECRET_FILE`` and ``$PORTUS_TLS_CA`` name. Raises ``UsageError``."""
+        path = os.environ.get(SECRET_VARIABLE)
+        secret = read_secret(path) if path else None
+        return cls(secret, os.environ.get(AUTHORITY_VARIABLE) or None, path or None)
+
+    def again(self) -> Credentials:
+        """Return these with the secret that its file has now. Raises ``UsageError``."""
+        return (
+            self
+            if self.secret_path is None
+            else replace(self, secret=read_secret(self.secret_path))
+        )
+
+
+def transport_wished() -> Transport:
+    """What ``$PORTUS_TRANSPORT`` says. Raises ``UsageError``."""
+    return Transport.of(os.environ.get(TRANSPORT_VARIABLE, ""), TRANSPORT_VARIABLE)
+
+
+def read_secret(path: str) -> bytes:
+    """The secret in a file, without space around it. Raises ``UsageError``."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read(64 << 10).strip()
+    except OSError as error:
+        raise UsageError(f"{path}: the secret cannot be read: {error.strerror}") from error
+    return checked_secret(secret, path, mode)
+
+
+def checked_secret(secret: bytes, path: str, mode: int) -> bytes:
+    """``secret``, if it is long enough and its file is nobody else's. Raises ``UsageError``."""
+    if mode & 0o077:
+        raise UsageError(
+            f"{path}: other users can read this secret (mode {mode:o}): chmod 600 {path}"
+        )
+    if len(secret) < SECRET_SIZE_MIN:
+        raise UsageError(
+            f"{path}: expected a secret of at least {SECRET_SIZE_MIN} bytes, found "
+            f"{len(secret)}; make one: openssl rand -hex 32"
+        )
+    return secret
+
+
+def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[Link, Welcome]:
+    """A conversation that is ready, and what the host said of the pool.
+
+    silence_s: the longest wait for the host from then on. One that speaks the version before this
+    one alone is spoken to in that. Raises ``TransportError`` when it cannot be reached, and what it
+    refuses.
+    """
+    try:
+        return _dialled(address, credentials, silence_s, VERSION)
+    except _OlderError as older:
+        return _dialled(address, credentials, silence_s, older.version)
+
+
+class _OlderError(UsageError):
+    """The host does not speak this version, but another one that is spoken here."""
+
+    def __init__(self, text: str, version: int) -> None:
+        super().__init__(text)
+        self.version: Final = version
+
+
+def _dialled(
+    address: Address, credentials: Credentials, silence_s: float, version: int
+) -> tuple[Link, Welcome]:
+    with contextlib.ExitStack() as undo:
+        link = Link(
+            _connect(address, credentials),
+            is_client=True,
+            name=str(address),
+            silence_s=GREETING_S,
+        )
+        undo.callback(link.close)
+        welcome = _greet(link, address, credentials, version)
+        link.silence_s = silence_s
+        undo.pop_all()
+        return link, welcome
+
+
+def raised(answer: Said) -> PortusError:
+    """The error that a refusal stands for; for any other message, that it was not expected.
+
+    Whoever listens there may refuse a greeting, and has proved nothing: what it says is made
+    ``printable``.
+    """
+    if isinstance(answer, Full):
+        answer = Refused(Fault.MEDIUM, answer.errno, answer.text)
+    if not isinstance(answer, Refused):
+        return ProtocolError(f"{answer.kind.name} was not expected")
+    text = f"the storage host says: {printable(answer.text)}"
+    if answer.fault in (Fault.MEDIUM, Fault.BUSY):
+        kind = BusyError if answer.fault is Fault.BUSY else MediumError
+        return kind(answer.errno, text)
+    kinds: dict[Fault, type[PortusError]] = {
+        Fault.USAGE: UsageError,
+        Fault.STALE: StaleError,
+        Fault.CORRUPTION: CorruptionError,
+        Fault.TRANSPORT: TransportError,
+    }
+    return kinds[answer.fault](text)
+
+
+def _greet(link: Link, address: Address, credentials: Credentials, version: int) -> Welcome:
+    nonce = os.urandom(NONCE_SIZE)
+    try:
+        answer = link.ask(Hello.of(address.tenant, nonce, version))
+    except TransportError as error:
+        raise TransportError(
+            f"{error}, in answer to a greeting: is this the port of `portus serve`, and does "
+            f"it accept more connections? If it has --tls-cert, use {Scheme.TLS.value}://"
+        ) from error
+    if not isinstance(answer, Challenge):
+        spoken = _spoken(answer)
+        if spoken in VERSIONS and spoken < version:
+            raise _OlderError(f"{address} speaks version {spoken}", spoken)
+        raise raised(answer)
+    secret = credentials.secret
+    if answer.secret and secret is None:
+        raise UsageError(
+            f"{address} needs a secret: put it into a file and set {SECRET_VARIABLE} to its path"
+        )
+    proof = b""
+    if secret is not None:
+        proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
+    welcome = link.ask(ProofGiven(proof), OPENING_S)
+    if not isinstance(welcome, Welcome):
+        raise raised(welcome)
+    if secret is not None:
+        expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
+        if not equal(welcome.proof, expected):
+            raise UsageError(f"{address} does not know the secret: this is not the storage host")
+    return welcome
+
+
+def _spoken(answer: Said) -> int:
+    """The one version that a host speaks which refuses ours; 0 if that is not what it says."""
+    text = answer.text if isinstance(answer, Refused) else ""
+    found = re.fullmatch(r"protocol version \d+: this host speaks (\d+); upgrade the older", text)
+    return int(found[1]) if found else 0
+
+
+def _connect(address: Address, credentials: Credentials) -> socket.socket:
+    context = _trusting(credentials.authority_path) if address.scheme is Scheme.TLS else None
+    with _as_transport_error(address):
+        if address.scheme is Scheme.UNIX:
+            return _connect_unix(address.path)
+        plain = socket.create_connection((address.host, address.port), GREETING_S)
+        if context is None:
+            return plain
+        try:
+            return context.wrap_socket(plain, server_hostname=address.host)
+        except BaseException:
+            plain.close()
+            raise
+
+
+def _trusting(path: str | None) -> ssl.SSLContext:
+    """path: of certificates; None: those of the system. Raises ``UsageError``."""
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # of TLS too: what is there is no certificate
+        raise UsageError(
+            f"{path}: cannot read certificates: {error.strerror or error}; "
+            f"{AUTHORITY_VARIABLE} must name a PEM file of certificates"
+        ) from error
+
+
+def _connect_unix(path: str) -> socket.socket:
+    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        plain.settimeout(GREETING_S)
+        plain.connect(path)
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
+@contextlib.contextmanager
+def _as_transport_error(address: Address) -> Iterator[None]:
+    try:
+        yield
+    except ssl.CertificateError as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names the certificates to trust"
+        ) from error
+    except ssl.SSLError as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. For a storage host without --tls-cert, use "
+            f"{Scheme.TCP.value}://"
+        ) from error
+    except OSError as error:
+        raise TransportError(
+            f"{address}: no storage host answers ({error.strerror or error}); is `portus serve` "
+            f"running there?"
+        ) from error

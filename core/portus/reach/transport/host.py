@@ -1,0 +1,717 @@
+"""A pool on a storage host, as a medium and its locks: for reading, as any other.
+
+``Links`` are the connections of one client to one host. A connection that broke is replaced by a
+new one when somebody needs it; while the host does not answer, calls fail at once between two
+tries, so that training is never held up by a host that is down. One that hangs is asked in the
+background: once somebody waited for it in vain, nobody else does until it answers. A connection
+that moves tensors gets a ``ClientLane``, where verbs can be had.
+
+Of a host and its replica the first one is asked, and the second one where that does not answer, or
+says that the model went on there. Who has claimed a model at the second one stays there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from portus.engine.copying.segments import Digests, Sources, Stop, cut
+from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
+from portus.engine.spec import Extent
+from portus.errors import (
+    BusyError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.reach.protocol import messages as said
+from portus.reach.protocol.address import Address, Transport
+from portus.reach.protocol.messages import Said, Welcome, digest_rows, packed_column, packed_handles
+from portus.reach.protocol.vocabulary import Phase
+from portus.reach.transport.dial import (
+    TRANSPORT_VARIABLE,
+    Credentials,
+    dial,
+    raised,
+    transport_wished,
+)
+from portus.reach.transport.regions import ClientLane, Parts, Regions, gathered
+from portus.reach.transport.stream import InterruptedByError, Link, SilentError, take
+from portus.reach.transport.verbs import Domain, Endpoint, Region, port_for
+
+_log: Final = logging.getLogger("portus")
+
+ANSWER_S: Final = 5.0
+"""The longest that a host may take for an answer that is no work. Each save begins with such a
+question, so one that hangs holds a training up for no longer."""
+
+SILENCE_S: Final = 30.0
+"""The longest that a host may say nothing in the middle of a request."""
+
+WORK_S: Final = 600.0
+"""The longest that it may work on an answer: persist, or hash. Meanwhile it is asked whether it
+still lives: a thread of a host works, the others answer. One that vanished is noticed by keepalive.
+"""
+
+ROOM_S: Final = 60.0
+"""The same for room: a training may be waiting."""
+
+_PAUSE_MIN_S: Final = 0.5
+_PAUSE_MAX_S: Final = 10.0
+_BYTES_S_MIN: Final = 10e6
+_LOADED_MAX: Final = 4096
+"""Ranges that are asked for at once."""
+
+_IDLE_MAX: Final = 4
+"""Connections kept open that nobody uses."""
+
+
+class Links:
+    """See the module. Thread-safe."""
+
+    def __init__(
+        self,
+        address: Address,
+        credentials: Credentials,
+        *,
+        model: str | None = None,
+        claim_s: float | None = None,
+        log: str = "",
+        durable: int = 1,
+    ) -> None:
+        """Connects. model: the one that is saved over these connections, by nobody else. claim_s:
+        the longest wait for another client to let go of it; None: the host's. log: below what a
+        replica keeps the log of the model. durable: 2 for a host that has a replica, and leads.
+
+        Raises ``TransportError`` if nobody answers, and what the host refuses.
+        """
+        self.address: Final = address
+        self._hosts: Final = address.each
+        self._at = 0
+        """Which of them is asked first."""
+        self._of: Final = weakref.WeakKeyDictionary[Link, tuple[int, Welcome]]()
+        """Which of them a connection leads to, and how that greeted it."""
+        self._log: Final = log
+        self._durable: Final = durable
+        self.answer_s = ANSWER_S
+        self.silence_s: Final = SILENCE_S
+        self.regions: Final = weakref.WeakKeyDictionary[Link, said.Register]()
+        """What is registered on each connection, as it was sent."""
+        self.verbs: Regions | None = None
+        """What is registered for the host; None: it reaches nothing by itself."""
+        self._wish: Final = transport_wished()
+        self._settled = self._wish is Transport.TCP
+        self._lanes: Final[weakref.WeakKeyDictionary[Link, ClientLane]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
+        self._claim_s: Final = claim_s
+        self._credentials = credentials
+        self._guard: Final = threading.Lock()
+        self._idle: list[Link] = []
+        self._over: Final = threading.Event()
+        self._asking: threading.Thread | None = None
+        self._was_in = False
+        self._said_older = False
+        self._pause_s = 0.0
+        self._again_s = 0.0
+        self._why: TransportError | None = None
+        self.welcome: Welcome
+        self.give_back(self._dialled())
+        if self._wish is Transport.VERBS:
+            with self._or_closed(), self.borrowed() as link:
+                self.lane(link)
+
+    def borrow(self) -> Link:
+        """A connection that is ready, for one thread. Raises as the constructor.
+
+        While the host is down this fails at once, but for one try now and then.
+        """
+        while True:
+            with self._guard:
+                link = self._idle.pop() if self._idle else None
+            if link is None:
+                return self._dialled()
+            if link.is_alive() and self._leads(link):
+                return link
+            link.close()
+
+    def give_back(self, link: Link) -> None:
+        """Done with it. One that is closed, or in the middle of something, is of no more use."""
+        whole = not link.closed and link.connection.state is Phase.READY
+        with self._guard:
+            if (
+                whole
+                and self._leads(link)
+                and self._why is None
+                and not self._over.is_set()
+                and len(self._idle) < _IDLE_MAX
+            ):
+                self._idle.append(link)
+                return
+        self.revoke(link)
+
+    def lane(self, link: Link) -> ClientLane | None:
+        """Return the lane by which the host reaches registered memory, as long as the connection
+        lives; None if bytes go over the socket. Raises ``UsageError`` if only verbs are wanted."""
+        if self._settled:
+            return None
+        lane = self._lanes.get(link)
+        if lane is not None and not lane.closed:
+            return lane
+        try:
+            self._lanes[link] = lane = self._connected(link)
+        except TransportError as error:
+            if link.closed:
+                raise
+            self.do_without(error)
+        return lane
+
+    def do_without(self, why: TransportError) -> None:
+        """No verbs from now on. Raises ``UsageError`` if that is not wished."""
+        if self._wish is Transport.VERBS:
+            raise UsageError(
+                f"{self.address}: {TRANSPORT_VARIABLE}=verbs, but verbs cannot be used: {why}"
+            ) from why
+        self._settled = True
+        _log.log(
+            logging.WARNING if self.welcome.verbs else logging.INFO,
+            "%s: saves and loads go over the socket: %s",
+            self.address,
+            why,
+        )
+
+    def revoke(self, link: Link) -> None:
+        """Close a connection; when this returns the host reaches nothing through it. If it broke,
+        those that nobody uses are not believed any more: the next one is greeted first."""
+        broke = link.closed
+        lane = self._lanes.pop(link, None)
+        if lane is not None:
+            lane.close()
+        link.close()
+        if broke:
+            for each in self._taken_idle():
+                each.close()
+        if link.silence is not None:
+            self._hangs(link.silence)
+
+    def _leads(self, link: Link) -> bool:
+        """False for a connection to the host that was left."""
+        return self._of[link][0] == self._at
+
+    def uuid_of(self, link: Link) -> bytes:
+        """The identity of the pool that a connection leads to, also after the host was left."""
+        return self._of[link][1].uuid
+
+    def _taken_idle(self) -> list[Link]:
+        with self._guard:
+            idle, self._idle = self._idle, []
+        return idle
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[Link]:
+        """A connection for a few requests."""
+        link = self.borrow()
+        try:
+            yield link
+        finally:
+            self.give_back(link)
+
+    def ask(self, message: Said, silence_s: float | None = None) -> Said:
+        """One request on any connection; the answer. silence_s: if it is work. Raises what was
+        refused."""
+        with self.borrowed() as link:
+            if not link.connection.knows(message.kind):
+                name = message.kind.name
+                raise UsageError(f"{self.address}: the host is older and lacks {name}; upgrade it")
+            return _answered(link, message, silence_s or self.answer_s)
+
+    def ask_for_work(self, link: Link, message: Said) -> Said:
+        """The answer to what may take long: the host is waited for, ``WORK_S`` at most, as long as
+        it answers a question over another connection now and then. Raises ``TransportError``."""
+        link.send(message)
+        for _ in range(max(1, int(WORK_S / self.silence_s))):
+            if not link.is_silent(self.silence_s):
+                break
+            self.ask(said.Status())
+            if not self._leads(link):  # then another host has answered
+                raise SilentError(f"{link.name}: no answer, and it is {self._hosts[self._at]} now")
+        return link.hear()
+
+    def close(self) -> None:
+        """Let go of all that are not in use, and of the device. A second call does nothing."""
+        self._over.set()
+        with self._guard:
+            verbs, self.verbs = self.verbs, None
+        for link in self._taken_idle():
+            with contextlib.suppress(TransportError):
+                link.send(said.Bye())
+            self.revoke(link)
+        if verbs is not None:
+            for lane in list(self._lanes.values()):
+                lane.close()
+            with contextlib.suppress(TransportError):
+                verbs.domain.close()
+
+    def _connected(self, link: Link) -> ClientLane:
+        if not self.welcome.verbs:
+            raise TransportError("the storage host offers no verbs on this connection")
+        with self._guard:
+            if self.verbs is None:
+                self.verbs = Regions(Domain(port_for(link.host)))
+            domain = self.verbs.domain
+        pair = domain.queue_pair()
+        try:
+            answer = _answered(link, said.Connect(*pair.endpoint))
+            if not isinstance(answer, said.Connected):
+                raise raised(answer)
+            pair.connect(Endpoint(*msgspec.structs.astuple(answer)), remote=True)
+        except BaseException:
+            pair.close()
+            raise
+        return ClientLane(domain, pair)
+
+    @contextlib.contextmanager
+    def _or_closed(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _dialled(self) -> Link:
+        if self._over.is_set():
+            raise MediumError(errno.EBADF, f"{self.address}: used after it was closed")
+        why, now_s = self._why, time.monotonic()
+        if why is not None:
+            if self.hangs:
+                raise TransportError(f"{why} (retrying in the background until it answers)")
+            if now_s < self._again_s:
+                raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
+        try:
+            return self._tried()
+        except TransportError as error:
+            if self._was_in and _is_silence(error):
+                self._hangs(error)
+            raise
+
+    @property
+    def hangs(self) -> bool:
+        """True from a wait in vain until the host has answered the thread that asks."""
+        asking = self._asking  # in a forked child it is not alive
+        return asking is not None and asking.is_alive()
+
+    def _hangs(self, why: TransportError) -> None:
+        """Nobody waits for the host from now on, until it answers a thread that asks."""
+        with self._guard:
+            if self._over.is_set() or self.hangs:
+                return
+            self._why = why
+            self._asking = threading.Thread(target=self._ask_on, name="portus-probe", daemon=True)
+            self._asking.start()
+
+    def _ask_on(self) -> None:
+        while not self._over.is_set():
+            try:
+                self.give_back(self._tried())
+                return
+            except PortusError as error:
+                if not _is_silence(error):
+                    return  # it is down, or refuses: whoever needs it tries, and hears so at once
+            self._over.wait(self._pause_s)
+
+    def _tried(self) -> Link:
+        why = self._why
+        try:
+            link = self._reached()
+        except TransportError as error:
+            self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
+            self._why, self._again_s = error, time.monotonic() + self._pause_s
+            raise
+        except PortusError as error:
+            if not self._was_in:
+                raise
+            # It let us in before: the call is not wrong, the host is not what it was.
+            raise TransportError(f"{self.address} refuses us now: {error}") from error
+        with self._guard:
+            leads = self._leads(link)
+            if leads:
+                self.welcome = self._of[link][1]
+        if not leads:  # another thread went to the other host, while this one was greeted
+            link.close()
+            return self._tried()
+        self._was_in = True
+        if not link.connection.has_digests and not self._said_older:
+            self._said_older = True
+            _log.warning(
+                "%s: it speaks an older version of the protocol, which detects bits flipped "
+                "on the way in tensors only; upgrade the host",
+                self.address,
+            )
+        if why is not None:
+            _log.warning("%s: connected again", self.address)
+        self._why, self._pause_s = None, 0.0
+        return link
+
+    def _reached(self) -> Link:
+        """A connection that is greeted, and has the claim; by the second host where the first one
+        does not answer, or has not what counts."""
+        try:
+            return self._claimed_at(self._at)
+        except (TransportError, StaleError) as error:
+            other = 1 - self._at
+            if len(self._hosts) == 1 or (self._claim is not None and self._at == 1):
+                raise
+            try:
+                found = self._claimed_at(other)
+            except (TransportError, StaleError) as second:
+                raise TransportError(f"{error}; {second}") from error
+            _log.log(
+                logging.WARNING if self._claim is None else logging.ERROR,
+                "%s: %s. From now on it is %s",
+                self._hosts[self._at],
+                error,
+                self._hosts[other],
+            )
+            with self._guard:
+                self._at = other
+            for each in self._taken_idle():  # what was left may be reached again
+                each.close()
+            return found
+
+    def _claimed_at(self, at: int) -> Link:
+        link, welcome = self._let_in(self._hosts[at])
+        self._of[link] = (at, welcome)
+        try:
+            if at == 1 and self._claim is not None:
+                self._require_log(link, self._claim.model)
+            self._claim_on(link)
+            if self._durable > 1 and not self._was_in:
+                self._require_term(link)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _require_log(self, link: Link, model: str) -> None:
+        """Raise ``TransportError`` if the second host knows nothing of the model: then the first
+        one alone can tell what there is to go on from."""
+        answer = (
+            _answered(link, said.List(self._log, ""))
+            if link.connection.knows(said.List.kind)
+            else None
+        )
+        if not (isinstance(answer, said.Listed) and answer.names):
+            raise TransportError(
+                f"{link.name} keeps no replica of model {model!r}: is the first host served with "
+                "--replica?"
+            )
+
+    def _require_term(self, link: Link) -> None:
+        """Raise ``TransportError`` if the host does not lead the model: what it has may not be the
+        newest, and nothing that it commits would count."""
+        assert self._claim is not None
+        if not link.connection.knows(said.Settle.kind):
+            raise UsageError(f"{link.name}: the host is older and lacks durable=2; upgrade it")
+        answer = link.ask(said.Settle(self._claim.model, bytes(16)), SILENCE_S)
+        if not isinstance(answer, said.Done):
+            raise raised(answer)
+
+    def _let_in(self, address: Address) -> tuple[Link, Welcome]:
+        """A connection that is greeted. Who is refused may have an old secret: it is read again."""
+        try:
+            return dial(address, self._credentials, self.silence_s)
+        except UsageError:
+            fresh = self._credentials.again()
+            if fresh == self._credentials:
+                raise
+        dialled = dial(address, fresh, self.silence_s)
+        self._credentials = fresh
+        _log.info("%s: accepted with the new secret in %s", address, fresh.secret_path)
+        return dialled
+
+    def _claim_on(self, link: Link) -> None:
+        if self._claim is None:
+            return
+        try:
+            _answered(link, self._claim, self._claim_s)
+        except SilentError as error:
+            if self._claim_s is None:
+                raise
+            name = self._claim.model
+            raise BusyError(
+                errno.EAGAIN, f"{self.address}: another client saves model {name!r}"
+            ) from error
+        except BaseException:
+            link.close()
+            raise
+
+
+class HostMedium(ReadOnlyMedium):
+    """The pool of a tenant on a storage host: loaded from here, stored to by saves alone."""
+
+    def __init__(self, links: Links, pins: HostLocks) -> None:
+        self._links: Final = links
+        self._pins: Final = pins
+
+    @property
+    def info(self) -> MediumInfo:
+        """The facts of the medium; its name is the host's address."""
+        welcome, name = self._links.welcome, str(self._links.address)
+        granularity = welcome.granularity
+        return MediumInfo(MediumKind.HOST, name, granularity, welcome.volatile, writable=False)
+
+    @property
+    def size(self) -> int:
+        """Asked each time: others make the pool grow."""
+        answer = self._links.ask(said.Status())
+        assert isinstance(answer, said.Standing)
+        return answer.size
+
+    @property
+    def poisoned(self) -> bool:
+        """False: what became of its medium, the host says for each save."""
+        return False
+
+    def load(self, offset: int, target: memoryview) -> None:
+        if target.nbytes:
+            self._read([(offset, target.nbytes)], target.cast("B"))
+
+    def _read(self, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
+        with self._links.borrowed() as link:
+            usual_s, link.silence_s = link.silence_s, self._links.answer_s
+            link.send(said.Read(packed_column([each for pair in ranges for each in pair])))
+            with _no_refusal(link):
+                link.fill(target, None)
+            _end_of_read(link)
+            link.silence_s = usual_s
+
+    def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
+        """Load the extents in as few requests as they fit into."""
+        found = []
+        for start in range(0, len(extents), _LOADED_MAX):
+            some = extents[start : start + _LOADED_MAX]
+            data = memoryview(bytearray(sum(extent.length for extent in some)))
+            self._read([(extent.offset, extent.length) for extent in some], data)
+            for extent in some:
+                found.append(data[: extent.length])
+                data = data[extent.length :]
+        return found
+
+    def fetch(self, targets: Sources, stop: Stop) -> Digests:
+        """Straight into the targets, hashed as they arrive."""
+        self._pins.check()
+        segments, digests = cut(targets)
+        if not len(segments):
+            return digests
+        with self._links.borrowed() as link, link.under(stop):
+            lane = self._links.lane(link)
+            if lane is not None:
+                try:
+                    digests = _pushed(link, lane, targets, stop)
+                finally:
+                    if link.connection.state is not Phase.READY:
+                        self._links.revoke(link)
+                self._pins.check()
+                return digests
+            pairs = [segments.offset, segments.length]
+            link.send(said.Read(_interleaved(*(column.tolist() for column in pairs))))
+            with _no_refusal(link):
+                take(link, segments, digests, stop)
+            _end_of_read(link)
+        self._pins.check()
+        return digests
+
+    def check(self, sources: Sources, stop: Stop) -> Digests:
+        """The host reads and hashes; nothing but digests travels."""
+        self._pins.check()
+        ranges = _interleaved(sources.extent_offset.tolist(), sources.extent_length.tolist())
+        with self._links.borrowed() as link, link.under(stop):
+            message = said.Check(packed_column(sources.length), ranges)
+            answer = self._links.ask_for_work(link, message)
+        if not isinstance(answer, said.Checked):
+            raise raised(answer)
+        stop.add(sources.size)
+        self._pins.check()
+        return digest_rows(answer.digests, "checked")
+
+    def close(self) -> None:
+        self._links.close()
+
+    def _refused(self) -> MediumError:
+        name = self._links.address
+        return MediumError(errno.EROFS, f"{name}: only saves store to a storage host")
+
+
+class HostLocks:
+    """Pins on a storage host. They live as long as one connection, kept for them alone: when it
+    breaks they are gone, and what is read under them is an error that may be tried again."""
+
+    def __init__(self, links: Links) -> None:
+        self._links: Final = links
+        self._guard: Final = threading.RLock()
+        self._link: Link | None = None
+        self._held: Counter[int] = Counter()
+        self._lost = False
+
+    def acquire_writer(self, timeout_s: float) -> None:
+        """The host is the writer."""
+
+    def release_writer(self) -> None:
+        """The host stays the writer."""
+
+    def has_writer(self) -> bool:
+        """True while a save of anybody is under way there."""
+        answer = self._links.ask(said.Status())
+        return isinstance(answer, said.Standing) and answer.saves > 0
+
+    def pin(self, version: int) -> None:
+        with self._guard:
+            if not self._held:
+                self._lost = False
+            self._say(said.Pin(version))
+            self._held[version] += 1
+
+    def unpin(self, version: int) -> None:
+        with self._guard:
+            self._held[version] -= 1
+            if self._held[version] <= 0:
+                del self._held[version]
+            with contextlib.suppress(TransportError):  # a broken connection holds nothing
+                self._say(said.Unpin(version))
+            if not self._held and self._link is not None:
+                link, self._link = self._link, None
+                self._links.give_back(link)
+
+    def pinned(self, version: int) -> bool:
+        """Return True if this client pins the version."""
+        return self._held[version] > 0
+
+    def pins(self) -> set[int]:
+        """Return the versions that this client pins."""
+        with self._guard:
+            return {version for version, count in self._held.items() if count}
+
+    def check(self) -> None:
+        """Raise ``TransportError`` if pins were lost: bytes may be others' by now."""
+        with self._guard:
+            if self._held and (self._lost or self._link is None or not self._link.is_alive()):
+                self._lost = True
+                raise TransportError(
+                    f"{self._links.address}: the connection broke while a version was read; "
+                    f"load again"
+                )
+
+    def close(self) -> None:
+        with self._guard:
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            self._held.clear()
+
+    def _say(self, message: Said) -> None:
+        if self._link is None or self._link.closed:
+            if self._held:
+                self._lost = True
+                raise TransportError(f"{self._links.address}: the connection broke; load again")
+            self._link = self._links.borrow()
+        try:
+            _answered(self._link, message)
+        finally:
+            if self._link.closed:
+                self._links.revoke(self._link)
+
+
+def _is_silence(error: BaseException | None) -> bool:
+    """True if somebody waited in vain, and not for a moment."""
+    while error is not None:
+        if isinstance(error, SilentError | TimeoutError | socket.gaierror):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
+            return True
+        error = error.__cause__
+    return False
+
+
+def patience_s(size: int) -> float:
+    """Seconds in which a host moves ``size`` bytes by verbs, if it is not hanging."""
+    return SILENCE_S + size / _BYTES_S_MIN
+
+
+def _pushed(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests:
+    """Have the host write into ``targets``: the digests of what it sent, if that is what came."""
+    here = targets.length > 0
+    is_small, offsets, size = gathered(targets.length, here, here)
+    address, key = targets.address.copy(), np.zeros(len(here), np.int64)
+    regions: list[Region] = []
+    try:
+        for index in np.flatnonzero(here & ~is_small).tolist():
+            regions.append(lane.register(int(address[index]), int(targets.length[index])))
+            key[index] = regions[-1].remote_key
+        if size:
+            room = lane.room(size)
+            address[is_small] = room.start + offsets[is_small]
+            key[is_small] = room.remote_key
+        ranges = _interleaved(targets.extent_offset.tolist(), targets.extent_length.tolist())
+        message = said.Push(
+            packed_column(targets.length), ranges, packed_handles(np.where(here, address, 0), key)
+        )
+        answer = _answered(link, message, patience_s(targets.size))
+    except BaseException:
+        lane.close()
+        raise
+    finally:
+        for region in regions:
+            with contextlib.suppress(TransportError):
+                region.close()
+    if not isinstance(answer, said.Pushed):
+        raise raised(answer)
+    parts = Parts.of(targets, is_small, address)
+    parts.scatter(stop)
+    parts.hash_big(stop)
+    if not np.array_equal(digest_rows(answer.digests, "pushed"), parts.digests):
+        raise TransportError(
+            f"{link.name}: the bytes that arrived are not those that were sent; load again"
+        )
+    return parts.digests
+
+
+def _answered(link: Link, message: Said, silence_s: float | None = None) -> Said:
+    answer = link.ask(message, silence_s)
+    if isinstance(answer, said.Refused):
+        raise raised(answer)
+    return answer
+
+
+@contextlib.contextmanager
+def _no_refusal(link: Link) -> Iterator[None]:
+    try:
+        yield
+    except InterruptedByError as interruption:
+        raise raised(interruption.message) from interruption
+
+
+def _end_of_read(link: Link) -> None:
+    event = link.receive()
+    if not isinstance(event, said.Done):
+        link.close()
+        raise TransportError(f"{link.name}: expected the end of a read, found {event}")
+
+
+def _interleaved(offsets: list[int], lengths: list[int]) -> bytes:
+    pairs = zip(offsets, lengths, strict=True)
+    return packed_column([each for pair in pairs for each in pair])

@@ -1,0 +1,412 @@
+"""A pool pulls from and pushes to the memory of a client, one-sided, by verbs.
+
+Theory. What is moved is cut into segments (``base``), and these into batches of whole units, 16 MiB
+at most. For each batch requests are posted, as few as can be: neighbours that lie alike on both
+sides become one. A few batches are under way at once; the oldest, when all its requests were
+carried out, is hashed by the processor of this machine while the others go on.
+
+The bytes go straight to the pool where it can be registered: a DAX device, or memory. The pages of
+a file cannot stay pinned (its file system must be able to move or write them); they go through
+a *ring*: registered memory of ``AHEAD`` slots, each for one batch, copied on and hashed in one
+pass. There are so many rings; who finds none waits. ``bounced`` counts what went through one.
+
+An error leaves no request under way: the queue pair is closed before it is raised. Only then may
+places in the pool be used for something else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from portus.engine.copying.local import best_engine, copy, fetch
+from portus.engine.copying.segments import Column, Digests, Segments, Sources, Stop, cut, owners
+from portus.engine.format.checksum import UNIT
+from portus.engine.media.base import MappedMedium, Medium, MediumKind
+from portus.engine.spec import Extent
+from portus.reach.transport.verbs import DEPTH, Region
+
+PIECE: Final = 4 << 20
+"""Bytes of one request, at most."""
+
+AHEAD: Final = 4
+"""Batches under way at once."""
+
+RINGS_MAX: Final = 8
+"""Rings of a domain, of ``AHEAD * UNIT`` bytes each."""
+
+BLOCK: Final = 64 << 20
+"""Bytes of a pool that are registered together, when one of them is first needed."""
+
+ALIGNMENT: Final = 64
+"""Small storages lie so in pools, and in the memory that clients gather them in."""
+
+_PAUSE_MIN_S: Final = 20e-6
+_PAUSE_MAX_S: Final = 1e-3
+
+
+class Pair(Protocol):
+    """What is asked of a ``QueuePair``."""
+
+    def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
+        """Post: fetch to here."""
+
+    def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
+        """Post: put there."""
+
+    def completed(self) -> int:
+        """How many more were carried out, in order. Raises ``WorkError``."""
+
+    def close(self) -> None:
+        """When this returns, nothing is read or written for it any more."""
+
+
+class Registering(Protocol):
+    """What is asked of a ``Domain``."""
+
+    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
+        """Pin memory."""
+
+
+Watch = Callable[[float], None]
+"""Called between two looks for completions, with the time of the last one (``time.monotonic``);
+raises to end the transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Storages in the memory of a client: a row for each, its address there and its key."""
+
+    address: Column
+    key: Column
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a transfer did. ``bounced``: bytes of it that went through a ring. ``wire_s``: seconds
+    from the first request to the last completion; what was hashed meanwhile is in it."""
+
+    digests: Digests
+    bounced: int
+    wire_s: float
+
+
+class Landing(Protocol):
+    """Where the batches of one transfer are in this process while they are under way."""
+
+    def place(self, batch: Segments) -> Column:
+        """An address for each segment, until ``AHEAD`` batches later."""
+
+    def region(self, address: int) -> Region:
+        """What is registered there."""
+
+    def bounced(self) -> bool:
+        """True if it is not the pool itself."""
+
+    def arrived(self, batch: Segments, place: Column, digests: Digests) -> None:
+        """A batch was pulled to its place: it counts as stored, and its digests are noted."""
+
+    def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
+        """Have the bytes of a batch at its place before it is pushed, and note their digests."""
+
+
+def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
+    """Fill the extents of ``moved`` from the client's memory; the digests are of what arrived.
+
+    Raises ``TransportError`` (``WorkError`` if the client's memory cannot be reached), what
+    ``watch`` raises, and what the medium raises; then ``pair`` is closed.
+    """
+    return _transfer(pair, landing, remote, moved, watch, is_pull=True)
+
+
+def push(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
+    """The way back: write what the extents of ``moved`` hold into the client's memory."""
+    return _transfer(pair, landing, remote, moved, watch, is_pull=False)
+
+
+def spread(batch: Segments, start: int) -> Column:
+    """Addresses from ``start`` on for the segments: units aligned, each of them end to end."""
+    first = np.flatnonzero(np.diff(batch.row, prepend=-1))
+    room = -(-np.add.reduceat(batch.length, first) // ALIGNMENT) * ALIGNMENT
+    stream = np.cumsum(batch.length) - batch.length
+    unit = np.repeat(np.arange(len(first)), np.diff(first, append=len(batch)))
+    places: Column = start + (np.cumsum(room) - room)[unit] + stream - stream[first][unit]
+    return places
+
+
+def _transfer(
+    pair: Pair,
+    landing: Landing,
+    remote: Remote,
+    moved: Sources,
+    watch: Watch,
+    *,
+    is_pull: bool,
+) -> Moved:
+    segments, digests = cut(moved)
+    far = _Far(segments, remote, moved)
+    window = _Window(pair, watch)
+    under_way: deque[tuple[Segments, Column, int]] = deque()
+
+    def finish() -> None:
+        batch, place, mark = under_way.popleft()
+        window.wait_for(mark)
+        if is_pull:
+            landing.arrived(batch, place, digests)
+
+    try:
+        for batch in segments.batches(UNIT, gap=ALIGNMENT):
+            while len(under_way) >= AHEAD:
+                finish()
+            place = landing.place(batch)
+            if not is_pull:
+                landing.filled(batch, place, digests)
+            for local, distant, key, length in _runs(place, far.of(batch), batch.length):
+                _post(window, landing, local, distant, key, length, is_pull=is_pull)
+            under_way.append((batch, place, window.posted))
+        while under_way:
+            finish()
+    except BaseException:
+        pair.close()
+        raise
+    return Moved(digests, moved.size if landing.bounced() else 0, window.wire_s)
+
+
+class _Far:
+    """Where segments are in the client's memory; asked for batches in order."""
+
+    def __init__(self, segments: Segments, remote: Remote, moved: Sources) -> None:
+        owner = owners(moved.length)[segments.row]
+        stream = np.cumsum(segments.length) - segments.length
+        first = np.cumsum(moved.length) - moved.length
+        self._address: Final[Column] = remote.address[owner] + stream - first[owner]
+        self._key: Final[Column] = remote.key[owner]
+        self._next = 0
+
+    def of(self, batch: Segments) -> Remote:
+        part = slice(self._next, self._next + len(batch))
+        self._next += len(batch)
+        return Remote(self._address[part], self._key[part])
+
+
+def _runs(place: Column, far: Remote, length: Column) -> Iterator[tuple[int, int, int, int]]:
+    """(address here, there, key, length) of what can be moved as one: neighbours with the same
+    small gap on both sides. The gap is moved too: it is room of the same storages' pages."""
+    gap = np.diff(place) - length[:-1]
+    alike = np.diff(far.address) == np.diff(place)
+    alike &= (np.diff(far.key) == 0) & (gap >= 0) & (gap < ALIGNMENT)
+    first = np.flatnonzero(np.append(True, ~alike))
+    last = np.append(first[1:], len(place)) - 1
+    size = place[last] + length[last] - place[first]
+    columns = (place[first], far.address[first], far.key[first], size)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _post(
+    window: _Window,
+    landing: Landing,
+    local: int,
+    distant: int,
+    key: int,
+    length: int,
+    *,
+    is_pull: bool,
+) -> None:
+    """Post as many requests as needed: none is longer than a piece, or leaves its region."""
+    while length:
+        region = landing.region(local)
+        step = min(length, PIECE, region.end - local)
+        window.make_room()
+        if is_pull:
+            window.pair.read(local, region.local_key, distant, key, step)
+        else:
+            window.pair.write(distant, key, local, region.local_key, step)
+        window.posted += 1
+        local, distant, length = local + step, distant + step, length - step
+
+
+class _Window:
+    """The requests of a queue pair that are under way. Its completions come in order."""
+
+    def __init__(self, pair: Pair, watch: Watch) -> None:
+        self.pair: Final = pair
+        self.posted = 0
+        self._done = 0
+        self._watch: Final = watch
+        self._begin_s = self._since_s = time.monotonic()
+
+    @property
+    def wire_s(self) -> float:
+        """Seconds from the beginning to the last completion."""
+        return self._since_s - self._begin_s
+
+    def make_room(self) -> None:
+        """Return when one more may be posted."""
+        self.wait_for(self.posted - DEPTH + 1)
+
+    def wait_for(self, count: int) -> None:
+        """Return when so many of those posted were carried out."""
+        pause_s = _PAUSE_MIN_S
+        while self._done < count:
+            found = self.pair.completed()
+            if found:
+                self._done += found
+                self._since_s = time.monotonic()
+                pause_s = _PAUSE_MIN_S
+                continue
+            self._watch(self._since_s)
+            time.sleep(pause_s)
+            pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
+
+
+# Straight into and out of the pool.
+
+
+def is_pinnable(medium: Medium) -> bool:
+    """True if the medium's pages may stay pinned: memory of its own, or a DAX device's. Pages of
+    a file are its file system's."""
+    if not isinstance(medium, MappedMedium):
+        return False
+    kind = medium.info.kind
+    in_memory = kind is MediumKind.FILE_MAPPED and medium.info.volatile  # tmpfs
+    return in_memory or kind in (MediumKind.DEVDAX, MediumKind.MEMORY)
+
+
+class PoolRegions:
+    """What is registered of a pool: blocks, each when it is first needed. Thread-safe."""
+
+    def __init__(self, domain: Registering, medium: MappedMedium) -> None:
+        self.medium: Final = medium
+        self._domain: Final = domain
+        self._guard: Final = threading.Lock()
+        self._blocks: Final[dict[int, list[Region]]] = {}
+
+    def of(self, offset: int) -> Region:
+        """The region that has the byte at ``offset``. Raises ``RegisterError``."""
+        number = offset // BLOCK
+        with self._guard:
+            regions = self._blocks.setdefault(number, [])
+            start = number * BLOCK
+            for region in regions:
+                if offset < start + region.length:
+                    return region
+                start += region.length
+            # Not there yet, or the pool has grown since.
+            length = min(self.medium.size, (number + 1) * BLOCK) - start
+            address = self.medium.address(Extent(start, length))
+            made = self._domain.register(address, length, remote=False, writable=True)
+            regions.append(made)
+            return made
+
+
+class Straight:
+    """The pool itself. See ``Landing``."""
+
+    def __init__(self, regions: PoolRegions) -> None:
+        """Raises ``RegisterError`` if the pool cannot be registered, ``MediumError`` if it has no
+        addresses any more."""
+        self._regions: Final = regions
+        self._medium: Final = regions.medium
+        self._start: Final = self._medium.address(Extent(0, 0))
+        regions.of(0)
+
+    def place(self, batch: Segments) -> Column:
+        self._medium.address(batch.box())  # raises where the medium is poisoned
+        return batch.offset + self._start
+
+    def region(self, address: int) -> Region:
+        return self._regions.of(address - self._start)
+
+    def bounced(self) -> bool:
+        return False
+
+    def arrived(self, batch: Segments, place: Column, digests: Digests) -> None:
+        for run in batch.runs():
+            self._medium.wrote(run)
+        self._hash(batch, place, digests)
+
+    def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
+        self._hash(batch, place, digests)
+
+    def _hash(self, batch: Segments, place: Column, digests: Digests) -> None:
+        there = Segments(address=place, offset=batch.offset, length=batch.length, row=batch.row)
+        best_engine().move(there, None, digests, Stop())
+
+
+# Through a ring.
+
+
+class Ring:
+    """Registered memory of ``AHEAD`` slots."""
+
+    def __init__(self, domain: Registering) -> None:
+        self.memory: Final = mmap.mmap(-1, AHEAD * UNIT)
+        start = np.frombuffer(self.memory, np.uint8).ctypes.data
+        self.region: Final = domain.register(start, AHEAD * UNIT, remote=False, writable=True)
+
+
+class Rings:
+    """The rings of a domain, shared by all who need one. Thread-safe."""
+
+    def __init__(self, domain: Registering) -> None:
+        self._domain: Final = domain
+        self._changed: Final = threading.Condition()
+        self._free: list[Ring] = []
+        self._made = 0
+
+    @contextmanager
+    def borrowed(self, watch: Watch) -> Iterator[Ring]:
+        """One, when it is free; ``watch`` is called meanwhile. Raises ``TransportError``."""
+        ring = self._take(watch)
+        try:
+            yield ring
+        finally:
+            with self._changed:
+                self._free.append(ring)
+                self._changed.notify()
+
+    def _take(self, watch: Watch) -> Ring:
+        since_s = time.monotonic()
+        with self._changed:
+            while not self._free and self._made >= RINGS_MAX:
+                self._changed.wait(0.1)
+                watch(since_s)
+            if self._free:
+                return self._free.pop()
+            ring = Ring(self._domain)
+            self._made += 1
+            return ring
+
+
+class Bounced:
+    """The slots of a ring, one after another. See ``Landing``."""
+
+    def __init__(self, medium: Medium, ring: Ring) -> None:
+        self._medium: Final = medium
+        self._ring: Final = ring
+        self._given = 0
+
+    def place(self, batch: Segments) -> Column:
+        slot = self._given % AHEAD
+        self._given += 1
+        return spread(batch, self._ring.region.start + slot * UNIT)
+
+    def region(self, address: int) -> Region:
+        return self._ring.region
+
+    def bounced(self) -> bool:
+        return True
+
+    def arrived(self, batch: Segments, place: Column, digests: Digests) -> None:
+        digests[np.unique(batch.row)] = copy(self._medium, batch.laid(place), Stop())
+
+    def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
+        digests[np.unique(batch.row)] = fetch(self._medium, batch.laid(place), Stop())

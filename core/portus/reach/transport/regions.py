@@ -1,0 +1,339 @@
+"""The client's side of verbs: its memory, registered, and its end of each queue pair.
+
+Theory. Registering pins the pages that memory has at that moment, and costs time, so it is done
+once for all saves of the same storages. From then on the address alone says nothing: memory that
+was freed and taken anew at the same address has other pages, and the host would pull the old ones.
+So a region holds its *owner*, the object whose life is the memory's: as long as it is held, nobody
+gets that memory; and a region is used again only for the same owner, address and length. What even
+that does not see (an owner whose memory was exchanged under it) the digests do: the client hashes
+what its processor sees, the host what its network card brought.
+
+Small storages are not registered one by one: they are gathered in memory that a connection has for
+this, hashed on the way, and the host fetches many with one request.
+
+The memory of a CUDA device is registered as a dmabuf, or else by its address, which takes a driver
+of the device that helps (nvidia_peermem), or else it is *staged*: not registered, but fetched to
+this processor's memory, from where it goes over the socket. What is refused once for a device is
+not tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import BATCH, best_engine
+from portus.engine.copying.segments import (
+    Column,
+    Crcs,
+    Digests,
+    Segments,
+    Sources,
+    Stop,
+    cut,
+    owners,
+)
+from portus.errors import TransportError
+from portus.reach.transport.cuda import Driver, driver
+from portus.reach.transport.onesided import ALIGNMENT
+from portus.reach.transport.verbs import Domain, QueuePair, Region, RegisterError
+
+_log: Final = logging.getLogger("portus")
+
+SMALL: Final = 16 << 10
+"""Bytes of a storage below which it is gathered."""
+
+GATHERED_MAX: Final = 64 << 20
+"""Bytes that are gathered on one connection, at most; small storages beyond are registered."""
+
+HERE: Final = -1
+"""In the place of a device's number: memory of this processor."""
+
+Flags = NDArray[np.bool_]
+
+
+class StagedError(RegisterError):
+    """Memory of a device that cannot be registered. The device is among the staged ones now."""
+
+
+class DeviceAccess(enum.Enum):
+    """How the other side reaches the memory of a device; in the order in which they are tried."""
+
+    DMABUF = "dmabuf"
+    PEER = "peer memory"
+    STAGED = "staged"
+
+
+@dataclass(eq=False, slots=True)
+class RegisteredRegion:
+    """A region that is registered. ``users``: how many saves use it now. ``lasting``: it is kept
+    when they are over."""
+
+    owner: object
+    region: Region
+    users: int = 0
+    lasting: bool = True
+
+
+_Key = tuple[int, int, int]
+
+
+class Regions:
+    """What a client has registered for one host. Thread-safe."""
+
+    def __init__(self, domain: Domain, cuda: Callable[[], Driver] = driver) -> None:
+        """cuda: the driver of the devices that memory may be on; asked for when there is one."""
+        self.domain: Final = domain
+        self._cuda: Final = cuda
+        self._guard: Final = threading.Lock()
+        self._known: Final[dict[_Key, RegisteredRegion]] = {}
+        self._refused: Final[dict[int, list[str]]] = {}
+        self._unsteady: Final[set[int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def way(self, device: int) -> DeviceAccess:
+        """How the memory of that device is reached, as far as is known."""
+        return list(DeviceAccess)[len(self._refused.get(device, ()))]
+
+    def staged(self) -> list[int]:
+        """The devices whose memory cannot be registered."""
+        return [device for device in list(self._refused) if self.way(device) is DeviceAccess.STAGED]
+
+    def distrust(self, devices: Collection[int], why: str) -> None:
+        """Stage these from now on: bytes did not arrive as they are."""
+        with self._guard:
+            for device in devices:
+                while self.way(device) is not DeviceAccess.STAGED:
+                    self._refuse(device, why)
+
+    def avoid(self, addresses: Collection[int]) -> None:
+        """Do not register these from now on: they changed while they were pulled."""
+        with self._guard:
+            self._unsteady.update(addresses)
+
+    def unsteady(self) -> list[int]:
+        """Where memory is that is not to be registered."""
+        with self._guard:
+            return list(self._unsteady)
+
+    def take(
+        self,
+        owners: Sequence[object],
+        address: Column,
+        length: Column,
+        lasting: Flags,
+        device: Column | None = None,
+    ) -> list[RegisteredRegion]:
+        """A region for each storage, registered now if it is not yet; for one save, which gives
+        them back. What no save uses and this one does not name is let go of. device: the number of
+        that which it is on, or HERE; all are here by default.
+
+        Raises ``RegisterError`` if the system refuses, ``StagedError`` for memory of a device; then
+        nothing was taken.
+        """
+        taken: list[RegisteredRegion] = []
+        wanted: set[_Key] = set()
+        where = np.full(len(owners), HERE) if device is None else device
+        columns = (address.tolist(), length.tolist(), lasting.tolist(), where.tolist())
+        with self._guard:
+            try:
+                for owner, start, size, lasts, number in zip(owners, *columns, strict=True):
+                    key = (start, size, id(owner))
+                    known = self._known.get(key)
+                    if known is None:
+                        region = self._registered(number, start, size)
+                        known = self._known[key] = RegisteredRegion(owner, region)
+                    known.lasting = lasts
+                    known.users += 1
+                    taken.append(known)
+                    wanted.add(key)
+            except BaseException:
+                self._let_go(taken)
+                raise
+            for key in self._known.keys() - wanted:
+                self._known[key].lasting = False
+            self._sweep()
+            return taken
+
+    def give_back(self, taken: Sequence[RegisteredRegion]) -> None:
+        """A save is over."""
+        with self._guard:
+            self._let_go(taken)
+
+    def forget(self) -> None:
+        """Keep none for later saves: something is not as it should be."""
+        with self._guard:
+            for known in self._known.values():
+                known.lasting = False
+            self._sweep()
+
+    def _registered(self, device: int, start: int, size: int) -> Region:
+        if device == HERE:
+            return self.domain.register(start, size, remote=True, writable=False)
+        while (way := self.way(device)) is not DeviceAccess.STAGED:
+            try:
+                if way is DeviceAccess.PEER:
+                    return self.domain.register(start, size, remote=True, writable=False)
+                return self._from_dmabuf(device, start, size)
+            except RegisterError as error:  # its cause does not speak of files, and of limits
+                self._refuse(device, str(error.__cause__ or error))
+            except TransportError as error:
+                self._refuse(device, str(error))
+        raise StagedError(f"the memory of device {device} is staged")
+
+    def _from_dmabuf(self, device: int, start: int, size: int) -> Region:
+        descriptor, offset = self._cuda().exported(device, start, size)
+        try:
+            return self.domain.register_dmabuf(descriptor, offset, size)
+        finally:
+            os.close(descriptor)  # the region holds what it needs
+
+    def _refuse(self, device: int, why: str) -> None:
+        """The way it had until now is none."""
+        said = self._refused.setdefault(device, [])
+        said.append(f"{self.way(device).value}: {why}")
+        if self.way(device) is DeviceAccess.STAGED:
+            _log.warning(
+                "device %d: its memory goes through pinned memory and over the socket (%s)",
+                device,
+                "; ".join(said),
+            )
+
+    def _let_go(self, taken: Sequence[RegisteredRegion]) -> None:
+        for known in taken:
+            known.users -= 1
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for key, known in list(self._known.items()):
+            if not known.users and not known.lasting:
+                del self._known[key]
+                with contextlib.suppress(TransportError):
+                    known.region.close()
+
+
+class ClientLane:
+    """The client's end of the queue pair of one connection, and memory to gather in. It posts
+    nothing. For one thread; but ``close`` may be called by any."""
+
+    def __init__(self, domain: Domain, pair: QueuePair) -> None:
+        self._domain: Final = domain
+        self._pair: Final = pair
+        self._memory: mmap.mmap | None = None
+        self._region: Region | None = None
+
+    @property
+    def closed(self) -> bool:
+        """True when the host reaches nothing through it any more."""
+        return self._pair.closed
+
+    def room(self, size: int) -> Region:
+        """Registered memory of ``size`` bytes at least, the same as before if it is enough. What
+        is in it lasts until somebody else asks. Raises ``RegisterError``."""
+        if self._region is None or self._region.length < size:
+            self._drop()
+            length = max(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
+            self._memory = mmap.mmap(-1, length)
+            start = np.frombuffer(self._memory, np.uint8).ctypes.data
+            self._region = self._domain.register(start, length, remote=True, writable=True)
+        return self._region
+
+    def register(self, address: int, length: int) -> Region:
+        """Let the host write there, until the region is closed. Raises ``RegisterError``."""
+        return self._domain.register(address, length, remote=True, writable=True)
+
+    def close(self) -> None:
+        """Revoke: when this returns the host reaches nothing through it. Raises nothing."""
+        self._pair.close()
+        self._drop()
+
+    def _drop(self) -> None:
+        region, self._region = self._region, None
+        if region is not None:
+            with contextlib.suppress(TransportError):
+                region.close()
+        self._memory = None
+
+
+def gathered(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, int]:
+    """Return which storages are gathered, the offset of each (0 for the others), and bytes of all.
+
+    here: those that have an address. first: those that come first, since they travel together.
+    """
+    small = here & (lengths > 0) & (lengths < SMALL)
+    order = np.flatnonzero(small)[np.argsort(~first[small], kind="stable")]
+    room = -(-lengths[order] // ALIGNMENT) * ALIGNMENT
+    ends = np.cumsum(room)
+    order, room, ends = (each[ends <= GATHERED_MAX] for each in (order, room, ends))
+    offsets = np.zeros(len(lengths), np.int64)
+    offsets[order] = ends - room
+    chosen = np.zeros(len(lengths), np.bool_)
+    chosen[order] = True
+    return chosen, offsets, int(ends[-1]) if len(ends) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The segments of some sources, those that are gathered apart, and the digests and CRC32s of
+    all."""
+
+    small: Segments
+    place: Column
+    big: Segments
+    digests: Digests
+    crcs: Crcs
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of those that are gathered."""
+        return self.small.size
+
+    @classmethod
+    def of(cls, sources: Sources, is_small: Flags, place: Column) -> Parts:
+        """is_small: of each source. place: of each source, where it is gathered."""
+        segments, digests = cut(sources)
+        owner = owners(sources.length)[segments.row]
+        chosen = is_small[owner]
+        crcs = np.zeros(len(digests), np.uint32)
+        small, big = _some(segments, chosen), _some(segments, ~chosen)
+        return cls(small, place[owner][chosen], big, digests, crcs)
+
+    def gather(self, stop: Stop) -> None:
+        """Copy the small ones to their places, and note their digests. Raises ``StoppedError``."""
+        if len(self.small):
+            best_engine().move(self.small, self.place, self.digests, stop, self.crcs)
+
+    def scatter(self, stop: Stop) -> None:
+        """The way back: from their places to where they belong."""
+        if len(self.small):
+            small = self.small
+            there = Segments(
+                address=self.place, offset=small.offset, length=small.length, row=small.row
+            )
+            best_engine().move(there, small.address, self.digests, stop)
+
+    def hash_big(self, stop: Stop) -> None:
+        """Note the digests of the others. Raises ``StoppedError``."""
+        for batch in self.big.batches(BATCH):
+            best_engine().move(batch, None, self.digests, stop, self.crcs)
+
+
+def _some(segments: Segments, chosen: Flags) -> Segments:
+    return Segments(
+        address=segments.address[chosen],
+        offset=segments.offset[chosen],
+        length=segments.length[chosen],
+        row=segments.row[chosen],
+    )

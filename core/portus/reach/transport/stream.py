@@ -1,0 +1,692 @@
+"""A conversation over a socket (tcp, TLS, unix), with payload straight from memory to memory.
+
+A ``Link`` belongs to one thread at a time. Its waits are short ones in a row: in between it looks
+whether the caller's ``Stop`` is set, and whether the other side has been silent for too long. An
+error, and a stop in the middle of a frame, end the link: what was being said is void for both.
+
+Payload is hashed piece by piece, before it is sent and after it arrived, while the cache has it;
+what is sent is a copy, for its source may change meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import select
+import socket
+import ssl
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import xxhash
+from isal import isal_zlib
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import best_engine, copy
+from portus.engine.copying.segments import (
+    Column,
+    Crcs,
+    Digests,
+    Segments,
+    Stop,
+    StoppedError,
+    memory,
+)
+from portus.engine.media.base import MappedMedium, Medium
+from portus.engine.spec import Extent
+from portus.errors import PortusError, TransportError, UsageError
+from portus.reach.protocol.connection import Connection, Event, Forgotten, Payload
+from portus.reach.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
+from portus.reach.protocol.vocabulary import MessageKind
+from portus.reach.transport.budget import FREE, ConnectionBudget
+
+PIECE: Final = 1 << 20
+"""Bytes of payload for one call of the system, and between two looks at the stop."""
+
+GATHER: Final = 4 << 20
+"""Bytes of short segments that are sent together."""
+
+_BYTES_S_MIN: Final = 64e3
+"""A message or a piece of payload that was begun comes, and is taken, at least as fast, in the end:
+who sends a byte now and then is as silent as who sends none."""
+
+_WANTED_BYTES_S_MIN: Final = 1e6
+_WANTED_S: Final = 10.0
+"""The same, while others wait for the memory that its sender has: after so many seconds."""
+
+_SMALL: Final = 64 << 10
+"""Bytes of a segment, on the average, below which it is short."""
+
+_POLL_S: Final = 0.2
+_KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 20,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 80_000,  # ms; nothing is asked while something sent is not acknowledged
+}
+"""A peer that vanished is noticed within 80 s."""
+
+
+class SilentError(TransportError):
+    """The other side said nothing, or took nothing, for too long."""
+
+
+class EndedError(TransportError):
+    """The other side is gone."""
+
+
+class InterruptedByError(TransportError):
+    """Payload was due, and something else came."""
+
+    def __init__(self, message: Said) -> None:
+        super().__init__(f"{message.kind.name} came in the middle of a payload")
+        self.message: Final = message
+
+
+class UnreadError(Exception):
+    """A message came for which there was no memory, and was not read; ``why``. It is to be answered
+    by a refusal: the conversation goes on."""
+
+    def __init__(self, kind: MessageKind, why: PortusError) -> None:
+        super().__init__(f"{kind.name}: {why}")
+        self.kind: Final = kind
+        self.why: Final = why
+
+
+class Link:
+    """One end of a conversation. ``silence_s``: the longest wait for the other side; it may be
+    changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload that
+    were received. ``hash_s``: seconds spent hashing payload. ``account``: see the constructor."""
+
+    def __init__(
+        self,
+        link: socket.socket,
+        *,
+        is_client: bool,
+        name: str,
+        silence_s: float,
+        account: ConnectionBudget | None = None,
+    ) -> None:
+        """account: the memory that the other side makes this one hold; None: no limit."""
+        self.connection: Final = Connection(is_client=is_client)
+        self.name: Final = name
+        self.silence_s = silence_s
+        self.taken = 0
+        self.hash_s = 0.0
+        self._socket: Final = link
+        self.account: Final = account
+        self._began_s = math.inf
+        self._came = 0
+        self._stop: Stop | None = None
+        self._work: Stop | None = None
+        self._closed = False
+        self.silence: SilentError | None = None
+        """What ended it, if that was the silence of the other side."""
+        _prepare(link)
+        _ALL.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """True when it can be used no more."""
+        return self._closed
+
+    @contextlib.contextmanager
+    def under(self, stop: Stop) -> Iterator[None]:
+        """Waits in here end when ``stop`` is set; the link is closed then."""
+        self._stop = stop
+        try:
+            yield
+        finally:
+            self._stop = None
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[Stop]:
+        """Work for the other side, in which nothing is said: it is to end when the link is closed,
+        or the other side hangs up. Raises ``EndedError`` then."""
+        self._work = stop = _Work(self)
+        try:
+            if self._closed:
+                stop.set()
+            yield stop
+        except StoppedError as error:
+            self.close()
+            raise EndedError(f"{self.name}: the connection was closed") from error
+        finally:
+            self._work = None
+
+    @property
+    def hung_up(self) -> bool:
+        """True once the other side will say nothing more. Takes nothing of what it said."""
+        number = self._socket.fileno()
+        if number < 0:
+            return True
+        asking = select.poll()
+        asking.register(number, getattr(select, "POLLRDHUP", 0))  # what else ends it comes unasked
+        return bool(asking.poll(0))
+
+    def send(self, message: Said) -> None:
+        """Raises ``TransportError``, and then the link is closed; ``StoppedError`` likewise."""
+        with self._or_end():
+            self._put(memoryview(self.connection.send(message)))
+
+    def receive(self, idle_s: float | None = None) -> Event:
+        """The next message, or that payload follows. Raises as ``send``, ``ProtocolError``, and
+        ``UnreadError`` on a host.
+
+        idle_s: the longest wait for its first byte; None: ``silence_s``, as for the others."""
+        with self._or_end():
+            data = self._get(self.connection.wanted, idle_s)
+            self._began_s, self._came, room = time.monotonic(), len(data), 0
+            why: PortusError | None = None
+            while (event := self.connection.feed(data)) is None:
+                wanted, left = self.connection.wanted, self.connection.body_left
+                if self.account is not None and why is None and room < wanted and left > FREE:
+                    why = self._body_taken(self.account, wanted - room, left - room)
+                    room = wanted
+                    if why is not None:
+                        self.connection.forget()
+                        self.account.passed()
+                data = self._get(self.connection.wanted)
+                room = max(0, room - len(data))
+                self._came += len(data)
+                self._check_pace()
+            self._began_s = math.inf
+        if isinstance(event, Forgotten):
+            assert why is not None
+            raise UnreadError(event.kind, why)
+        return event
+
+    def ask(self, message: Said, silence_s: float | None = None) -> Said:
+        """Send, and give the answer. silence_s: for an answer that may take its time."""
+        self.send(message)
+        return self.hear(silence_s)
+
+    def hear(self, silence_s: float | None = None) -> Said:
+        """The next message, where no payload is due. silence_s: as in ``ask``."""
+        usual_s = self.silence_s
+        self.silence_s = silence_s or usual_s
+        try:
+            event = self.receive()
+        finally:
+            self.silence_s = usual_s
+        if isinstance(event, Payload):
+            self.close()
+            raise ProtocolError(f"{self.name}: payload came in place of an answer")
+        return event
+
+    def send_payload(self, kind: MessageKind, data: memoryview, hasher: _Hasher | None) -> None:
+        """One frame of plain bytes. Hashed on the way, it may change meanwhile: what is sent is
+        what was hashed."""
+        with self._or_end():
+            self._put(memoryview(self.connection.send_payload(kind, len(data))))
+            warm = memoryview(bytearray(min(len(data), PIECE) if hasher is not None else 0))
+            for start in range(0, len(data), PIECE):
+                piece = data[start : start + PIECE]
+                if hasher is not None:
+                    warm[: len(piece)] = piece
+                    piece = warm[: len(piece)]
+                    self._hash(piece, hasher)
+                self._put(piece)
+                self._put(memoryview(self.connection.sent(piece)))
+
+    def fill(self, target: memoryview, hasher: _Hasher | None) -> None:
+        """Fill ``target`` with payload, of as many frames as it takes, hashed when it arrived.
+
+        Raises ``InterruptedByError`` when a message comes in its place; the link is whole then.
+        """
+        done = 0
+        while done < len(target):
+            self.expect_payload()
+            length = min(self.connection.payload_left, len(target) - done, PIECE)
+            piece = target[done : done + length]
+            with self._or_end():
+                self._get_into(piece)
+            self._hash(piece, hasher)
+            with self._or_end():
+                self._took(piece)
+            self.taken += length
+            done += length
+
+    def _took(self, piece: memoryview) -> None:
+        """Payload came. At the end of its frame it has to be what was sent."""
+        start = time.perf_counter()
+        self.connection.took(piece)
+        self.hash_s += time.perf_counter() - start
+        while self.connection.digest_due:
+            self.connection.feed(self._get(self.connection.wanted))
+
+    def _hash(self, piece: memoryview, hasher: _Hasher | None) -> None:
+        if hasher is not None:
+            start = time.perf_counter()
+            hasher.update(piece)
+            self.hash_s += time.perf_counter() - start
+
+    def expect_payload(self) -> None:
+        """Return when payload is due. Raises ``InterruptedByError``."""
+        if not self.connection.payload_left:
+            event = self.receive()
+            if not isinstance(event, Payload):
+                raise InterruptedByError(event)
+
+    def close(self) -> None:
+        """Let go; wakes a thread that waits in here. A second call does nothing."""
+        self._closed = True
+        work = self._work
+        if work is not None:
+            work.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def leave(self) -> None:
+        """Close it, in a forked child: the conversation is the parent's, and goes on."""
+        self._closed = True
+        os.close(self._socket.detach())
+
+    @property
+    def host(self) -> str:
+        """The address of this end, such as 10.0.0.1; "" if it never leaves this machine's unix
+        sockets."""
+        name = self._socket.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    @property
+    def secret(self) -> bool:
+        """True if nobody on the way can read it: TLS."""
+        return isinstance(self._socket, ssl.SSLSocket)
+
+    def has_word(self, timeout_s: float = 0.0) -> bool:
+        """True if the other side said something, or hung up. Takes nothing of it."""
+        with self._or_end():
+            number = self._socket.fileno()
+            if number < 0:
+                raise EndedError(f"{self.name}: the connection was closed")
+            asking = select.poll()
+            asking.register(number, select.POLLIN)
+            return bool(asking.poll(timeout_s * 1000))
+
+    def is_silent(self, limit_s: float) -> bool:
+        """True if the other side says nothing for so long. Takes nothing of what it says. Raises
+        as ``send``."""
+        since_s = time.monotonic()
+        while not self.has_word(_POLL_S):
+            if time.monotonic() - since_s > limit_s:
+                return True
+            with self._or_end():
+                self.pause(since_s, math.inf)
+        return False
+
+    def is_alive(self) -> bool:
+        """False if the other side hung up meanwhile. Only while nothing is due from it."""
+        if self._closed:
+            return False
+        try:
+            # A peer that keeps to the protocol has nothing to say now: anything is the end.
+            self._socket.setblocking(False)
+            self._socket.recv(1)
+            return False
+        except (BlockingIOError, ssl.SSLWantReadError):
+            _wait_shortly(self._socket)
+            return True
+        except OSError:
+            return False
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            if isinstance(error, SilentError):
+                self.silence = error
+            if isinstance(error, TransportError):
+                raise
+            raise EndedError(f"{self.name}: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _get(self, length: int, limit_s: float | None = None) -> memoryview:
+        data = memoryview(bytearray(length))
+        return data[: self._receive_some(data, 0, limit_s)]
+
+    def _get_into(self, target: memoryview) -> None:
+        done = 0
+        while done < len(target):
+            done += self._receive_some(target[done:], socket.MSG_WAITALL)
+
+    def _receive_some(self, target: memoryview, flags: int, limit_s: float | None = None) -> int:
+        wait = _Wait(self, limit_s)
+        while True:
+            try:
+                if isinstance(self._socket, ssl.SSLSocket):
+                    count = self._socket.recv_into(target)
+                else:
+                    count = self._socket.recv_into(target, 0, flags)
+            except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+                wait.again()
+                continue
+            if count == 0:
+                raise EndedError(f"{self.name}: the connection ended")
+            return count
+
+    def _put(self, data: memoryview) -> None:
+        done, began_s = 0, time.monotonic()
+        wait = _Wait(self)
+        while done < len(data):
+            try:
+                count = self._socket.send(data[done:])
+            except (BlockingIOError, TimeoutError, ssl.SSLWantWriteError):
+                wait.again()
+                continue
+            done += count
+            took_s = time.monotonic() - began_s
+            if took_s > self.silence_s + done / _BYTES_S_MIN:
+                raise SilentError(f"{self.name}: it took {done} bytes in {took_s:.0f} s")
+            wait = _Wait(self)
+
+    def room(self, size: int) -> None:
+        """Memory for work on the message that was received last, until ``passed``. Raises as
+        ``send``, ``TransportError`` when there was none for long, and ``UsageError`` if it is more
+        than there may be; then the link is whole."""
+        if self.account is not None and size > FREE:
+            why = self._taken(self.account, size)
+            if why is not None:
+                raise why
+
+    def scratch(self, size: int) -> int:
+        """Bytes of a buffer for payload: so many if there is memory at once, and few if not."""
+        if self.account is None or size <= FREE:
+            return size
+        with contextlib.suppress(UsageError):
+            self.account.could(self.account.passing + size)
+            if self.account.take(size, 0):
+                return size
+        return FREE
+
+    def passed(self) -> None:
+        """The last message was answered, and what it took is given back."""
+        if self.account is not None:
+            self.account.passed()
+
+    def keep(self, size: int) -> None:
+        """Memory that stays, as long as the link; less, if it is negative. Raises
+        ``TransportError``."""
+        if self.account is not None:
+            self.account.keep(size)
+
+    def _body_taken(self, account: ConnectionBudget, size: int, left: int) -> PortusError | None:
+        """The same for a part of a body, of which so much is left without: it is there twice, when
+        it was decoded."""
+        try:
+            account.could(account.passing + 2 * left)
+        except UsageError as error:
+            return error
+        return self._taken(account, 2 * size)
+
+    def _taken(self, account: ConnectionBudget, size: int) -> PortusError | None:
+        """Memory that passes; what to say if there is none."""
+        try:
+            account.could(account.passing + size)
+        except UsageError as error:
+            return error
+        since_s, began_s = time.monotonic(), self._began_s
+        self._began_s = math.inf  # this wait is not the other side's doing
+        why: PortusError | None = None
+        while why is None and not account.take(size, _POLL_S):
+            with self._or_end():
+                self.pause(since_s, math.inf)
+                if self.hung_up:
+                    raise EndedError(f"{self.name}: the connection ended")
+            if time.monotonic() - since_s > self.silence_s:
+                why = account.busy(size)
+        self._began_s = began_s + time.monotonic() - since_s
+        return why
+
+    def _check_pace(self) -> None:
+        """Raise if the other side is too slow with what it began."""
+        took_s, came = time.monotonic() - self._began_s, self._came
+        if took_s > self.silence_s + came / _BYTES_S_MIN:
+            raise SilentError(f"{self.name}: {came} bytes took {took_s:.0f} s")
+        account = self.account
+        if took_s < _WANTED_S + came / _WANTED_BYTES_S_MIN or account is None:
+            return
+        if account.is_wanted:
+            raise SilentError(
+                f"{self.name}: {came} bytes took {took_s:.0f} s, and others wait for the memory"
+            )
+
+    def pause(self, since_s: float, limit_s: float | None = None) -> None:
+        """Raise between two short waits if the wait has to end. limit_s: None: ``silence_s``."""
+        if self._stop is not None:
+            self._stop.check()
+        if self._closed:
+            raise EndedError(f"{self.name}: the connection was closed")
+        if self._began_s != math.inf:
+            self._check_pace()
+        waited_s = time.monotonic() - since_s
+        if waited_s > (self.silence_s if limit_s is None else limit_s):
+            raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
+
+
+_ALL: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    # A loader worker that kept them would hide from the host that its trainer was killed.
+    for link in list(_ALL):
+        if not link.closed:
+            link.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
+
+
+class _Work(Stop):
+    """The stop of work for the other side of a link: set when that side has hung up."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link: Final = link
+
+    def check(self) -> None:
+        if self._link.hung_up:
+            self.set()
+        super().check()
+
+
+class _Wait:
+    """A wait in small steps."""
+
+    def __init__(self, link: Link, limit_s: float | None = None) -> None:
+        self._link: Final = link
+        self._limit_s: Final = limit_s
+        self._since_s: Final = time.monotonic()
+
+    def again(self) -> None:
+        self._link.pause(self._since_s, self._limit_s)
+
+
+def give(
+    link: Link, segments: Segments, digests: Digests, stop: Stop, crcs: Crcs | None = None
+) -> None:
+    """Send segments of this process (whole units, in order) as DATA, and note their digests, and
+    their CRC32s in ``crcs``."""
+    scratch = np.empty(min(GATHER, segments.size), np.uint8)
+    for batch in segments.batches(GATHER):
+        stop.check()
+        if _is_small(batch):
+            best_engine().move(batch, _laid_out(batch, scratch), digests, stop, crcs)
+            link.send_payload(DATA, scratch.data[: batch.size], None)
+            continue
+        hasher = _Hasher(digests, crcs)
+        for unit, address, _, length in _rows(batch):
+            link.send_payload(DATA, memory(address, length), hasher.of(unit))
+            hasher.note()
+        stop.add(batch.size)
+
+
+def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
+    """Fill segments of this process with payload, and note the digests of what arrived."""
+    scratch = np.empty(min(GATHER, segments.size), np.uint8)
+    for batch in segments.batches(GATHER):
+        stop.check()
+        if _is_small(batch):
+            link.fill(scratch.data[: batch.size], None)
+            best_engine().move(_arrived(batch, scratch), batch.address, digests, stop)
+            continue
+        hasher = _Hasher(digests)
+        for unit, address, _, length in _rows(batch):
+            link.fill(memory(address, length), hasher.of(unit))
+            hasher.note()
+        stop.add(batch.size)
+
+
+def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
+    """Payload straight into a pool, where it has addresses; the digests of what arrived there."""
+    scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
+    landing = _Landing(medium, scratch.data)
+    for batch in segments.batches(len(scratch)):
+        if _is_small(batch) and batch.size <= len(scratch):
+            link.fill(scratch.data[: batch.size], None)
+            rows = np.unique(batch.row)
+            digests[rows] = copy(medium, batch.laid(_laid_out(batch, scratch)), Stop())
+            continue
+        hasher = _Hasher(digests)
+        for unit, _, offset, length in _rows(batch):
+            for place in landing.places(offset, length):
+                link.fill(place, hasher.of(unit))
+            hasher.note()
+
+
+def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> None:
+    """Send bytes of a pool as BYTES. They are loaded, never looked at through a mapping: a bad
+    sector is an error then, not the end of the process."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    scratch = memoryview(bytearray(link.scratch(min(GATHER, longest))))
+    for row in range(len(offsets)):
+        offset, length = int(offsets[row]), int(lengths[row])
+        for start in range(0, length, len(scratch)):
+            piece = scratch[: length - start]
+            medium.load(offset + start, piece)
+            link.send_payload(BYTES, piece, None)
+
+
+def drain(link: Link, size: int) -> None:
+    """Receive so much payload, and forget it."""
+    scratch = memoryview(bytearray(min(size, PIECE)))
+    while size:
+        piece = scratch[:size]
+        link.fill(piece, None)
+        size -= len(piece)
+
+
+class _Hasher:
+    """The digest of one unit after another, and its CRC32 where that is wanted."""
+
+    def __init__(self, digests: Digests, crcs: Crcs | None = None) -> None:
+        self._digests: Final = digests
+        self._crcs: Final = crcs
+        self._row = -1
+
+    def of(self, row: int) -> _Hasher:
+        """Return this, for the unit of that row; units come in order."""
+        if row != self._row:
+            self._row, self._hasher, self._crc = row, xxhash.xxh3_128(), 0
+        return self
+
+    def update(self, data: memoryview) -> None:
+        """Take in the next bytes of the unit."""
+        self._hasher.update(data)
+        if self._crcs is not None:
+            self._crc = isal_zlib.crc32(data, self._crc)
+
+    def note(self) -> None:
+        """Write down what the unit has as it is now."""
+        self._digests[self._row] = np.frombuffer(self._hasher.digest(), np.uint8)
+        if self._crcs is not None:
+            self._crcs[self._row] = self._crc
+
+
+class _Landing:
+    """Where payload is received: the pool's own addresses, or a buffer that is stored then."""
+
+    def __init__(self, medium: Medium, scratch: memoryview) -> None:
+        self._medium: Final = medium
+        self._scratch: Final = scratch
+
+    def places(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Memory for the bytes at ``offset``; each is stored when the next one is asked for."""
+        if isinstance(self._medium, MappedMedium):
+            run = Extent(offset, length)
+            try:
+                yield memory(self._medium.address(run), length)
+            finally:
+                self._medium.wrote(run)
+            return
+        for start in range(0, length, len(self._scratch)):
+            piece = self._scratch[: min(len(self._scratch), length - start)]
+            yield piece
+            self._medium.store(offset + start, piece)
+
+
+def _is_small(batch: Segments) -> bool:
+    """True if its segments are so short that they are better sent together than one by one."""
+    return batch.size <= min(GATHER, _SMALL * len(batch))
+
+
+def _laid_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
+    """Addresses for the segments, end to end in ``scratch``."""
+    places: Column = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
+    return places
+
+
+def _arrived(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
+    """The same segments as they lie in ``scratch``, end to end."""
+    return Segments(
+        address=_laid_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
+    )
+
+
+def _rows(segments: Segments) -> Iterator[tuple[int, int, int, int]]:
+    """(row, address, offset, length) of each."""
+    columns = (segments.row, segments.address, segments.offset, segments.length)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _wait_shortly(link: socket.socket) -> None:
+    if isinstance(link, ssl.SSLSocket):
+        link.settimeout(_POLL_S)
+        return
+    # Not settimeout: the socket stays a blocking one, so that one call can fill a whole piece.
+    link.settimeout(None)
+    interval = struct.pack("@ll", 0, int(_POLL_S * 1e6))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+
+def _prepare(link: socket.socket) -> None:
+    """Short waits; small messages at once; a peer that vanished is noticed."""
+    _wait_shortly(link)
+    if link.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    try:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not every system has them all
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    except OSError as error:
+        if error.errno not in (errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+assert PIECE <= PAYLOAD_SIZE_MAX

@@ -1,0 +1,124 @@
+"""Several things at once, in a bounded number of threads: with results in order, or without."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Final, Generic, TypeVar
+
+from portus.engine.copying.thread import Beside, SharedIterator, finish
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+NAME: Final = "portus-abreast"
+
+
+def abreast(
+    work: Callable[[_Item], _Result], items: Iterable[_Item], count: int
+) -> Generator[_Result, None, None]:
+    """``work`` on each item, ``count`` at a time; the results in the order of the items.
+
+    At most ``count`` results were made and not yet asked for. If one fails, its error is raised in
+    its turn. No thread is left when the iterator is through, or closed: whoever stops early closes
+    it (``contextlib.closing``).
+    """
+    return _Abreast(work, count).over(items)
+
+
+def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count: int) -> None:
+    """``work`` on each item, ``count`` at a time. Whoever is through with one takes the next, so a
+    slow one holds nobody up. Blocks until all are through.
+
+    If one fails, or Ctrl-C comes, no other is begun, and when those that are under way are through,
+    that is raised. No thread is left.
+    """
+    shared, failed = SharedIterator(items), list[BaseException]()
+
+    def take_part() -> None:
+        try:
+            for item in shared:
+                work(item)
+        except BaseException as error:
+            failed.append(error)
+            shared.end()
+
+    # Not a pool of threads: the exit of the process would wait for what they hang in.
+    threads = [Beside(take_part, f"{NAME}-{number}") for number in range(min(count, len(items)))]
+    begun: list[Beside] = []
+    try:
+        for thread in threads:
+            thread.start()
+            begun.append(thread)
+        for thread in begun:
+            thread.join()
+    finally:
+        shared.end()
+        finish(begun)
+    if failed:
+        raise failed[0]
+
+
+class _Abreast(Generic[_Item, _Result]):
+    def __init__(self, work: Callable[[_Item], _Result], count: int) -> None:
+        self._work: Final = work
+        self._count: Final = count
+        self._asked: Final[queue.SimpleQueue[_Turn[_Item, _Result] | None]] = queue.SimpleQueue()
+        self._threads: Final[list[Beside]] = []
+
+    def over(self, items: Iterable[_Item]) -> Generator[_Result, None, None]:
+        under_way: list[_Turn[_Item, _Result]] = []
+        try:
+            for item in items:
+                turn: _Turn[_Item, _Result] = _Turn(item)
+                under_way.append(turn)
+                self._begin(turn)
+                if len(under_way) >= self._count:
+                    yield under_way.pop(0).result()
+            while under_way:
+                yield under_way.pop(0).result()
+        finally:
+            for turn in under_way:
+                turn.given_up = True
+            for _ in self._threads:
+                self._asked.put(None)
+            finish(self._threads)
+
+    def _begin(self, turn: _Turn[_Item, _Result]) -> None:
+        self._asked.put(turn)
+        if len(self._threads) < self._count:
+            # Not a pool of threads: the exit of the process would wait for what they hang in.
+            thread = Beside(self._run, f"{NAME}-{len(self._threads)}")
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        while (turn := self._asked.get()) is not None:
+            turn.run(self._work)
+
+
+class _Turn(Generic[_Item, _Result]):
+    """One item, and what became of it."""
+
+    def __init__(self, item: _Item) -> None:
+        self._item: Final = item
+        self._over: Final = threading.Event()
+        self._results: Final[list[_Result]] = []
+        self._error: BaseException | None = None
+        self.given_up = False
+
+    def run(self, work: Callable[[_Item], _Result]) -> None:
+        try:
+            if not self.given_up:
+                self._results.append(work(self._item))
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def result(self) -> _Result:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._results[0]

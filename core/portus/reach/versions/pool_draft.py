@@ -1,0 +1,225 @@
+"""``PoolDraft``: a version in the making in a pool, until the commit or ``release``.
+
+In a pool of this process; on a storage host it is the same, and only ``move`` differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.local import copy, same_bytes, stored
+from portus.engine.copying.segments import Crcs, Digests, Source, Sources, Stop
+from portus.engine.pipeline.draft import Labels
+from portus.engine.pipeline.plan import Column, Feed, Previous
+from portus.engine.spec import Extent
+from portus.reach.format.layout import RecordKind
+from portus.reach.index.commit_records import Change, NewVersion
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import Pointer, Rows, VersionRecord
+from portus.reach.versions.parts import Before, StorageRows, offsets_in, rows_of, shared, sources
+from portus.reach.versions.placement import packed, placed
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Room in a pool for some storages of a draft, and where in it each of them goes."""
+
+    indices: Column
+    target: Sources
+    extents: Rows
+    counts: Column
+
+
+Move = Callable[[Sources], Digests]
+"""Brings the bytes of some storages to their extents; the digests of what was stored."""
+
+
+class PoolDraft:
+    """A draft in a pool of this process."""
+
+    def __init__(self, writer: PoolWriter, lengths: Column) -> None:
+        """lengths: bytes of each storage of the version."""
+        self._writer: Final = writer
+        self._lengths: Final = lengths
+        self._groups: list[StorageRows] = []
+        self._held: list[list[Extent]] = []
+        self._copied: list[Extent] = []
+
+    @property
+    def name(self) -> str:
+        return self._writer.medium.info.name
+
+    @property
+    def bounced_bytes(self) -> int:
+        """None: this process copies."""
+        return 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return 0: what is equal is shared."""
+        return 0
+
+    def copy(
+        self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
+    ) -> Digests:
+        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
+
+        def move(moved: Sources) -> Digests:
+            self._writer.touch(self._held[-1], lambda: not stop.is_set())
+            return copy(self._writer.medium, moved, stop, crcs=crcs)
+
+        return self.place(indices, address, move)
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        def move(moved: Sources) -> Digests:
+            places = [
+                Extent(offset, length)
+                for offset, length in zip(
+                    moved.extent_offset.tolist(), moved.extent_length.tolist(), strict=True
+                )
+            ]
+            digests = []
+            for feed in feeds:
+                with feed.units() as units:
+                    for address, length in units:
+                        own, places = _split(places, length)
+                        source = Source(address, length, tuple(own))
+                        digests.append(copy(self._writer.medium, [source], stop))
+            return np.concatenate(digests)
+
+        return self.place(indices, np.zeros(len(indices), np.int64), move)
+
+    def place(self, indices: Column, address: Column, move: Move) -> Digests:
+        """Reserve room for storages, let ``move`` fill it, and note what it stored."""
+        reserved = self.reserve(indices, address)
+        digests = move(reserved.target)
+        self.note(reserved, digests)
+        return digests
+
+    def reserve(self, indices: Column, address: Column) -> Reserved:
+        """Room for storages, which is to be filled, and noted then. Blocks while the pool grows."""
+        lengths = self._lengths[indices]
+        offsets, size = packed(lengths)
+        room = self._writer.reserve(size)
+        self._held.append(room)
+        self._copied += room
+        extents, counts = placed(offsets, lengths, room)
+        return Reserved(indices, sources(address, lengths, extents), extents, counts)
+
+    def note(self, reserved: Reserved, digests: Digests) -> None:
+        """``reserved`` was filled. digests: of what was stored."""
+        born = np.zeros(len(reserved.indices), np.int64)
+        self._groups.append(
+            StorageRows(reserved.indices, reserved.extents, reserved.counts, digests, born)
+        )
+
+    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
+        assert isinstance(before, Before), "a pool shares with its own versions"
+
+        def same(group: StorageRows) -> bool:
+            moved = sources(address, self._lengths[indices], group.extents)
+            return same_bytes(self._writer.medium, moved, stop)
+
+        return self.reach(before.record, indices, same)
+
+    def reach(
+        self, record: VersionRecord, indices: Column, same: Callable[[StorageRows], bool]
+    ) -> bool:
+        """Hold what ``record`` has for these storages, and reach it if ``same`` then says so."""
+        group = shared(record, indices)
+        self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
+        if record.info.id not in self._writer.catalogue().ids():
+            return False  # retired just before it was held
+        if not same(group):
+            return False
+        self._groups.append(group)
+        return True
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
+        return stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
+
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+        assert before is None or isinstance(before, Before), "a pool shares with its own versions"
+        layout: Pointer | bytes = labels.layout
+        tree: Pointer | bytes = labels.tree
+        if before is not None and before.layout == labels.layout:
+            layout = self.known(before.record, RecordKind.LAYOUT) or layout
+        if before is not None and before.tree == labels.tree:
+            tree = self.known(before.record, RecordKind.TREE) or tree
+        record = self.commit_rows(self.rows(), labels, layout, tree, retire)
+        return Before(record, labels.layout, labels.tree)
+
+    def known(self, record: VersionRecord, kind: RecordKind) -> Pointer | None:
+        """Layout or tree of a version before, held; None if that version is gone, or if the record
+        is not to be relied on: then it is to be written anew."""
+        pointer = record.layout if kind is RecordKind.LAYOUT else record.tree
+        self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
+        if record.info.id not in self._writer.catalogue().ids():
+            return None
+        return pointer if self._writer.is_sound(pointer, kind) else None
+
+    def rows(self) -> tuple[Rows, Rows, Rows]:
+        """Storage, extent and unit rows of the version, all storages being placed."""
+        return rows_of(self._groups, self._lengths)
+
+    def commit_rows(
+        self,
+        rows: tuple[Rows, Rows, Rows],
+        labels: Labels,
+        layout: Pointer | bytes,
+        tree: Pointer | bytes,
+        retire: Collection[int],
+    ) -> VersionRecord:
+        """Commit, with layout and tree as pointers where they are known, and let go."""
+        change = self.change(rows, labels, layout, tree, retire)
+        record = self._writer.commit(change.new, change.data, change.retire)
+        assert record is not None
+        self.release()
+        return record
+
+    def change(
+        self,
+        rows: tuple[Rows, Rows, Rows],
+        labels: Labels,
+        layout: Pointer | bytes,
+        tree: Pointer | bytes,
+        retire: Collection[int],
+    ) -> Change:
+        """What a commit of this version is asked for."""
+        storages, extents, units = rows
+        new = NewVersion(
+            model=labels.model,
+            step=labels.step,
+            token=labels.token,
+            layout=layout,
+            tree=tree,
+            storages=storages,
+            extents=extents,
+            units=units,
+            inexact=labels.inexact,
+            metrics=labels.metrics,
+        )
+        return Change(new, self._copied, retire)
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for extents in held:
+            self._writer.release(extents)
+
+
+def _split(places: list[Extent], length: int) -> tuple[list[Extent], list[Extent]]:
+    """The first ``length`` bytes of ``places``, and the rest."""
+    own, rest = [], list(places)
+    while length:
+        head = rest.pop(0)
+        taken = min(head.length, length)
+        own.append(Extent(head.offset, taken))
+        if taken < head.length:
+            rest.insert(0, Extent(head.offset + taken, head.length - taken))
+        length -= taken
+    return own, rest
