@@ -601,3 +601,16 @@ def test_a_host_gives_each_piece_by_one_request_and_whatever_happens_to_one_is_n
             assert mirror.mend(added, run.reader, run.entries[0].info.id, Stop()) == 1
             assert path.read_bytes() == data
             [added] = mirror.read().versions
+
+
+def test_frozen_storages_beside_each_other_are_sent_once(tmp_path: Path) -> None:
+    """The files of two versions differ before each of them: by the names of their archives."""
+    frozen = [torch.rand(length) for length in (ALONE // 4, ALONE, 2 * UNIT // 4 + 1, ALONE)]
+    run = Run(tmp_path, [{"frozen": frozen, "step": step} for step in (1, 2)])
+    run.claim()
+    version = run.entries[1].info.id
+    run.copy(0)
+    cost = run.mirror.copy(run.reader, version, Stop())
+    assert cost.put_bytes < 10_000
+    assert same(loaded_by(run, cost.added), {"frozen": frozen, "step": 2})
+    run.reader.close()

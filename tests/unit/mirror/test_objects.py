@@ -77,5 +77,5 @@ def test_the_document_has_the_header_and_the_numbers() -> None:
         in TEXT
     )
     assert f"of a storage of {pieces.ALONE >> 20} MiB or more" in TEXT
-    assert f"({pieces.HEADER} bytes before that may be in one piece with it)" in TEXT
+    assert f"before what shares it has more than {pieces.SHARED >> 20} MiB" in TEXT
     assert f"older than {writer.GRACE_S / 3600:.0f} hours by the clock of the store" in TEXT

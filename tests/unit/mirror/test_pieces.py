@@ -15,7 +15,7 @@ from portus.reach.versions.packed import PackedFile
 
 UNIT_HERE = 64
 ALONE_HERE = 16
-HEADER_HERE = 4
+SHARED_HERE = 40
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that files of some hundred bytes have many pieces of all kinds."""
     monkeypatch.setattr(pieces, "UNIT", UNIT_HERE)
     monkeypatch.setattr(pieces, "ALONE", ALONE_HERE)
-    monkeypatch.setattr(pieces, "HEADER", HEADER_HERE)
+    monkeypatch.setattr(pieces, "SHARED", SHARED_HERE)
     monkeypatch.setattr(checksum, "UNIT", UNIT_HERE)
 
 
@@ -68,7 +68,7 @@ def test_pieces_are_all_of_a_file_and_equal_if_and_only_if_their_bytes_are(seed:
         ends = [each.start + each.size for each in before]
         assert [each.start for each in before] == [0, *ends[:-1]][: len(before)]
         assert ends[-1:] == ([file.size] if file.size else [])
-        assert all(0 < each.size <= UNIT_HERE + HEADER_HERE for each in before)
+        assert all(0 < each.size <= UNIT_HERE for each in before)
         if file.size:
             data[source.randrange(file.size)] ^= 1
         for old, new in zip(before, cut(file, data), strict=True):

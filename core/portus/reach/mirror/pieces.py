@@ -1,7 +1,9 @@
 """The files of a version as objects: each is one, or, where objects are small, several pieces.
 
-Pieces are cut where storages begin and end. So a storage that is as it was before is in pieces that
-are there already, wherever in its file it lies now, and the manifest names them again.
+Pieces are cut where large storages begin and end. So one that is as it was before is in pieces that
+are there already, wherever in its file it lies now, and the manifest names them again. What is
+between two of them is a piece by itself, however small: a torch file has the name of its archive
+and the sum of the storage before there, which change when the storages do not.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from portus.errors import CorruptionError
 from portus.reach.mirror.objects import FileObject, Key, Manifest
 from portus.reach.versions.packed import PackedFile, decode_table
 
-ALONE: Final = 4 << 20
-"""Bytes. Smaller storages share pieces, of up to ``UNIT`` bytes."""
+ALONE: Final = 1 << 20
+"""Bytes. Smaller storages share pieces."""
 
-HEADER: Final = 512
-"""Bytes before a large storage that are in one piece with its first unit, at most."""
+SHARED: Final = 4 << 20
+"""Bytes of what shares a piece, at most: all of it is put again when some of it has changed."""
 
 STORAGES: Final = "storages"
 """The name of the one file of a version that is of no files."""
@@ -85,7 +87,7 @@ def pieces_of(
         is_large = not is_around and length >= ALONE
         for at in range(0, length, UNIT):
             part = min(UNIT, length - at)
-            if has_large or (is_large and size > HEADER) or size + part > UNIT + HEADER:
+            if has_large or is_large or size + part > SHARED:
                 end()
             if is_around:
                 content = digest(around(inside + at, part))
