@@ -160,7 +160,7 @@ class NewestIsLast(Writer):
 
 MISTAKES: dict[type[Writer], int] = {
     ManifestFirst: 0,
-    CollectsWithoutTerm: 0,
+    CollectsWithoutTerm: 4,
     ListsLast: 19,
     RemembersWhatItDeleted: 22,
     Assumes: 92,
