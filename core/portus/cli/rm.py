@@ -78,6 +78,13 @@ def _remove_versions(
             _refuse_marks(found)
         if keep is not None and not is_model:
             raise UsageError(f"--keep is for a model, and {name} names a step")
+        if keep is not None and any(each.path for each in found):
+            raise UsageError(
+                f"{name}: a checkpoint there may be several files, and --keep is for versions; the "
+                "run that mirrors there removes what it does not keep"
+            )
+        if not force:
+            _refuse_linked(places, found)
         if keep is not None:
             found = _in_order(found)
             staying = {id(info) for info in keep.staying([each.info for each in found])}
@@ -94,6 +101,15 @@ def _remove_versions(
     size = size_text(sum(each.info.size for each in found))
     output.line(f"{count_text(len(found), 'version')} removed, {size} or less; {then}")
     return [version_document(each.info) for each in found]
+
+
+def _refuse_linked(places: Places, found: Sequence[StoredCheckpoint]) -> None:
+    """Raise ``UsageError`` for a file that a link leads to which stays."""
+    paths = {each.path for each in found if each.path}
+    for each in places.list(found[0].info.model) if paths else ():
+        led = os.path.normpath(os.path.join(os.path.dirname(each.path), each.leads_to))
+        if each.leads_to and each.path not in paths and led in paths:
+            raise UsageError(f"{led}: {each.path} leads to it; --force removes it")
 
 
 def _removed(places: Places, found: Sequence[StoredCheckpoint]) -> int:

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from portus.index.directory import open_reader
+from portus.mirror.address import parse
+from portus.mirror.files import MirroredFiles, UploadedFile
+from portus.mirror.mirror import Mirror
+from portus.mirror.objects import State
+from portus.mirror.opening import configured_key, open_file_store, open_store
 
 import portus as face
 from portus.engine.copying.segments import Stop
 from portus.errors import CorruptionError, UsageError
-from portus.reach.index.directory import open_reader
-from portus.reach.mirror.address import parse
-from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.objects import State
-from portus.reach.mirror.opening import configured_key, open_store
-from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import portus, portus_json, state
 
 
@@ -293,6 +293,47 @@ def test_files_of_a_mirror_are_verified_exported_and_removed_as_versions_are(
     assert portus("rm", f"{url}/{name}@1").code == 0
     [model] = portus_json("ls", url)["pools"][0]["models"]
     assert [each["step"] for each in model["files"]] == [2]
+
+
+def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    store = open_file_store(parse(url))
+    files = MirroredFiles(store, "gpt", url)
+
+    def upload(step: int, *paths: str) -> None:
+        files.claim("a test", bytes(16))
+        filed = []
+        for path in paths:
+            data = path.encode() * 9
+            read = lambda start, size, data=data: data[start : start + size]  # noqa: E731
+            file = UploadedFile(len(data), step, read, lambda: True)
+            filed.append(files.upload(path, file, step, Stop()))
+        files.count(filed)
+
+    upload(1, "1.pt")
+    upload(2, "2.pt")
+    files.claim("a test", bytes(16))
+    files.link("last.pt", "2.pt")
+    assert portus("export", f"{url}/gpt", "out.pt").code == 0
+    assert Path("out.pt").read_bytes() == b"2.pt" * 9, "the link came later"
+    assert portus("show", f"{url}/gpt@0").code == 2
+    said = portus("rm", f"{url}/gpt@2")
+    assert (said.code, "last.pt leads to it" in said.err) == (2, True)
+    assert portus("rm", f"{url}/gpt@1").code == 0
+    upload(3, "c-3/model.safetensors", "c-3/optimizer.bin")
+    said = portus("export", f"{url}/gpt@3", "part.pt")
+    assert (said.code, "several files" in said.err) == (2, True)
+    assert not Path("part.pt").exists()
+    said = portus("rm", f"{url}/gpt", "--keep", "1")
+    assert (said.code, "--keep" in said.err) == (2, True)
+    paths = {each.path for each in files.read().files}
+    assert paths == {"2.pt", "last.pt", "c-3/model.safetensors", "c-3/optimizer.bin"}
+    assert portus("rm", f"{url}/gpt@2", "--force").code == 0
+    assert portus("rm", f"{url}/gpt", "--yes").code == 0
+    assert files.read().files == ()
 
 
 def test_status_says_what_of_the_pool_is_not_mirrored(scene: Scene) -> None:

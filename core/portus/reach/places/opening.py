@@ -106,7 +106,7 @@ class Places(contextlib.ExitStack):
         model, at, step = target.rpartition("@")
         named = self.list(model or target) if (model or target) in models else []
         if at and step.removeprefix("-").isdecimal() and step.isascii():
-            found = [each for each in named if each.info.step == int(step)]
+            found = [each for each in named if each.info.step == int(step) and not each.leads_to]
             if found:
                 return found
         for error in self.failed.values():
@@ -164,6 +164,17 @@ def place_and_target(
 
 
 def newest(found: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-    """Return the checkpoint that was committed last; across places, by time."""
-    last = {each.place: each for each in found}  # of each place the last in order of commits
-    return max(last.values(), key=lambda each: each.info.time_ns)
+    """Return the checkpoint that was committed last; across places, by time. Raises ``UsageError``
+    where that is one of several files of a checkpoint."""
+    last = {each.place: each for each in found if not each.leads_to}  # the last in order of commits
+    if not last:
+        raise UsageError(f"{found[0].name} is a link to {found[0].leads_to}, which is not there")
+    chosen = max(last.values(), key=lambda each: each.info.time_ns)
+    step = chosen.info.step
+    parts = [each for each in found if each.info.step == step and each.path and not each.leads_to]
+    if len({each.info.token for each in parts}) > 1:  # others are copies
+        raise UsageError(
+            f"{chosen.info.model}@{step} has several files, such as {parts[0].path} and "
+            f"{parts[-1].path}: portus pull fetches those of a run together"
+        )
+    return chosen
