@@ -226,6 +226,7 @@ def _converted(path: str, options: ExportOptions, title: str) -> WrittenExport:
     """Write what ``names`` say of a file, or all of it, as a file of another kind."""
     from portus.reach.leaving import from_file  # and torch with it
 
+    check_room(options.out.rstrip(os.sep), 0)
     is_directory = options.is_directory
     made = partial(directory_in_place, force=options.force) if is_directory else file_in_place
     try:

@@ -55,7 +55,12 @@ def run(
             _show(check, verdict, error, passed_s, output)
             documents.append(_document(check, verdict, error, passed_s))
         if not codes:
-            raise UsageError(f"{places.place}: there is no pool to verify; nothing was saved there")
+            what = (
+                "checkpoint file" if places.all() else "pool"
+            )  # a directory of files is one place
+            raise UsageError(
+                f"{places.place}: there is no {what} to verify; nothing was saved there"
+            )
     damaged = sum(map(bool, codes))
     if has_files and len(codes) > 1:
         result = f"{damaged} DAMAGED" if damaged else "all are healthy"

@@ -332,3 +332,10 @@ def test_the_newest_of_several_pool_files_is_meant(run: Run) -> None:
     with PoolCheckpointer(run.pool / "a.portus", "net") as trainer:
         trainer.save({"new": torch.ones(1)}, 5).wait()
     assert portus_json("export", "net", "out.safetensors")["step"] == 5
+
+
+@pytest.mark.parametrize("out", ["no/such/x.pt", "no/such/x.safetensors", "no/such/x"])
+def test_a_directory_for_out_that_is_missing_is_said(tmp_path: Path, out: str) -> None:
+    torch.save({"x": torch.ones(3)}, tmp_path / "stock.pt")
+    said = portus("export", tmp_path / "stock.pt", tmp_path / out)
+    assert (said.code, "there is no such directory" in said.err) == (2, True)

@@ -304,3 +304,9 @@ def test_safetensors_files_are_checkpoints_as_well(tmp_path: Path) -> None:
     said = command("verify", path)
     assert (said.code, "healthy by the structure alone" in said.out) == (0, True)
     assert document("show", path)["verified_by"] == "structure"
+
+
+def test_a_directory_that_has_the_hidden_folder_alone_has_no_file_to_verify(tmp_path: Path) -> None:
+    (tmp_path / ".portus").mkdir()
+    said = command("verify", tmp_path)
+    assert (said.code, "no checkpoint file to verify" in said.err) == (2, True)
