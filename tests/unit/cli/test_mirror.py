@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from portus.index.directory import open_reader
-from portus.mirror.address import parse
-from portus.mirror.files import MirroredFiles, UploadedFile
-from portus.mirror.mirror import Mirror
-from portus.mirror.objects import State
-from portus.mirror.opening import configured_key, open_file_store, open_store
 
 import portus as face
 from portus.engine.copying.segments import Stop
 from portus.errors import CorruptionError, UsageError
+from portus.reach.index.directory import open_reader
+from portus.reach.mirror.address import parse
+from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.objects import State
+from portus.reach.mirror.opening import configured_key, open_file_store, open_store
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import portus, portus_json, state
 
 
