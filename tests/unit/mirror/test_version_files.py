@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from portus.errors import CorruptionError, MediumError, TransportError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.reader import PoolReader
 from portus.reach.mirror.folder import Folder
+from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
 from portus.reach.pools import restore
@@ -268,3 +270,29 @@ def test_a_file_that_is_called_as_what_is_beside_another_has_an_object_of_its_ow
     assert mirror.damaged(added, Stop()) == frozenset()
     with mirror.opened_as(added) as (mirrored, there):
         assert_same(restore.load(mirrored, there), states)
+
+
+def test_collecting_again_after_it_was_given_up_deletes_nothing_of_who_took_over(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first entry is there, and would be the same as the second: the clock stands still."""
+    [first, second, *_] = list(scene.reader.catalogue().entries())
+    scene.mirror.claim("who is superseded", scene.reader.superblock.uuid, 0)
+    scene.mirror.copy(scene.reader, first.info.id, Stop())
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    create = scene.store.create
+
+    def lose_answer(name: str, data: bytes) -> bool:
+        create(name, data)
+        raise TransportError("no answer")
+
+    with monkeypatch.context() as cut:
+        cut.setattr(scene.store, "create", lose_answer)
+        with pytest.raises(TransportError):
+            scene.mirror.collect(grace_s=-10.0)
+    other = scene.of_mirror()
+    other.claim("who took over", scene.reader.superblock.uuid, 0)
+    added = other.copy(scene.reader, second.info.id, Stop()).added
+    with pytest.raises(SupersededError):
+        scene.mirror.collect(grace_s=-10.0)
+    assert other.damaged(added, Stop()) == frozenset()

@@ -104,6 +104,8 @@ class Writer:
         """Objects that may be relied on (M2)."""
         self._last: tuple[str, Mapping[Key, FileObject]] = "", {}
         """A manifest that was there in this term, and what it names."""
+        self._collected_ns = 0
+        """The time that was said last of collecting; no two say the same."""
 
     @property
     def state(self) -> State:
@@ -183,8 +185,11 @@ class Writer:
         now, number = yield from self._times(grace_s)
         entries = yield from self._listed_before(now - grace_s)
         old = [each.manifest for each in self.state.gone if each.number <= number]
-        said = Collected(tuple(old[:FACTS_MAX]), time_ns)
-        state = yield from self.log.append((said,))  # M3: after it was listed
+        # M3: after it was listed. So it may not be taken for the entry of a call before, which was
+        # given up and may be there.
+        self._collected_ns = max(time_ns, self._collected_ns + 1)
+        said = Collected(tuple(old[:FACTS_MAX]), self._collected_ns)
+        state = yield from self.log.append((said,))
         named = yield from self._named(state)
         unneeded = [each for each in entries if each.name not in named]
         if unneeded:
