@@ -535,13 +535,17 @@ def mirror_status(
 
 @_mirror.command("repair", epilog=EXIT_CODES)
 def mirror_repair(
-    mirror: Text = _MIRROR_ARGUMENT, pool: Text = _POOL, as_json: bool = _AS_JSON
+    mirror: Text = _MIRROR_ARGUMENT,
+    pool: Text = _POOL,
+    files: Text = _option("--files DIR", "where the run saves its files; default: here"),
+    as_json: bool = _AS_JSON,
 ) -> None:
-    """Read every byte of a mirror, and replace damaged parts from the pool.
+    """Read every byte of a mirror, and replace what is damaged or missing.
 
-    Exit code 1 if something stays damaged.
+    Versions are sent again from the pool, and files of runs from the directory that they were
+    mirrored from, if they are intact there. Exit code 1 if something stays damaged.
     """
     with reported(as_json) as output:
         from portus.cli import mirror as command
 
-        command.repair(mirror, pool, output)
+        command.repair(mirror, pool, files, output)

@@ -12,15 +12,16 @@ from portus.cli.output import FOUND, Json, Output, Row, age_text, count_text, si
 from portus.cli.pools import nearest, open_places
 from portus.cli.progress import bar
 from portus.engine.copying.segments import Stop
-from portus.errors import CorruptionError, StaleError, UsageError
-from portus.reach.index.place import Place
+from portus.errors import CorruptionError, StaleError, UsageError, printable
+from portus.reach.index.place import Place, local_path
 from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.fetching import missing
+from portus.reach.mirror.files import MirroredFiles, UploadedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
-from portus.reach.mirror.objects import Added
+from portus.reach.mirror.objects import Added, Filed
 from portus.reach.places.base import StoredCheckpoint
-from portus.reach.places.mirror import claim, retried, term_of
+from portus.reach.places.mirror import claim, claim_files, retried, term_of
 from portus.reach.places.version import OpenVersion
 
 _Versions = dict[bytes, StoredCheckpoint]
@@ -79,34 +80,63 @@ def status(url: str | None, pool: str | None, output: Output) -> None:
     output.document({"mirror": str(address), "models": documents})
 
 
-def repair(url: str | None, pool: str | None, output: Output) -> None:
-    """Read every byte of a mirror, and send again from the pool what is damaged."""
+def repair(url: str | None, pool: str | None, directory: str | None, output: Output) -> None:
+    """Read every byte of a mirror, and send again what is damaged: versions from the pool, files of
+    runs from ``directory``, None: the working directory."""
     address = _address(url)
+    root = local_path(directory or os.curdir, "--files")
     documents: list[Json] = []
+    counts = {"version": 0, "file": 0}
     with Mirrors(address) as mirrors, _local(pool) as local:
         for model in mirrors.models():
-            mirror = mirrors.of(model)
-            versions = missing(mirror.read(), ())
-            total, done = sum(each.size for each in versions), 0
-            with bar(model) as advanced:
-                for added in versions:
-                    result = _repaired(mirror, added, local)
-                    done += added.size
-                    advanced(done, total)
-                    documents.append({"model": model, "step": added.step, "result": result})
-                    if result == "damaged":
-                        output.code = FOUND
-                    if result != "whole":
-                        output.line(f"{address}: {model}@{added.step} {_RESULTS[result]}")
+            for kind, result, named, about in _results(mirrors, model, local, root):
+                counts[kind] += 1
+                documents.append({"model": model, **about, "result": result})
+                if result == "damaged":
+                    output.code = FOUND
+                if result != "whole":
+                    output.line(f"{address}: {named} {_RESULTS[kind][result]}")
     lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
-    output.line(f"{address}: {count_text(len(documents), 'version')} read, {lost} damaged")
+    read = [count_text(count, kind) for kind, count in counts.items() if count or kind == "version"]
+    output.line(f"{address}: {' and '.join(read)} read, {lost} damaged")
     output.document({"mirror": str(address), "versions": documents})
 
 
+def _results(
+    mirrors: Mirrors, model: str, local: _Versions, root: str
+) -> Iterator[tuple[str, str, str, dict[str, Json]]]:
+    """Yield what became of each version of a model, and of each file of a run: its kind, the
+    result, its name, and what else is told of it."""
+    mirror = mirrors.of(model)
+    state = mirror.read()
+    versions, files = missing(state, ()), [each for each in state.files if not each.link]
+    total = sum(each.size for each in versions) + sum(each.size for each in files)
+    done = 0
+    with bar(model) as advanced:
+        for added in versions:
+            result = _repaired(mirror, added, local)
+            done += added.size
+            advanced(done, total)
+            yield "version", result, f"{model}@{added.step}", {"step": added.step}
+        for filed in files:
+            result = _repaired_file(mirrors.files_of(model), filed, root)
+            done += filed.size
+            advanced(done, total)
+            about: dict[str, Json] = {"step": filed.step, "file": filed.path}
+            yield "file", result, f"{model}: {printable(filed.path)}", about
+
+
 _RESULTS: Final = {
-    "mended": "was damaged, and is repaired from the pool",
-    "damaged": "is DAMAGED, and the pool has no intact copy of it",
-    "removed": "was removed meanwhile",
+    "version": {
+        "mended": "was damaged, and is repaired from the pool",
+        "damaged": "is DAMAGED, and the pool has no intact copy of it",
+        "removed": "was removed meanwhile",
+    },
+    "file": {
+        "mended": "was damaged, and is repaired from the directory of the run",
+        "damaged": "is DAMAGED, and the directory of the run (--files) has no intact copy of it",
+        "removed": "was removed or replaced meanwhile",
+    },
 }
 
 
@@ -126,6 +156,27 @@ def _repaired(mirror: Mirror, added: Added, local: _Versions) -> str:
     except CorruptionError:
         return "damaged"
     return "mended"
+
+
+def _repaired_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
+    try:
+        mirrored.check(filed, lambda _: None)
+    except CorruptionError:
+        if mirrored.read().file(filed.path) != filed:
+            return "removed"
+    else:
+        return "whole"
+    path = os.path.join(root, filed.path)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        source = UploadedFile.opened(file.fileno(), path, filed.time_ns)
+        if source.digest() == filed.digest:
+            return "mended" if retried(partial(_mend_file, mirrored, filed, source)) else "removed"
+    return "damaged"
+
+
+def _mend_file(mirrored: MirroredFiles, filed: Filed, source: UploadedFile) -> bool:
+    claim_files(mirrored, "mirror repair")
+    return mirrored.mend(filed, source, Stop())
 
 
 def _mend(mirror: Mirror, added: Added, found: StoredCheckpoint) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,45 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
     assert portus("rm", f"{url}/gpt@2", "--force").code == 0
     assert portus("rm", f"{url}/gpt", "--yes").code == 0
     assert files.read().files == ()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": damage,
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "deleted": lambda path: path.unlink(),
+    "without its digest": lambda path: path.with_name(f"{path.name}.xxh128").unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_repair_sends_a_damaged_file_of_a_run_again_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state(step), step).wait()
+    objects = tmp_path / "bucket" / "run" / "files"
+    before = {each.name: each.read_bytes() for each in objects.iterdir()}
+    assert len(before) == 4
+    DAMAGES[kind](objects / "step-00000001.pt")
+    said = portus("mirror", "repair", url)
+    assert (said.code, "step-00000001.pt is DAMAGED" in said.out) == (1, True)
+    kept = Path("run/step-00000001.pt").read_bytes()
+    Path("run/step-00000001.pt").write_bytes(kept[:-1] + b"x")
+    assert portus("mirror", "repair", url, "--files", "run").code == 1, "it is not what was sent"
+    Path("run/step-00000001.pt").write_bytes(kept)
+    said = portus("mirror", "repair", url, "--files", "run")
+    assert (said.code, "is repaired from the directory" in said.out) == (0, True)
+    assert {each.name: each.read_bytes() for each in objects.iterdir()} == before
+    assert portus("verify", url).code == 0
+    results = portus_json("mirror", "repair", url)["versions"]
+    assert [(each["file"], each["result"]) for each in results] == [
+        ("step-00000001.pt", "whole"),
+        ("step-00000002.pt", "whole"),
+    ]
 
 
 def test_status_says_what_of_the_pool_is_not_mirrored(scene: Scene) -> None:

@@ -54,6 +54,19 @@ class UploadedFile:
     read: Callable[[int, int], bytes]
     is_same: Callable[[], bool]
 
+    @classmethod
+    def opened(cls, number: int, path: str, time_ns: int) -> UploadedFile:
+        """Return the open file ``number``, which nobody else writes to."""
+        size = os.fstat(number).st_size
+        return cls(size, time_ns, lambda at, length: _read(number, at, length, path), lambda: True)
+
+    def digest(self) -> bytes:
+        """Return the xxh3_128 of all of it. Raises as ``read``."""
+        hasher = xxhash.xxh3_128()
+        for start in range(0, self.size, PIECE):
+            hasher.update(self.read(start, min(PIECE, self.size - start)))
+        return hasher.digest()
+
 
 class MirroredFiles:
     """See the module. Whoever made the store closes it. One thread at a time.
@@ -131,6 +144,22 @@ class MirroredFiles:
         replaced += [self.state.file(path) for path in gone]
         self._say([*files, *map(Unfiled, gone)])
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
+
+    def mend(self, filed: Filed, file: UploadedFile, stop: Stop) -> bool:
+        """Upload again a file that is not there as it was uploaded; ``file`` has its bytes. False
+        if it does not count any more. It is uploaded twice: what counts is never written over, and
+        in the end it has its name again. Raises as ``upload``, and ``StaleError`` if the bytes are
+        others."""
+        while True:  # ends: of two uploads one has the name of the file
+            now = self.state.file(filed.path)
+            if now is None or now.digest != filed.digest:
+                return False
+            sent = self.upload(filed.path, file, filed.step, stop, term=filed.term)
+            if sent.digest != filed.digest:
+                raise StaleError(f"{printable(filed.path)}: it was written to while it was read")
+            self.count([sent])
+            if sent.name == file_name(filed.path):
+                return True
 
     def link(self, path: str, target: str) -> None:
         """Say that the link at ``path`` leads to ``target``, which is relative to it."""

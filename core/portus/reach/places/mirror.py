@@ -61,6 +61,11 @@ def claim(mirror: Mirror, command: str) -> State:
     return mirror.claim(_who(command), _NO_POOL, 0, passing=True)
 
 
+def claim_files(files: MirroredFiles, command: str) -> State:
+    """Take the term for what a command does with files of a run, which takes it back."""
+    return files.claim(_who(command), _NO_POOL, passing=True)
+
+
 def _who(command: str) -> str:
     return f"portus {command}: pid {os.getpid()} on {platform.node()}"
 
@@ -311,15 +316,10 @@ class _Upload:
             retried(self._upload)
 
     def _upload(self) -> None:
-        self._mirrored.claim(_who("copy"), _NO_POOL, passing=True)
+        claim_files(self._mirrored, "copy")
         filed = []
         for name, number in self._files.items():
-            uploaded = UploadedFile(
-                size=os.fstat(number).st_size,
-                time_ns=time.time_ns(),
-                read=partial(_read, number),
-                is_same=lambda: True,
-            )
+            uploaded = UploadedFile.opened(number, name, time.time_ns())
             filed.append(self._mirrored.upload(name, uploaded, self._step, Stop()))
         self._mirrored.count(filed)
 
@@ -327,10 +327,6 @@ class _Upload:
         self.ring.close()
         while self._files:
             os.close(self._files.popitem()[1])
-
-
-def _read(number: int, start: int, length: int) -> bytes:
-    return os.pread(number, length, start)
 
 
 def _temporary() -> int:
