@@ -336,7 +336,8 @@ class Reader:
                 yield from history.perform(_keeping(_read(each.name), read))
                 check(each, read[0], expected)
         except (MissingError, CorruptionError) as error:
-            gone = newest.token in history.oracle.may_be_removed
+            kept = {each.manifest for each in history.oracle.state.versions}  # else it was mended
+            gone = newest.token in history.oracle.may_be_removed or newest.manifest not in kept
             if not gone or history.bucket.now < self._began + GRACE_S:
                 raise BrokenError(f"a reader does not find what it needs: {error}") from error
             return  # it starts over
