@@ -16,6 +16,11 @@ PARTS: Final = 3
 """Files of a step, of the loop that has several."""
 
 
+def warm_up() -> None:
+    """What a program does before it trains."""
+    Training(1).advance()
+
+
 def steps(directory: str) -> list[int]:
     """Those of which there is a file, or the first of several."""
     names = glob.glob(f"{directory}/step-*.pt")

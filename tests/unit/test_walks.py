@@ -19,10 +19,10 @@ FILES = {
 """How many files hand a tensor on. The goal is 12; a number here may fall, and not rise."""
 
 ENTERED = {
-    "portus.save": 46,
-    "PortusIO.save_checkpoint": 52,
-    "portus.load": 28,
-    "Accelerator.save_state": 80,
+    "portus.save": 52,
+    "PortusIO.save_checkpoint": 62,
+    "portus.load": 34,
+    "Accelerator.save_state": 92,
 }
 """How many files of ours a walk enters at most, those included that are only called for an answer.
 File systems and measured speeds decide about a few."""

@@ -19,7 +19,7 @@ def place_of(directory: str | os.PathLike[str] | None) -> Place:
     if directory is None:
         return Place.by_variable() or Place.named(os.path.abspath(DEFAULT))
     place = Place.named(directory, "directory")
-    if place.local_pool is not None and not place.path.endswith(SUFFIX):
+    if os.path.isfile(place.path) and not place.path.endswith(SUFFIX):  # no device, nor a host
         with contextlib.suppress(OSError), open(place.path, "rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise UsageError(
