@@ -438,7 +438,7 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
 ) -> None:
     """It accepts connections, and then says nothing. What waits for work would wait for ever."""
     for name in ("transport.host.SILENCE_S", "transport.host.WORK_S", "transport.host.ROOM_S"):
-        monkeypatch.setattr(f"portus.{name}", 1e6)
+        monkeypatch.setattr(f"portus.reach.{name}", 1e6)
     monkeypatch.setattr("portus.reach.files.host.ROOM_S", 1e6)
     training = Trained(1 << 10)
     keep = None if kind == "late" else 2
