@@ -16,7 +16,7 @@ from portus.errors import CorruptionError, StaleError, UsageError, printable
 from portus.reach.index.place import Place, local_path
 from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.fetching import missing
-from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.files import MirroredFiles, UploadedFile, digest_of
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
 from portus.reach.mirror.objects import Added, Filed
@@ -169,7 +169,7 @@ def _repaired_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
     path = os.path.join(root, filed.path)
     with contextlib.suppress(OSError), open(path, "rb") as file:
         source = UploadedFile.opened(file.fileno(), path, filed.time_ns)
-        if source.digest() == filed.digest:
+        if digest_of(file.fileno(), source.size, path) == filed.digest:
             return "mended" if retried(partial(_mend_file, mirrored, filed, source)) else "removed"
     return "damaged"
 

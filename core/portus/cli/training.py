@@ -19,7 +19,8 @@ from portus.reach.index.journals import FoundJournal, journals_in, names_in, rea
 from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
 from portus.reach.media.dax import is_device
 from portus.reach.places.directory import journals_inside
-from portus.reach.places.opening import is_whole_place, journals_of
+from portus.reach.places.opening import journals_of
+from portus.reach.protocol.address import is_address
 
 RESTARTS_MAX: Final = 20
 """Rows that are shown to people; all are in the document."""
@@ -133,7 +134,7 @@ def _looked_in(
     name, unless a pool is named.
     """
     name = path = None
-    if run is None or is_whole_place(run):
+    if run is None or is_address(run):
         place = find_pool(pool) if run is None else Place.named(run)
         return directories_of(place), place.path, name, path
     path = os.path.abspath(os.path.expanduser(run))

@@ -60,13 +60,6 @@ class UploadedFile:
         size = os.fstat(number).st_size
         return cls(size, time_ns, lambda at, length: _read(number, at, length, path), lambda: True)
 
-    def digest(self) -> bytes:
-        """Return the xxh3_128 of all of it. Raises as ``read``."""
-        hasher = xxhash.xxh3_128()
-        for start in range(0, self.size, PIECE):
-            hasher.update(self.read(start, min(PIECE, self.size - start)))
-        return hasher.digest()
-
 
 class MirroredFiles:
     """See the module. Whoever made the store closes it. One thread at a time.
@@ -215,13 +208,11 @@ class MirroredFiles:
             in_any_order(get, range(0, filed.size, PIECE), _ABREAST)
         except MissingError as error:
             raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
-        hasher = xxhash.xxh3_128()
-        for start in range(0, filed.size, PIECE):
-            hasher.update(_read(number, start, min(PIECE, filed.size - start), filed.path))
-        if hasher.digest() != filed.digest:
+        arrived = digest_of(number, filed.size, filed.path)
+        if arrived != filed.digest:
             raise CorruptionError(
                 f"{self._name}: {filed.name}: expected the digest {filed.digest.hex()}, found "
-                f"{hasher.hexdigest()}"
+                f"{arrived.hex()}"
             )
 
     def check(self, filed: Filed, advanced: Callable[[int], None]) -> None:
@@ -245,6 +236,15 @@ class MirroredFiles:
             self._store.delete(
                 [self._prefix + name + more for name in names for more in ("", DIGEST_SUFFIX)]
             )
+
+
+def digest_of(number: int, size: int, path: str) -> bytes:
+    """Return the xxh3_128 of ``size`` bytes of an open file. Raises ``StaleError`` if it is shorter
+    and ``MediumError``. path: for messages."""
+    hasher = xxhash.xxh3_128()
+    for start in range(0, size, PIECE):
+        hasher.update(_read(number, start, min(PIECE, size - start), path))
+    return hasher.digest()
 
 
 def _read(number: int, start: int, length: int, path: str) -> bytes:

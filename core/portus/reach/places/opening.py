@@ -34,11 +34,6 @@ def place_named(text: str, what: str, *, mirrors: bool = True) -> Place:
     return Place(PlaceKind.MIRROR, str(address))
 
 
-def is_whole_place(text: str) -> bool:
-    """Return whether a text is the address of a place, and not a path or a name."""
-    return is_address(text)
-
-
 def open_place(place: Place) -> OpenPlace:
     """Return a place, which opens what it needs when that is used."""
     opened: OpenPlace = place.classes.load_opened()(place)
