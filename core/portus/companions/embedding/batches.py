@@ -79,7 +79,7 @@ class Batches:
         self._stray = ""
         """The scheduler that stepped where no batch is over, by its class."""
         self._settings: str | None = settings_of(training.optimizers)
-        """Of the optimizers, before the loop; None once it has made an update."""
+        """Settings of the optimizers before the loop; None once it has made an update."""
         self._sets_before = False
         """The loop changes settings by hand before the updates of a batch, and not after them."""
 

@@ -52,7 +52,7 @@ class Moments:
         """As it was taken last, if it is written in slices."""
         self._loadable: Final = Loadable()
         self._pickle = self._layout = b""
-        """Of the state that was taken last."""
+        """Pickle and layout of the state that was taken last."""
         self._counter: Final = torch.tensor(0, device="cpu")
         self.is_whole = True
         """The next moment is taken whole."""
@@ -65,7 +65,7 @@ class Moments:
         self._said: object = None
         """What ``extra`` said for it."""
         self._settings = ""
-        """Of the optimizers, as it has them."""
+        """Settings of the optimizers, as that state has them."""
 
     def has_other_settings(self) -> bool:
         """True if somebody changed settings of an optimizer since the last moment was taken."""

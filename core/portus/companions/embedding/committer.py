@@ -34,7 +34,7 @@ class Committer:
         self._is_beside = False
         """The thread does something beside the batches: it folds in, or writes a slice."""
         self._is_held = False
-        """It is to do none."""
+        """True while it is to make no commit."""
         self._stop: Final = Stop(awaited=False)
         self._thread: Final = Beside(self._run, "portus-embedding")
         self._thread.start()

@@ -39,9 +39,9 @@ class Mapped:
         self._store: Final = store
         self._tables: Final = tables
         self._places: dict[int, TensorLocation] = {}
-        """By the address."""
+        """Places of tensors, by their addresses."""
         self._views: list[tuple[weakref.ref[memoryview], Extent]] = []
-        """Of each tensor that was made, its memory, which it keeps alive."""
+        """Memory of each tensor that was made; the tensor keeps it alive."""
         self.digests: list[torch.Tensor] = []
         """What the state has in addition: the digests of the units of each of these tensors."""
 

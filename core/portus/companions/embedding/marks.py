@@ -29,11 +29,11 @@ class Marks:
         self._committer: Final = committer
         self._keep: Final = keep
         self._newest: tuple[int, str] | None = None
-        """Of which batch, and its token."""
+        """The batch of the newest mark, and its token."""
         self._read: tuple[str, object] | None = None
         """The state of the mark that was read last, by its token."""
         self._images: dict[int, int] = {}
-        """Of marks that were looked at, by id: where the image is that each keeps."""
+        """Where the image of each mark is that was looked at, by its id."""
         self._was_said = False
         """That there are many."""
 
