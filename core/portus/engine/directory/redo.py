@@ -24,6 +24,7 @@ from portus.engine.directory.folder import (
     hidden_name,
 )
 from portus.engine.directory.system import File
+from portus.engine.format.nesting import refuse_deep
 from portus.errors import MediumError, printable
 
 _log: Final = logging.getLogger("portus")
@@ -100,6 +101,7 @@ def finish(folder: HiddenFolder[File], names: Sequence[str]) -> bool:
         finally:
             system.close(file)
         try:
+            refuse_deep(data)
             said = json.loads(data)
             there, inode = os.fspath(said["directory"]), int(said["inode"])
             moves = [Move(*each) for each in said["moves"]]

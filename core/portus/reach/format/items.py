@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from portus.engine.format.nesting import refuse_deep
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.format.arrays import ArrayShape, read_shape
 
@@ -28,10 +29,11 @@ def decode(tree: bytes | memoryview, make: Make) -> dict[str, Any]:
     """The items of a shelf by their names. Raises ``CorruptionError`` for a tree that is no
     shelf's, ``UsageError`` for one of a newer Portus."""
     try:
+        refuse_deep(tree)
         items = _item(msgspec.json.decode(tree), make, 0)
     except PortusError:
         raise
-    except (msgspec.DecodeError, TypeError, ValueError, LookupError, RecursionError) as error:
+    except (msgspec.DecodeError, TypeError, ValueError, LookupError) as error:
         raise CorruptionError(f"not the tree of a shelf: {error}") from error
     if not isinstance(items, dict):
         raise CorruptionError("not the tree of a shelf: it is not a dict")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from portus.engine.format.checksum import DIGEST_SIZE, digest
+from portus.engine.format.nesting import refuse_deep
 from portus.engine.format.pointer_marks import HEAD_MARK, POINTER_MAX, README, is_pointer
 from portus.errors import CorruptionError, UsageError
 
@@ -97,8 +98,9 @@ def decode_text(text: str) -> Reference:
     if not body.isascii() or digest(body.encode()).hex() != text[: 2 * DIGEST_SIZE]:
         raise CorruptionError("pointer: the checksum of its text does not match")
     try:
+        refuse_deep(body.encode())
         said = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptionError(f"pointer: its text is not JSON: {error}") from error
     if not isinstance(said, dict):
         raise CorruptionError("pointer: its text is not a JSON object")

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.format.nesting import refuse_deep
 from portus.engine.image.digests import MAGIC, size_noted, unpacked
 from portus.engine.image.image import Column, Digests
 from portus.engine.image.stored import Read, StoredFile, exactly
@@ -104,8 +105,9 @@ def _parsed(raw: bytes, where: str) -> dict[str, Any]:
         return found
 
     try:
+        refuse_deep(raw)
         fields = json.loads(raw.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptionError(f"{where}: expected JSON: {error}") from error
     if not isinstance(fields, dict):
         raise CorruptionError(f"{where}: expected an object, found {fields!r:.200}")

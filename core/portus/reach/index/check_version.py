@@ -16,6 +16,7 @@ from portus.engine.copying.local import check as digests_of
 from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest, storage_digest
 from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.format.nesting import refuse_deep
 from portus.engine.image.key_paths import storage_keys
 from portus.engine.spec import Extent, TensorSpec
 from portus.errors import BusyError, CorruptionError, MediumError
@@ -273,9 +274,10 @@ def check_layout(findings: Findings, where: str, layout: Layout, storages: Rows)
 def read_tree(findings: Findings, where: str, payload: memoryview) -> Counter[int] | None:
     """F15, the first half: how often a tree names which tensor; None if it is none."""
     try:
+        refuse_deep(payload)
         root: object = msgspec.json.decode(payload)
         str(payload, "utf-8")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         findings.error("F15", where, "JSON", str(error))
         return None
     return Counter(tensor_indices(root))

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from portus.engine.format.nesting import refuse_deep
 from portus.engine.image.image import Column, Image, Literal
 from portus.errors import CorruptionError
 
@@ -126,6 +127,7 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
     if bytes(data[: len(_KEY) + 3]) != f'{{"{_KEY}"'.encode():
         return None
     try:
+        refuse_deep(data)
         said = json.loads(bytes(data))
         files = [
             PackedFile(
@@ -139,7 +141,7 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
         for file in files:
             _check(file)
         return FileTable(files, str(said["directory"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptionError(f"table of files: {type(error).__name__}: {error}") from error
 
 
