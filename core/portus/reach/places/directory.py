@@ -96,13 +96,12 @@ class StoredFile(StoredCheckpoint):
         with opened_file(self.path, as_torch=False) as file:
             yield OpenDiskFile(self.path, file)
 
-    def check(self, pace: CheckPace, verdict: Verdict, progress: Progress) -> None:
+    def check(self, reading: Pace | None, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of the file, or of the one that the pointer leads to."""
         from portus.engine.loading.checkpoint_file import has_digests, verify_file  # torch, too
 
         verdict.by = CHECKS[verified_by(self.path, has_digests(self.path))]
-        each = None if pace.bytes_per_s is None else Pace(pace.bytes_per_s)
-        verdict.size = verify_file(self.path, each)
+        verdict.size = verify_file(self.path, reading)
         progress(verdict.size, verdict.size)
 
 
@@ -212,10 +211,12 @@ class DirectoryPlace(OpenPlace):
         return FileDraft(unpublished, written, contextlib.nullcontext)
 
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
+        # One for all files: many small ones are as much to read as a large one.
+        reading = None if pace.bytes_per_s is None else Pace(pace.bytes_per_s)
         for each in self.found() if chosen is None else chosen:
             assert isinstance(each, StoredFile)
             title = os.path.basename(each.path)
-            yield Check(each.path, title, partial(each.check, pace), each)
+            yield Check(each.path, title, partial(each.check, reading), each)
 
     def collections(self, options: GarbageOptions) -> Iterator[Collection]:
         """See ``OpenPlace``: what processes that ended left beside checkpoints. A checkpoint that
