@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.pool import Files, Names
+from portus.reach.media.pool import FileSystem
 from portus.testing.contract import FilesContract
 
 
@@ -39,16 +39,10 @@ class OnDisk(FilesContract):
 
 
 class TestMapped(OnDisk):
-    def files(self) -> Files:
-        return LocalFiles()
-
-    def names(self) -> Names:
+    def files(self) -> FileSystem:
         return LocalFiles()
 
 
 class TestPlain(OnDisk):
-    def files(self) -> Files:
+    def files(self) -> FileSystem:
         return LocalFiles(mapped=False)
-
-    def names(self) -> Names:
-        return LocalFiles()

@@ -1,6 +1,6 @@
 """Files in memory that can crash: in every legal way, at every step, again and again.
 
-``CrashFiles`` is ``Files`` and ``Names``, and what it opens is a ``Medium``; ``disk`` says what a
+``CrashFiles`` is a ``FileSystem``, and what it opens is a ``Medium``; ``disk`` says what a
 crash may leave of them. Every store, persist, grow, create, link, replace, remove and sync is an
 *event*, with a number. ``record`` runs a scenario once and keeps the disk as it was before each
 event: a ``Point``, from which follow
@@ -115,19 +115,19 @@ class CrashFiles:
         return CrashMedium(self, number, path, writable=True)
 
     def open(self, path: str, *, writable: bool) -> CrashMedium:
-        """See ``Files``."""
+        """See ``FileSystem``."""
         path = os.path.normpath(path)
         return CrashMedium(self, self._find("open", path), path, writable=writable)
 
     def link(self, source: str, target: str) -> None:
-        """See ``Files``."""
+        """See ``FileSystem``."""
         number = self._find("link", os.path.normpath(source))
         target = self._new_name("link", target)
         with self.event(f"link {source} as {target}"):
             self._change(target, number)
 
     def replace(self, source: str, target: str) -> None:
-        """See ``Files``. As POSIX has it, nothing happens between two names of one file."""
+        """See ``FileSystem``. As POSIX has it, nothing happens between two names of one file."""
         source, target = os.path.normpath(source), os.path.normpath(target)
         number = self._find("rename", source)
         self._check_directory("rename", target)
@@ -137,7 +137,7 @@ class CrashFiles:
                 self._changes += 2
 
     def remove(self, path: str) -> None:
-        """See ``Files``."""
+        """See ``FileSystem``."""
         path = os.path.normpath(path)
         if path in self.disk.directories:
             raise MediumError(errno.EISDIR, f"{path}: cannot remove a directory")
@@ -146,14 +146,14 @@ class CrashFiles:
                 self._change(path, None)
 
     def sync(self, directory: str) -> None:
-        """See ``Files``."""
+        """See ``FileSystem``."""
         directory = os.path.normpath(directory)
         self._check_directory("sync", os.path.join(directory, "."))
         with self.event(f"sync {directory}"):
             self.disk.names.sync(directory)
 
     def entries(self, directory: str) -> list[str]:
-        """See ``Names``."""
+        """See ``FileSystem``."""
         directory = os.path.normpath(directory)
         paths = [*self.disk.names.now, *(each for each in self.disk.directories if each != "/")]
         return sorted(
@@ -161,7 +161,7 @@ class CrashFiles:
         )
 
     def status(self, path: str) -> FileStatus | None:
-        """See ``Names``. None for a directory too. Times are event numbers."""
+        """See ``FileSystem``. None for a directory too. Times are event numbers."""
         number = self.disk.names.now.get(os.path.normpath(path))
         if number is None:
             return None

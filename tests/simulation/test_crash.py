@@ -14,7 +14,7 @@ from portus.engine.format.checksum import digest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError
-from portus.reach.media.pool import Files, Names, SparseMedium
+from portus.reach.media.pool import FileSystem, SparseMedium
 from portus.testing.contract import FilesContract, SparseMediumContract
 from tests.simulation.crash import (
     Crash,
@@ -63,10 +63,7 @@ class TestCrashFiles(FilesContract):
     def place(self) -> None:
         self.crash = CrashFiles(["/pools"])
 
-    def files(self) -> Files:
-        return self.crash
-
-    def names(self) -> Names:
+    def files(self) -> FileSystem:
         return self.crash
 
     def directory(self) -> str:

@@ -105,7 +105,6 @@ LARGE = {
     "reach/training/training_files: TrainingFiles": "the face of adapters: a method"
     " for each thing that frameworks do with a checkpoint",
     "engine/copying/local": "each way in which bytes move within a machine, side by side",
-    "reach/daemon/pools": "a tenant's pool, and the rules of who may open and fill it",
     "reach/daemon/requests/saves: SaveRequests": "a method for each message of a save",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",

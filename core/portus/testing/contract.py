@@ -25,7 +25,7 @@ import pytest
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, MediumError, UsageError
-from portus.reach.media.pool import Extents, Files, Locks, Names, SparseMedium
+from portus.reach.media.pool import Extents, FileSystem, Locks, SparseMedium
 
 SIZE: Final = 3 * PAGE
 """Bytes of the medium that most tests use."""
@@ -428,15 +428,11 @@ class SparseMediumContract(MediumContract):
 
 
 class FilesContract(abc.ABC):
-    """Tests of ``Files`` and ``Names``: what they do to the names of files, without crashes."""
+    """Tests of a ``FileSystem``: what it does to the names of files, without crashes."""
 
     @abc.abstractmethod
-    def files(self) -> Files:
-        """Return the ``Files`` under test; always the same object within one test."""
-
-    @abc.abstractmethod
-    def names(self) -> Names:
-        """Return the ``Names`` that belong to it."""
+    def files(self) -> FileSystem:
+        """Return the ``FileSystem`` under test; always the same object within one test."""
 
     @abc.abstractmethod
     def directory(self) -> str:
@@ -465,7 +461,7 @@ class FilesContract(abc.ABC):
         medium.close()
         self.files().sync(self.directory())
         assert self.read_behind(self.path("a")) == bytes(SIZE + 1)
-        assert self.names().entries(self.directory()) == ["a"]
+        assert self.files().entries(self.directory()) == ["a"]
 
     def test_create_replaces_nothing(self) -> None:
         self.write_behind(self.path("a"), b"old")
@@ -520,19 +516,19 @@ class FilesContract(abc.ABC):
         assert_errno(errno.ENOENT, lambda: self.files().open(missing, writable=True))
         assert_errno(errno.ENOENT, lambda: self.files().link(missing, self.path("b")))
         assert_errno(errno.ENOENT, lambda: self.files().replace(missing, self.path("b")))
-        assert self.names().entries(self.directory()) == []
+        assert self.files().entries(self.directory()) == []
 
     def test_a_linked_file_has_two_names(self) -> None:
         self.write_behind(self.path("a"), b"data")
         self.files().link(self.path("a"), self.path("b"))
-        first, second = self.names().status(self.path("a")), self.names().status(self.path("b"))
+        first, second = self.files().status(self.path("a")), self.files().status(self.path("b"))
         assert first is not None
         assert second is not None
         assert first.identity == second.identity
         assert first.links == second.links == 2
         self.files().remove(self.path("a"))
         assert self.read_behind(self.path("b")) == b"data"
-        left = self.names().status(self.path("b"))
+        left = self.files().status(self.path("b"))
         assert left is not None
         assert left.links == 1
 
@@ -545,9 +541,9 @@ class FilesContract(abc.ABC):
     def test_replace_takes_the_place_of_what_was_there(self) -> None:
         self.write_behind(self.path("a"), b"new")
         self.write_behind(self.path("b"), b"old")
-        before = self.names().status(self.path("a"))
+        before = self.files().status(self.path("a"))
         self.files().replace(self.path("a"), self.path("b"))
-        after = self.names().status(self.path("b"))
+        after = self.files().status(self.path("b"))
         assert self.read_behind(self.path("a")) is None
         assert self.read_behind(self.path("b")) == b"new"
         assert before is not None
@@ -574,14 +570,14 @@ class FilesContract(abc.ABC):
     def test_entries_are_sorted_and_none_without_a_directory(self) -> None:
         for name in ("b", ".hidden", "a"):
             self.write_behind(self.path(name), b"")
-        assert self.names().entries(self.directory()) == [".hidden", "a", "b"]
-        assert self.names().entries(self.path("missing")) == []
+        assert self.files().entries(self.directory()) == [".hidden", "a", "b"]
+        assert self.files().entries(self.path("missing")) == []
 
     def test_status_tells_size_and_time_or_that_nothing_is_there(self) -> None:
-        assert self.names().status(self.path("a")) is None
+        assert self.files().status(self.path("a")) is None
         self.write_behind(self.path("a"), b"12345")
         self.write_behind(self.path("b"), b"")
-        first, second = self.names().status(self.path("a")), self.names().status(self.path("b"))
+        first, second = self.files().status(self.path("a")), self.files().status(self.path("b"))
         assert first is not None
         assert second is not None
         assert (first.size, first.links) == (5, 1)

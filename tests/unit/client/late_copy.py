@@ -8,6 +8,7 @@ import torch
 
 from portus.engine.fence.fence import Fence
 from portus.engine.fence.writers import Stability, classify
+from portus.engine.pipeline.run import Save
 from portus.engine.state.pickling import pickle_state
 
 State = dict[str, object]
@@ -17,12 +18,14 @@ Scenario = Callable[[], Iterator[State]]
 FENCE_S_MAX = 30.0
 
 
-class LateCopy:
+class LateCopy(Save):
     """A save that copies volatile storages at once, and each stable one at the last moment that
     is allowed: when somebody waits for it, or at the end. No threads, so no luck.
 
     ``everything_late``: as if nothing were volatile.
     """
+
+    over = False
 
     def __init__(self, state: State, *, everything_late: bool = False) -> None:
         flat = pickle_state(state)
@@ -33,9 +36,9 @@ class LateCopy:
         self._sources = flat.storages
         self._wanted = [storage.clone() for storage in flat.storages]
         self._got = [storage.clone() for storage in flat.storages]
-        self._late = [index for index, flag in enumerate(flags) if flag == Stability.STABLE]
-        self.late_names = {self._names[index] for index in self._late}
-        self.storages = frozenset(self._sources[index].data_ptr() for index in self._late)
+        self._late_rows = [index for index, flag in enumerate(flags) if flag == Stability.STABLE]
+        self.late_names = {self._names[index] for index in self._late_rows}
+        self.storages = frozenset(self._sources[index].data_ptr() for index in self._late_rows)
         self.over = False
         self.waits = 0
 
@@ -45,7 +48,7 @@ class LateCopy:
 
     def finish(self) -> bool:
         if not self.over:
-            for index in self._late:
+            for index in self._late_rows:
                 self._got[index].copy_(self._sources[index])
             self.over = True
         return True

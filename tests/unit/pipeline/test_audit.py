@@ -10,13 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from portus.engine.copying.segments import Stop
 from portus.engine.media import linux, written
-from portus.engine.pipeline.audit import AuditMethod, Auditor, Guard, Late, Probed
+from portus.engine.pipeline.audit import AuditMethod, Auditor, Guard, Late, Probed, Stored
+from portus.engine.pipeline.draft import Draft
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -92,22 +95,21 @@ def test_probes_see_a_whole_write_of_which_the_last_bytes_alone_were_stored(
     """A storage begins anywhere in a page, so any of its bytes may be the last to be stored."""
     source = np.ones(size, np.uint8)
     audit = Probed(Late(column(source.ctypes.data), column(size)))
-    assert not audit.torn(As(source)).any()
+    assert not audit.torn(stored(source)).any()
     found = source.copy()
     found[-stored_late:] += 1
-    assert audit.torn(As(found)).all()
+    assert audit.torn(stored(found)).all()
 
 
-class As:
+def stored(data: np.ndarray) -> Stored:
     """What was stored of one storage."""
 
-    def __init__(self, data: np.ndarray) -> None:
-        self.digests: np.ndarray = np.zeros((0, 16), np.uint8)
-        self._data = data
-
-    def bytes_of(self, row: np.ndarray, offset: np.ndarray, length: np.ndarray) -> np.ndarray:
+    def bytes_of(row: np.ndarray, offset: np.ndarray, length: np.ndarray) -> np.ndarray:
         pieces = zip(offset.tolist(), length.tolist(), strict=True)
-        return np.concatenate([self._data[at : at + size] for at, size in pieces])
+        return np.concatenate([data[at : at + size] for at, size in pieces])
+
+    draft = cast(Draft, SimpleNamespace(stored=bytes_of))
+    return Stored(np.zeros(1, np.int64), np.zeros((0, 16), np.uint8), draft)
 
 
 REFUSED = """

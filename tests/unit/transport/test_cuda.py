@@ -44,7 +44,9 @@ class Refusing(Registry):
     def register_dmabuf(self, descriptor: int, offset: int, length: int) -> Region:
         raise TransportError("cannot register a dmabuf: Operation not supported")
 
-    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
+    def register(
+        self, start: int, length: int, *, remote: bool, writable: bool, on_demand: bool = False
+    ) -> Region:
         if start not in self._known:
             raise TransportError("cannot register: Bad address")
         return super().register(start, length, remote=remote, writable=writable)
@@ -91,7 +93,7 @@ def test_a_driver_that_is_old_or_not_there_is_said() -> None:
 
 
 def test_device_memory_is_registered_as_a_dmabuf_where_that_is_taken() -> None:
-    regions = Regions(Registry(), Library(memfd).driver)  # type: ignore[arg-type]
+    regions = Regions(Registry(), Library(memfd).driver)
     before = descriptors()
     region = taken(regions, 1)
     assert (region.start, region.length) == (0x200, 100), "as pyverbs has it"
@@ -113,7 +115,7 @@ def test_a_device_that_is_refused_all_ways_is_staged_for_good_and_others_are_not
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry = Refusing(range(1000, 2000))
-    regions = Regions(registry, no_driver)  # type: ignore[arg-type]
+    regions = Regions(registry, no_driver)
     with caplog.at_level(logging.WARNING, "portus"):
         for _ in range(2):
             with pytest.raises(StagedError):
@@ -129,7 +131,7 @@ def test_a_device_that_is_refused_all_ways_is_staged_for_good_and_others_are_not
 
 
 def test_a_device_that_brought_other_bytes_is_staged() -> None:
-    regions = Regions(Registry(), Library(memfd).driver)  # type: ignore[arg-type]
+    regions = Regions(Registry(), Library(memfd).driver)
     taken(regions, 0)
     regions.distrust({0}, "the bytes that arrived are not those that were sent")
     assert regions.staged() == [0]

@@ -34,7 +34,7 @@ from portus.reach.transport.onesided import (
     push,
 )
 from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gathered
-from portus.reach.transport.verbs import Region, WorkError
+from portus.reach.transport.verbs import Domain, Region, WorkError
 from portus.reach.versions.parts import sources
 from portus.reach.versions.placement import packed, placed
 
@@ -89,8 +89,8 @@ class Card:
         assert len(self._queue) <= DEPTH
 
 
-class Registry:
-    """Registers anything, and knows what is registered."""
+class Registry(Domain):
+    """Registers anything, without a device, and knows what is registered."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.live: dict[int, tuple[int, int]] = {}
@@ -101,7 +101,9 @@ class Registry:
         os.fstat(descriptor)
         return self.register(offset, length, remote=True, writable=False)
 
-    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
+    def register(
+        self, start: int, length: int, *, remote: bool, writable: bool, on_demand: bool = False
+    ) -> Region:
         if length > self._room:
             raise TransportError(f"cannot register {length} bytes")
         self.made += 1
@@ -324,7 +326,7 @@ def taken(regions: Regions, owners: list[object], address: list[int], *, late: b
 
 def test_a_region_is_kept_for_the_same_owner_at_the_same_place_alone() -> None:
     registry = Registry()
-    regions = Regions(registry)  # type: ignore[arg-type]
+    regions = Regions(registry)
     one, other = object(), object()
     assert taken(regions, [one, other], [1000, 2000], late=True) == [1000, 2000]
     taken(regions, [one, other], [1000, 2000], late=True)
@@ -338,14 +340,14 @@ def test_a_region_is_kept_for_the_same_owner_at_the_same_place_alone() -> None:
 
 def test_what_is_copied_at_once_is_registered_for_one_save() -> None:
     registry = Registry()
-    regions = Regions(registry)  # type: ignore[arg-type]
+    regions = Regions(registry)
     taken(regions, [object()], [1000], late=False)
     assert (len(regions), registry.live) == (0, {})
 
 
 def test_a_region_in_use_outlives_a_save_that_does_not_name_it() -> None:
     registry = Registry()
-    regions = Regions(registry)  # type: ignore[arg-type]
+    regions = Regions(registry)
     length, lasting = np.array([100]), np.array([True])
     first = regions.take([object()], np.array([1000]), length, lasting)
     taken(regions, [object()], [2000], late=True)
@@ -358,7 +360,7 @@ def test_a_region_in_use_outlives_a_save_that_does_not_name_it() -> None:
 
 def test_a_registration_that_is_refused_leaves_none_in_use() -> None:
     registry = Registry(room=1000)
-    regions = Regions(registry)  # type: ignore[arg-type]
+    regions = Regions(registry)
     lengths, lasting = np.array([100, 2000]), np.array([False, False])
     with pytest.raises(TransportError, match="cannot register 2000"):
         regions.take([object(), object()], np.array([1000, 2000]), lengths, lasting)

@@ -25,7 +25,7 @@ from portus.engine.fence.device import DeviceTimeline, Timeline
 from portus.engine.media import calls
 from portus.engine.pipeline import observers
 from portus.engine.pipeline.handle import SaveStats
-from portus.engine.pipeline.observers import Saving
+from portus.engine.pipeline.run import Save
 
 UNTOUCHED_MIN: Final = 3
 
@@ -93,17 +93,17 @@ class Clock:
         """How many untouched steps there were since ``take`` was called."""
         self.steps_min = 1
         """The shortest interval that has ``FRESH`` untouched steps, as the last one was."""
-        self._flying: tuple[Saving, ...] = ()
+        self._flying: tuple[Save, ...] = ()
         self._stats: list[SaveStats] = []
         self._from = 0.0
-        observers.observe(self)
+        observers.observe(self.began)
         fence.listen(self._before_step)
 
     @calls.marked
     def close(self) -> None:
         """Count no more."""
         fence.unlisten(self._before_step)
-        observers.unobserve(self)
+        observers.unobserve(self.began)
 
     def tick(self) -> None:
         """A step ends here, and the next one begins."""
@@ -148,7 +148,7 @@ class Clock:
         """The time of the step that is under way says nothing: a validation is in it."""
         self._ignored = True
 
-    def began(self, save: Saving, medium: str) -> None:
+    def began(self, save: Save, medium: str) -> None:
         """A save is about to begin."""
         self.medium = medium
         self._flying = (*(each for each in self._flying if not each.over), save)

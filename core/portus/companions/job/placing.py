@@ -15,7 +15,7 @@ from typing import Any, Final
 from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, placed
 from portus.companions.job.clock import Clock
 from portus.engine.fence.device import DeviceRoom, Timeline
-from portus.engine.pipeline.observers import Saving
+from portus.engine.pipeline.run import Save
 
 
 class Placing:
@@ -23,14 +23,14 @@ class Placing:
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:
         self._clock: Final = Clock(now)
-        self._newest: Saving | None = None
+        self._newest: Save | None = None
         self._step_s: float | None = None
         self._host_copy_s: float | None = None
         self._device_copy_s = 0.0
         self._copying: tuple[Timeline, Any, Any] | None = None
         weakref.finalize(self, self._clock.close)
 
-    def begins(self, save: Saving) -> None:
+    def begins(self, save: Save) -> None:
         """A save of this model has begun."""
         self._newest = save
 

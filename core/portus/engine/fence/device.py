@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol
 import torch
 
 from portus.engine.format.checksum import UNIT
-from portus.engine.pipeline.observers import Saving
 from portus.engine.pipeline.plan import OnDevice
+from portus.engine.pipeline.run import Save
 from portus.errors import UsageError
 
 
@@ -131,7 +131,7 @@ class CopyChoice(Protocol):
     def on_device(self, room: DeviceRoom) -> bool:
         """Return True to copy all of them into spare memory of the device."""
 
-    def begins(self, save: Saving) -> None:
+    def begins(self, save: Save) -> None:
         """Note that a save has begun, whose storages were copied as this said."""
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
@@ -145,7 +145,7 @@ class WhereItFits:
         """See ``CopyChoice``."""
         return room.is_enough
 
-    def begins(self, save: Saving) -> None:
+    def begins(self, save: Save) -> None:
         """Do nothing: what a save costs does not matter here."""
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:

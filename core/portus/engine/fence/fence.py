@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import (
@@ -34,28 +34,9 @@ from torch.utils.hooks import RemovableHandle
 from portus.engine.fence import writers
 from portus.engine.fence.guards import Guards, Written
 from portus.engine.media.calls import is_nested, marked
+from portus.engine.pipeline.run import Save
 
 _log: Final = logging.getLogger("portus")
-
-
-class FencedSave(Protocol):
-    """What the fence knows of a save in flight."""
-
-    @property
-    def storages(self) -> frozenset[int]:
-        """Data pointers of the storages that are read late."""
-
-    @property
-    def over(self) -> bool:
-        """True when the save has ended, well or not: its sources are not read any more."""
-
-    def release(self, timeout_s: float) -> bool:
-        """Block until the sources may change. True: they were copied, or the save is over.
-
-        False: time ran out, and the save gave itself up: it never reads its sources again, nor
-        commits.
-        """
-
 
 Listener = Callable[[Optimizer], None]
 
@@ -71,12 +52,12 @@ class Fence:
         self.blocked_s = 0.0
         """Seconds that writers waited, all threads together."""
         self._timeout_s: Final = timeout_s
-        self._saves: tuple[FencedSave, ...] = ()
+        self._saves: tuple[Save, ...] = ()
         self._closed = False
         _install(self)
 
     @marked
-    def guard(self, save: FencedSave) -> None:
+    def guard(self, save: Save) -> None:
         """Make writers wait for this save from now on. Call it before the save returns."""
         with _lock:
             assert not self._closed, "guard after close"
@@ -114,7 +95,7 @@ class Fence:
         self._note(start)
 
     @marked
-    def _await_copy(self, save: FencedSave, start: float) -> None:
+    def _await_copy(self, save: Save, start: float) -> None:
         # In a signal handler the copy may be waiting for what the call below holds: no time left.
         patience_s = 0.0 if is_nested() else self._timeout_s
         remaining = patience_s - (time.perf_counter() - start)
@@ -129,7 +110,7 @@ class Fence:
         self._drop(save)
 
     @marked
-    def _drop(self, save: FencedSave) -> None:
+    def _drop(self, save: Save) -> None:
         with _lock:
             self._saves = tuple(other for other in self._saves if other is not save)
             _count_saves()
@@ -197,7 +178,7 @@ def before_write(storages: Collection[int] | None = None) -> float:
     return sum(fence.wait(storages) for fence in _fences) if _in_flight else 0.0
 
 
-def _may_write(optimizer: Optimizer, save: FencedSave) -> bool:
+def _may_write(optimizer: Optimizer, save: Save) -> bool:
     """True also if it cannot be told: waiting costs time, not waiting costs the version."""
     try:
         return writers.owns(optimizer, save.storages)

@@ -6,21 +6,14 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from portus.engine.job.settings import OnError
-from portus.errors import AbandonedError, PortusError
+from portus.engine.pipeline.handle import RefusedSave
+from portus.engine.pipeline.run import Save
+from portus.errors import AbandonedError
 
 _log: Final = logging.getLogger("portus")
-
-
-class _Over(Protocol):
-    """A save that is over."""
-
-    reported: bool
-
-    @property
-    def error(self) -> PortusError | None: ...
 
 
 class Reports:
@@ -33,7 +26,7 @@ class Reports:
 
     def __init__(self, on_error: OnError) -> None:
         self._on_error: Final = on_error
-        self._failed: Final[deque[_Over]] = deque()
+        self._failed: Final[deque[Save | RefusedSave]] = deque()
         self._given_up: AbandonedError | None = None
         """The first save that was given up, if none was committed before it was logged."""
         self._commits = 0
@@ -48,7 +41,7 @@ class Reports:
         """A save was."""
         self._commits += 1
 
-    def failed(self, save: _Over) -> None:
+    def failed(self, save: Save | RefusedSave) -> None:
         """Note a failed save, to be reported unless whoever holds its handle hears of it first."""
         self._failed.append(save)
 

@@ -41,6 +41,7 @@ from portus.engine.copying.segments import (
 )
 from portus.engine.format.checksum import UNIT, unit_counts
 from portus.engine.media import written
+from portus.engine.pipeline.draft import Draft
 from portus.engine.pipeline.plan import Column, Flags
 
 _log: Final = logging.getLogger("portus")
@@ -98,15 +99,17 @@ class Late:
         return Late(self.address[rows], self.length[rows])
 
 
-class Stored(Protocol):
-    """What was stored of the late storages."""
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What ``draft`` stored of the late storages ``index``, and the digests of all their units."""
 
-    @property
-    def digests(self) -> Digests:
-        """The digests of all units of these storages, in order."""
+    index: Column
+    digests: Digests
+    draft: Draft
 
     def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Bytes at ``offset`` of some of them, end to end; None if they are out of sight."""
+        return self.draft.stored(self.index[row], offset, length)
 
 
 class Audit(Protocol):

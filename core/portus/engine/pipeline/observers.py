@@ -7,30 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Protocol
+from collections.abc import Callable
 
-from portus.engine.pipeline.handle import SaveStats
+from portus.engine.pipeline.run import Save
 from portus.engine.spec import VersionInfo
 
-
-class Saving(Protocol):
-    """The part of a save that observers see."""
-
-    @property
-    def over(self) -> bool:
-        """True when it is committed, failed or given up."""
-
-    @property
-    def stats(self) -> SaveStats:
-        """What it cost so far."""
-
-
-class SaveObserver(Protocol):
-    """Observes from ``observe`` until ``unobserve``, in any thread that saves."""
-
-    def began(self, save: Saving, medium: str) -> None:
-        """Note that a save is about to begin. medium: the kind that it goes to."""
-
+SaveObserver = Callable[[Save, str], None]
+"""Called in any thread with a save that is about to begin, and the kind of medium that it goes to.
+"""
 
 _guard = threading.RLock()
 _observers: tuple[SaveObserver, ...] = ()
@@ -48,13 +32,13 @@ def unobserve(observer: SaveObserver) -> None:
     """Tell ``observer`` of no more saves."""
     global _observers
     with _guard:
-        _observers = tuple(each for each in _observers if each is not observer)
+        _observers = tuple(each for each in _observers if each != observer)
 
 
-def began(save: Saving, medium: str) -> None:
+def began(save: Save, medium: str) -> None:
     """Tell all observers that a save of this process is about to begin."""
     for each in _observers:
-        each.began(save, medium)
+        each(save, medium)
 
 
 def committed(version: VersionInfo) -> None:

@@ -79,7 +79,8 @@ class Snapshot:
 
 
 class Previous(Protocol):
-    """The newest committed version of the same model, as far as a save compares its storages."""
+    """The newest committed version of the same model, as far as a save compares its storages. Pools
+    alone have such versions, and the engine does not import them."""
 
     @property
     def length(self) -> Column:

@@ -22,13 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from portus.engine.copying.local import hash_sources
 from portus.engine.copying.segments import Digests, Sources, Stop, equal_storages, ranges
 from portus.engine.format.checksum import unit_counts
 from portus.engine.media import calls
-from portus.engine.pipeline.audit import Audit, Late, no_changes
+from portus.engine.pipeline.audit import Audit, Late, Stored, no_changes
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Column, Flags, Previous, Snapshot
@@ -108,7 +107,8 @@ class Save:
         self._stored: list[tuple[Column, Digests]] = []
         self._audit: Audit | None = None
         self._born = time.perf_counter()
-        self.storages: Final = snapshot.guarded
+        self.storages = snapshot.guarded
+        """Data pointers of the storages that are read late."""
 
     # The caller's thread.
 
@@ -171,7 +171,8 @@ class Save:
         self._stop.awaited = True
 
     def release(self, timeout_s: float) -> bool:
-        """Wait until the sources may change; False if time ran out and the save was given up."""
+        """Wait until the sources may change; False if time ran out and the save was given up: it
+        never reads them again, nor commits."""
         start = time.perf_counter()
         try:
             return self._released(timeout_s)
@@ -344,7 +345,7 @@ class Save:
         if self._audit is None:
             return
         late = self._late_here()
-        torn = late[self._audit.torn(_Stored(late, self._digests_of(late), self._draft))]
+        torn = late[self._audit.torn(Stored(late, self._digests_of(late), self._draft))]
         if len(torn):
             self._policy.guilty(self._snapshot.address[torn].tolist())
             raise AbandonedError(self._verdict(torn.tolist()))
@@ -436,18 +437,6 @@ class Save:
         self._stop_reading()
         self._forget_sources()
         self._draft.release()
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """What a draft has of the late storages ``index``, as the audit wants it."""
-
-    index: Column
-    digests: Digests
-    draft: Draft
-
-    def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        return self.draft.stored(self.index[row], offset, length)
 
 
 def _unexpected(error: BaseException) -> PortusError:

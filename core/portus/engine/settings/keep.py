@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 from portus.engine.settings.numbers import is_number, parse_seconds
 from portus.engine.settings.text import is_text
+from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 
 METRICS_MAX: Final = 64
@@ -27,25 +28,6 @@ _WITHIN_MAX_S: Final = 1e12
 _MODES: Final = ("min", "max")
 
 _TEXT: Final = "'last=2,every=1000,within=24h,best=val_loss:min:3'"
-
-
-class Kept(Protocol):
-    """The part of a version that ``Keep`` uses; ``VersionInfo`` has it."""
-
-    @property
-    def step(self) -> int:
-        """The training step that the version was saved at."""
-
-    @property
-    def time_ns(self) -> int:
-        """When it was saved: Unix time in nanoseconds."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics of the version, by name."""
-
-
-_Version = TypeVar("_Version", bound=Kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +99,7 @@ class Keep:
         assert made is not None
         return made
 
-    def staying(self, versions: Sequence[_Version]) -> list[_Version]:
+    def staying(self, versions: Sequence[VersionInfo]) -> list[VersionInfo]:
         """Return those of ``versions`` that stay: all versions of one model, in the order of their
         commits, oldest first."""
         places = set(range(max(0, len(versions) - self.last), len(versions)))
@@ -151,7 +133,7 @@ def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
     return found
 
 
-def _first_of_each(versions: Sequence[Kept], every: int) -> set[int]:
+def _first_of_each(versions: Sequence[VersionInfo], every: int) -> set[int]:
     """Places of the lowest step at or after each multiple of ``every``; of a step that came twice,
     the newer one."""
     found: dict[int, int] = {}
@@ -164,7 +146,7 @@ def _first_of_each(versions: Sequence[Kept], every: int) -> set[int]:
     return set(found.values())
 
 
-def _best(versions: Sequence[Kept], metric: str, mode: str, count: int) -> set[int]:
+def _best(versions: Sequence[VersionInfo], metric: str, mode: str, count: int) -> set[int]:
     sign = 1 if mode == "min" else -1
     scored = [
         (sign * each.metrics[metric], -place)

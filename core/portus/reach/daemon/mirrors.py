@@ -15,10 +15,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 from portus.engine.spec import VersionInfo
 from portus.errors import MediumError, TransportError, UsageError
@@ -36,24 +35,6 @@ WAIT_S: Final = 60.0
 
 _ABREAST: Final = 4
 """Models that are copied at once."""
-
-
-class CopiedPool(Protocol):
-    """What a copier needs of a tenant's pool."""
-
-    @property
-    def tenant(self) -> str:
-        """The tenant that owns the pool."""
-
-    @property
-    def writer(self) -> PoolWriter:
-        """The writer of the pool, which is open."""
-
-
-class MirroredPool(CopiedPool, Protocol):
-    """What a mirror needs of a tenant's pool."""
-
-    mirror: TenantMirror | None
 
 
 class TenantMirrors:
@@ -78,32 +59,30 @@ class TenantMirrors:
                 after = name + chr(ord("/") + 1) if slash else first.name
         return found
 
-    def attach(self, hosted: MirroredPool) -> None:
+    def attach(self, tenant: str, writer: PoolWriter) -> TenantMirror:
         """Fill a pool that was just opened, and mirror it from now on. Blocks while versions are
         fetched. Raises ``UsageError`` for wrong credentials and the like, and if there are models
         and the mirror may be read, not written; ``TransportError`` if the store cannot be asked and
         the pool is empty."""
         place = self.address
-        below = replace(place, prefix=f"{place.prefix}/{hosted.tenant}".lstrip("/"))
+        below = replace(place, prefix=f"{place.prefix}/{tenant}".lstrip("/"))
         if place.prefix.startswith("/"):
-            below = replace(place, prefix=f"{place.prefix.rstrip('/')}/{hosted.tenant}")
-        mirror = TenantMirror(below, hosted, self._turn)
+            below = replace(place, prefix=f"{place.prefix.rstrip('/')}/{tenant}")
+        mirror = TenantMirror(below, tenant, writer, self._turns)
         try:
             mirror.join()
         except BaseException:
             mirror.close(0)
             raise
-        hosted.mirror = mirror
         with self._guard:
             self._open.append(mirror)
+        return mirror
 
-    def let_go(self, hosted: MirroredPool) -> None:
+    def let_go(self, mirror: TenantMirror) -> None:
         """Stop mirroring a pool that is being closed, without waiting until all is mirrored."""
-        mirror, hosted.mirror = hosted.mirror, None
-        if mirror is not None:
-            with self._guard:
-                self._open.remove(mirror)
-            mirror.close(0)
+        with self._guard:
+            self._open.remove(mirror)
+        mirror.close(0)
 
     def close(self) -> None:
         """Nothing is committed any more: wait until all is mirrored, for some seconds at most, and
@@ -115,9 +94,6 @@ class TenantMirrors:
         for each in opened:
             each.close(max(0.0, until_s - time.monotonic()))
 
-    def _turn(self) -> AbstractContextManager[object]:
-        return self._turns
-
 
 class TenantMirror:
     """The mirror of one tenant's pool. Thread-safe."""
@@ -125,29 +101,31 @@ class TenantMirror:
     def __init__(
         self,
         address: StoreAddress,
-        hosted: MirroredPool,
-        turn: Callable[[], AbstractContextManager[object]],
+        tenant: str,
+        writer: PoolWriter,
+        turns: threading.Semaphore,
     ) -> None:
-        """turn: entered while a model is copied."""
+        """turns: one is taken while a model is copied."""
         self.name: Final = str(address)
-        self._hosted: Final = hosted
-        self._turn: Final = turn
+        self._tenant: Final = tenant
+        self._writer: Final = writer
+        self._turns: Final = turns
         self._store: Final[Store] = open_store(address)
         self._key: Final = configured_key()
         self._guard: Final = threading.Lock()
         self._copiers: Final[dict[str, Copier]] = {}
         self._refused: Final[dict[str, str]] = {}
-        hosted.writer.yields = self._yield_space
+        writer.yields = self._yield_space
 
     def join(self) -> None:
         """See ``TenantMirrors.attach``."""
-        own = set(self._hosted.writer.catalogue().models)
+        own = set(self._writer.catalogue().models)
         try:
             there = models(self._store, key=self._key)
         except (TransportError, MediumError) as error:
             if not own:
                 raise
-            text = f"{self._hosted.tenant}: {self.name} cannot be reached; retrying: "
+            text = f"{self._tenant}: {self.name} cannot be reached; retrying: "
             tell(logging.WARNING, "log", f"{text}{error}")
             for model in own:
                 self.claimed(model)
@@ -155,12 +133,12 @@ class TenantMirror:
         for model in sorted({*own, *there}):
             copier = self._copier(model, there.get(model, 0))
             try:
-                copier.begin(self._pool_of(model))
+                copier.begin(Joined(model, self._writer))
             except UnwritableError:
                 raise  # it is so of all models
             except UsageError as error:
                 self._refused[model] = str(error)
-                tell(logging.ERROR, "log", f"{self._hosted.tenant}: {error}")
+                tell(logging.ERROR, "log", f"{self._tenant}: {error}")
 
     def claimed(self, model: str) -> None:
         """Somebody is about to save it. Raises ``UsageError`` if it went on elsewhere."""
@@ -169,7 +147,7 @@ class TenantMirror:
             raise UsageError(why)
         copier = self._copier(model)
         if not copier.has_begun:
-            copier.follow(self._pool_of(model))
+            copier.follow(Joined(model, self._writer))
 
     def changed(self, changed: Collection[str]) -> None:
         """Something of these models was committed, or let go of, or what holds it."""
@@ -204,7 +182,7 @@ class TenantMirror:
         self._store.close()
         for copier in copiers:
             copier.ended()
-        self._hosted.writer.yields = _nothing
+        self._writer.yields = _nothing
 
     def _all(self) -> list[Copier]:
         with self._guard:
@@ -219,24 +197,14 @@ class TenantMirror:
                     self.name,
                     model,
                     wait_s=0,
-                    turn=self._turn,
+                    turn=self._turns,
                     newest=newest,
                 )
             return copier
 
-    def _pool_of(self, model: str) -> TenantPool:
-        return TenantPool(model, self._hosted)
-
     def _yield_space(self) -> bool:
         ended = [copier.yield_space() for copier in self._all()]
         return any(ended)
-
-
-class TenantPool(Joined):
-    """The pool of a tenant."""
-
-    def __init__(self, model: str, hosted: CopiedPool) -> None:
-        super().__init__(model, hosted.writer)
 
 
 def lag_s(missing: Collection[VersionInfo]) -> float:

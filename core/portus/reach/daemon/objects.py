@@ -14,12 +14,21 @@ import bisect
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from portus.errors import MediumError
+from portus.engine.media.base import MediumKind
+from portus.errors import MediumError, UsageError
+from portus.reach.index.pool import PoolWriter
+from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
 from portus.reach.mirror.store import Buffer, ListedObject, MissingError, Store
+
+MEMORY: Final = "memory:"
+"""How the place of a host begins whose pools are in its memory."""
+
+_OBJECTS: Final = ".objects"
+"""Behind the path of a pool: the directory of what others mirror to its tenant."""
 
 
 class MemoryStore:
@@ -84,15 +93,28 @@ class MemoryStore:
 
 
 class Objects:
-    """The objects of one tenant, which has so much room. Thread-safe."""
+    """The objects of one tenant, in what its quota leaves beside its pool. Thread-safe."""
 
-    def __init__(self, store: Store, room: Callable[[], int | None]) -> None:
-        """room: bytes that they may have together, now; None: no bound."""
-        self.store: Final = store
-        self._room: Final = room
+    def __init__(self, tenant: str, writer: PoolWriter, path: str | None) -> None:
+        """path: of the pool; None: in memory."""
+        self._writer: Final = writer
+        self._path: Final = path
+        self._store: Final[Store] = (
+            MemoryStore(f"objects of {tenant}") if path is None else Folder(f"{path}{_OBJECTS}")
+        )
         self._guard: Final = threading.Lock()
         self._sizes: dict[str, int] | None = None
         self._size = 0
+
+    @property
+    def store(self) -> Store:
+        """Where they are. Raises ``UsageError`` for a pool on a device, which has all of it."""
+        if self._path is not None and self._writer.medium.info.kind is MediumKind.DEVDAX:
+            raise UsageError(
+                f"{self._path}: a pool on a device has no space for mirrored objects; serve a "
+                f"directory, or {MEMORY}SIZE"
+            )
+        return self._store
 
     @property
     def size(self) -> int:
@@ -126,8 +148,9 @@ class Objects:
 
     def _reserve(self, name: str, size: int) -> None:
         """What fails later stays counted until the host starts again: it may be there."""
-        room, more = self._room(), size - self._known().get(name, 0)
-        if room is not None and self._size + more > room:
+        size_max, more = self._writer.max_bytes, size - self._known().get(name, 0)
+        room = max(0, (size_max or 0) - self._writer.medium.size)
+        if size_max is not None and self._size + more > room:
             raise MediumError(
                 errno.ENOSPC,
                 f"{name}: {size} bytes; the quota leaves {room} for all, and "

@@ -19,7 +19,7 @@ from typing import Final
 from portus.engine.media.base import MediumKind
 from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
 from portus.reach.daemon.mirrors import WAIT_S, TenantMirror, TenantMirrors
-from portus.reach.daemon.objects import MemoryStore, Objects
+from portus.reach.daemon.objects import MEMORY, Objects
 from portus.reach.daemon.replicas import OtherHost, Replica
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.check import CheckOptions, Severity, check_file
@@ -39,17 +39,11 @@ from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import DirectoryLock, LockTable, ProcessLocks
 from portus.reach.media.memory import Memory
-from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.store import Store
 from portus.reach.protocol.address import TENANT, checked_tenant, is_tenant
 
-MEMORY: Final = "memory:"
 TENANTS_MAX: Final = 1024
 BUSY_S: Final = 10.0
 """The longest wait for another writer to let go of a pool."""
-
-_OBJECTS: Final = ".objects"
-"""Behind the path of a pool: the directory of what others mirror to its tenant."""
 
 _LOCK: Final = ".host"
 """In a directory that is served: whose process it is."""
@@ -84,14 +78,14 @@ class Hosted:
         self.tenant: Final = tenant
         self.writer: Final = writer
         self.path: Final = path
+        self.objects: Final = Objects(tenant, writer, path)
+        """What others mirror here."""
         self.mirror: TenantMirror | None = None
         """Where it is copied to; None: nowhere."""
         self.replica: Replica
         """Leads its models; set before anybody is let in."""
         self.hashing: Final = threading.Semaphore(max(1, HASHERS // 2))
         """Held while one of its clients has the pool hashed."""
-        self._making: Final = threading.Lock()
-        self._objects: Objects | None = None
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self._saves = 0
@@ -103,30 +97,6 @@ class Hosted:
     def copied(self) -> TenantMirror | Replica | None:
         """What copies it to somewhere else; None if nothing does."""
         return self.mirror or (self.replica if self.replica.name else None)
-
-    @property
-    def objects(self) -> Objects:
-        """What others mirror here, made at the first use. Raises ``UsageError`` for a pool on a
-        device, which has all of it."""
-        with self._making:
-            if self._objects is None:
-                self._objects = Objects(self._store(), self._room_for_objects)
-            return self._objects
-
-    def _store(self) -> Store:
-        info = self.writer.medium.info
-        if self.path is None:
-            return MemoryStore(f"objects of {self.tenant}")
-        if info.kind is MediumKind.DEVDAX:
-            raise UsageError(
-                f"{self.path}: a pool on a device has no space for mirrored objects; serve a "
-                f"directory, or {MEMORY}SIZE"
-            )
-        return Folder(f"{self.path}{_OBJECTS}")
-
-    def _room_for_objects(self) -> int | None:
-        size_max = self.writer.max_bytes
-        return None if size_max is None else max(0, size_max - self.writer.medium.size)
 
     def look(self) -> None:
         """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
@@ -283,8 +253,8 @@ class Pools:
     def _attach(self, hosted: Hosted) -> None:
         try:
             if self._mirrors is not None:
-                self._mirrors.attach(hosted)
-            hosted.replica = Replica(hosted, self._other)
+                hosted.mirror = self._mirrors.attach(hosted.tenant, hosted.writer)
+            hosted.replica = Replica(hosted.tenant, hosted.writer, hosted.objects, self._other)
         except BaseException:
             hosted.writer.close()
             raise
@@ -395,8 +365,9 @@ class Pools:
             with self._guard:
                 del self._open[tenant]
             hosted.replica.close()
-            if self._mirrors is not None:
-                self._mirrors.let_go(hosted)
+            if self._mirrors is not None and hosted.mirror is not None:
+                mirror, hosted.mirror = hosted.mirror, None
+                self._mirrors.let_go(mirror)
             hosted.writer.close()
             files.forget(hosted.path)
             if not _same_fixed_pages(hosted.path, files):

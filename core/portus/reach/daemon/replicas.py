@@ -16,17 +16,17 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 from portus.engine.spec import VersionInfo
 from portus.errors import BusyError, PortusError, TransportError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.mirrors import CopiedPool, TenantPool, lag_s
+from portus.reach.daemon.mirrors import lag_s
 from portus.reach.daemon.objects import Objects
 from portus.reach.daemon.secrets import Secrets
+from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.hosted import HostStore
 from portus.reach.mirror.leading import REPLICA, Follower, Leader
 from portus.reach.mirror.objects import LOG, entry_number, prefix_of
@@ -41,14 +41,6 @@ _ABREAST: Final = 4
 """Models that are copied at once."""
 
 
-class ReplicatedPool(CopiedPool, Protocol):
-    """What is needed of a tenant's pool."""
-
-    @property
-    def objects(self) -> Objects:
-        """What others mirror here. Raises ``UsageError`` where there is no place for any."""
-
-
 class OtherHost:
     """Where a first host copies to: all its tenants, by the secrets that they have here."""
 
@@ -61,7 +53,8 @@ class OtherHost:
             )
         self.address: Final = address
         self._secrets: Final = secrets
-        self._turns: Final = threading.BoundedSemaphore(_ABREAST)
+        self.turns: Final = threading.BoundedSemaphore(_ABREAST)
+        """One is taken while a model is copied."""
 
     def name(self, tenant: str) -> str:
         """Return the address of ``tenant`` at the other host, as text."""
@@ -73,10 +66,6 @@ class OtherHost:
             self._secrets.first_of(tenant), os.environ.get(AUTHORITY_VARIABLE) or None
         )
         return HostStore(self.name(tenant), REPLICA, credentials, _ANSWER_S)
-
-    def turn(self) -> AbstractContextManager[object]:
-        """Entered while a model is copied."""
-        return self._turns
 
     def check(self, tenant: str) -> None:
         """Raise ``UsageError`` if the host there cannot keep the logs of a tenant: it refuses the
@@ -95,10 +84,14 @@ class Replica:
     """The logs of one tenant's models: those that are led from here, and those that are kept here.
     Thread-safe."""
 
-    def __init__(self, hosted: ReplicatedPool, other: OtherHost | None) -> None:
-        """other: where what is saved here is copied to; None: nowhere, but for models whose logs
-        are here. What the pool has already is copied on."""
-        self._hosted: Final = hosted
+    def __init__(
+        self, tenant: str, writer: PoolWriter, objects: Objects, other: OtherHost | None
+    ) -> None:
+        """objects: what others mirror here. other: where what is saved here is copied to; None:
+        nowhere, but for models whose logs are here. What the pool has already is copied on."""
+        self._tenant: Final = tenant
+        self._writer: Final = writer
+        self._objects: Final = objects
         self._other: Final = other
         self._guard: Final = threading.Lock()
         self._locks: Final[dict[str, threading.Lock]] = {}
@@ -107,10 +100,10 @@ class Replica:
         self._placing: Final = threading.Lock()
         self._led: Final[set[str]] = set()
         """Prefixes of the models whose logs are here, and are appended to by this host alone."""
-        self._yields: Final = hosted.writer.yields
-        hosted.writer.yields = self._yield_space
+        self._yields: Final = writer.yields
+        writer.yields = self._yield_space
         if other is not None:
-            for model in hosted.writer.catalogue().models:
+            for model in writer.catalogue().models:
                 if not self._has_log(model):
                     self._made(model).follow(self._pool_of(model))
 
@@ -163,7 +156,7 @@ class Replica:
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
         """Make an object that somebody else sent, see ``Objects.put``. Raises ``BusyError`` for the
         next entry of a log while a client of this host saves the model."""
-        objects, prefix = self._hosted.objects, _logged(name)
+        objects, prefix = self._objects, _logged(name)
         if prefix is None:
             return objects.put(name, data, fresh=fresh)
         with self._placing:
@@ -177,7 +170,7 @@ class Replica:
     @property
     def name(self) -> str:
         """Where it is copied to; empty for nowhere."""
-        return "" if self._other is None else self._other.name(self._hosted.tenant)
+        return "" if self._other is None else self._other.name(self._tenant)
 
     @property
     def lag_s(self) -> float:
@@ -202,7 +195,7 @@ class Replica:
             leader.finish(max(0.0, until_s - time.monotonic()))
         for leader in leaders:
             leader.close()
-        self._hosted.writer.yields = self._yields
+        self._writer.yields = self._yields
 
     def _lead(self, model: str) -> None:
         before = self._leaders.pop(model, None)
@@ -221,27 +214,25 @@ class Replica:
             raise
         if why_not:
             text = (
-                f"{self._hosted.tenant}: model {model!r} is saved here WITHOUT its replica, and "
+                f"{self._tenant}: model {model!r} is saved here WITHOUT its replica, and "
                 f"what is committed may be superseded there: {why_not}"
             )
-            tell(logging.ERROR, "replica_away", text, tenant=self._hosted.tenant, model=model)
+            tell(logging.ERROR, "replica_away", text, tenant=self._tenant, model=model)
 
     def _made(self, model: str) -> Leader:
         if self._other is None or self._has_log(model):
-            store, name = self._hosted.objects.below(REPLICA), "the log on this host"
-            turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-            leader = Leader(store, name, model, turn, is_home=True)
+            store, turn = self._objects.below(REPLICA), contextlib.nullcontext()
+            leader = Leader(store, "the log on this host", model, turn, is_home=True)
         else:
-            tenant = self._hosted.tenant
-            store, name = self._other.store(tenant), self._other.name(tenant)
-            leader = Leader(store, name, model, self._other.turn, is_home=False)
+            store, turns = self._other.store(self._tenant), self._other.turns
+            leader = Leader(store, self.name, model, turns, is_home=False)
         with self._guard:
             self._leaders[model] = leader
         return leader
 
     def _has_log(self, model: str) -> bool:
         try:
-            store = self._hosted.objects.store
+            store = self._objects.store
         except UsageError:
             return False  # a device: nothing is kept here
         below = f"{REPLICA}/{prefix_of(model)}{LOG}"
@@ -252,7 +243,7 @@ class Replica:
             self._led.discard(prefix_of(model))
 
     def _pool_of(self, model: str) -> _Following:
-        return _Following(model, self._hosted)
+        return _Following(model, self._writer, self._tenant)
 
     def _lock_of(self, model: str) -> threading.Lock:
         with self._guard:
@@ -267,16 +258,16 @@ class Replica:
         return any(ended)
 
 
-class _Following(TenantPool, Follower):
+class _Following(Follower):
     """The pool of a tenant that follows."""
 
-    def __init__(self, model: str, hosted: CopiedPool) -> None:
-        super().__init__(model, hosted)
-        self._hosted: Final = hosted
+    def __init__(self, model: str, writer: PoolWriter, tenant: str) -> None:
+        super().__init__(model, writer)
+        self._tenant: Final = tenant
 
     def shed(self, versions: Collection[VersionInfo]) -> None:
         steps = ", ".join(str(info.step) for info in versions)
-        text = f"{self._hosted.tenant}: model {self._model!r}: steps {steps} do not count any more"
+        text = f"{self._tenant}: model {self._model!r}: steps {steps} do not count any more"
         tell(logging.WARNING, "retired", f"{text}: it went on elsewhere meanwhile")
         self.writer.retire({info.id for info in versions})
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
@@ -29,7 +29,10 @@ from portus.reach.index.records import (
 )
 from portus.reach.index.roots import Root, read_roots
 from portus.reach.index.space import Runs, extents_runs, runs_of
-from portus.reach.media.pool import Loads, RemoteMedium
+from portus.reach.media.pool import Loads
+
+if TYPE_CHECKING:
+    from portus.reach.transport.host import HostMedium
 
 _log: Final = logging.getLogger("portus")
 
@@ -95,7 +98,7 @@ class _Ahead:
     """A medium far away in one look at its catalogue: how big it is was asked once, after the root
     was read; some records are loaded in one go, all else as ever."""
 
-    def __init__(self, medium: RemoteMedium) -> None:
+    def __init__(self, medium: HostMedium) -> None:
         self.info: Final = medium.info
         self.size: Final = medium.size
         self._medium: Final = medium
@@ -133,7 +136,7 @@ def read_catalogue(
     catalogue = Catalogue(root)
     source: Loads = medium
     if medium.info.kind is MediumKind.HOST:  # isinstance would look at all that it has, size too
-        source = _Ahead(cast("RemoteMedium", medium))
+        source = _Ahead(cast("HostMedium", medium))
     if root.size > source.size:
         raise CorruptionError(
             f"{medium.info.name}: commit {root.sequence} needs {root.size} bytes, found "

@@ -63,14 +63,6 @@ class Loads(Protocol):
 
 
 @runtime_checkable
-class RemoteMedium(Medium, Protocol):
-    """A medium far away: each load takes a while, however little it loads."""
-
-    def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
-        """What is in each of ``extents``, loaded in one go. Raises as ``load``."""
-
-
-@runtime_checkable
 class SparseMedium(Medium, Protocol):
     """A medium that can do without the space of some bytes: one on a file system."""
 
@@ -99,7 +91,7 @@ class FileStatus:
     time_ns: int
 
 
-class Files(Protocol):
+class FileSystem(Protocol):
     """The names of files: the one place from which files are made, linked, renamed, removed.
 
     No change of a name is durable before ``sync(directory)`` of the directory that holds it
@@ -126,19 +118,11 @@ class Files(Protocol):
     def sync(self, directory: str) -> None:
         """Return when every earlier change of names in ``directory`` survives power loss."""
 
-
-class Names(Protocol):
-    """Looking at names, without opening."""
-
     def entries(self, directory: str) -> list[str]:
         """The names in ``directory``, sorted; empty if there is no such directory."""
 
     def status(self, path: str) -> FileStatus | None:
         """What is at ``path``, or None if nothing is. Follows symbolic links."""
-
-
-class FileSystem(Files, Names, Protocol):
-    """Names that can be changed and looked at."""
 
 
 class Locks(Protocol):

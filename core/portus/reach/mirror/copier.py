@@ -42,6 +42,8 @@ from portus.reach.mirror.store import Store, UnwritableError
 
 _log: Final = logging.getLogger("portus")
 
+_AT_ANY_TIME: Final = contextlib.nullcontext()
+
 _COLLECT_S: Final = 24 * 3600.0
 """Between two times that what nobody needs any more is deleted."""
 
@@ -63,7 +65,7 @@ class Copier(Behind):
         model: str,
         *,
         wait_s: float,
-        turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        turn: AbstractContextManager[object] = _AT_ANY_TIME,
         newest: int | None = None,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
@@ -239,7 +241,7 @@ class Copier(Behind):
     def _catch_up(self) -> None:
         joined = self._joined
         assert joined is not None
-        with self._turn():
+        with self._turn:
             self._catch_up_with(joined)
 
     def _passed_by(self) -> None:

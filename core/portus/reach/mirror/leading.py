@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -53,7 +53,7 @@ class Leader(Copier):
         store: Store,
         name: str,
         model: str,
-        turn: Callable[[], AbstractContextManager[object]],
+        turn: AbstractContextManager[object],
         *,
         is_home: bool,
     ) -> None:

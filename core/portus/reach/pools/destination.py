@@ -18,7 +18,7 @@ from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.plan import Column, Feed, Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save
 from portus.errors import AbandonedError, PortusError, printable
-from portus.reach.format.reference import Reference, encode
+from portus.reach.format.reference import encode
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft
 from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.versions.packed import FileTable, PackedFile
@@ -77,7 +77,7 @@ class PoolDestination:
         except BaseException:
             files.release()
             raise
-        return PooledDraft(pool, version, files, lambda: self._replaced(new))
+        return PooledDraft(pool, version, files, [each.real for each in new])
 
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(draft, ImageDraft | PooledDraft), "drafts are made here"
@@ -105,18 +105,13 @@ class PoolDestination:
     def close(self) -> None:
         self._pool.close()
 
-    def _replaced(self, files: Sequence[NewFile]) -> list[Reference]:
-        """The pointers that are at the paths of ``files``."""
-        found = [self._pool.pointer_at(each.real) for each in files]
-        return [each for each in found if each is not None]
-
 
 class PooledDraft:
     """See ``engine.pipeline.draft.Draft``: a version in a pool, whose pointers get their names once
     it is committed. Until then there is at their paths what was there before; so it is for ever if
     this process dies in between, and the version stays in the pool without a pointer.
 
-    pointers: the draft of these files. replaced: the pointers that they replace.
+    pointers: the draft of these files. paths: theirs.
     """
 
     def __init__(
@@ -124,12 +119,12 @@ class PooledDraft:
         pool: TrainingPool,
         draft: ImageDraft,
         pointers: FileDraft,
-        replaced: Callable[[], Sequence[Reference]],
+        paths: Sequence[str],
     ) -> None:
         self._pool: Final = pool
         self._version: Final = draft
         self._pointers: Final = pointers
-        self._replaced: Final = replaced
+        self._paths: Final = paths
 
     @property
     def name(self) -> str:
@@ -161,7 +156,7 @@ class PooledDraft:
         return self._version.stored(storage, offset, length)
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
-        replaced = self._replaced()
+        replaced = [self._pool.pointer_at(path) for path in self._paths]
         self._pointers.finish()
         version = self._version.commit(labels, before, retire)
         try:
@@ -170,7 +165,8 @@ class PooledDraft:
             self._pool.retire(labels.token)
             raise
         for old in replaced:
-            self._pool.let_go(old)
+            if old is not None:
+                self._pool.let_go(old)
         return version
 
     def release(self) -> None:

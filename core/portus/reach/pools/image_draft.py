@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,15 @@ from portus.engine.copying.segments import Crcs, Digests, Sources, Stop, ranges,
 from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.image.image import Image
 from portus.engine.media.file_calls import OUT_OF_SPACE
-from portus.engine.pipeline.draft import Draft, Labels
+from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, OnDevice, Previous
 from portus.engine.writer import crc
 from portus.errors import MediumError
+from portus.reach.files.host import HostDraft
 from portus.reach.index.records import encode_layout
 from portus.reach.versions.packed import FileTable, encode_table
 from portus.reach.versions.parts import Before, shared
+from portus.reach.versions.pool_draft import PoolDraft
 
 _NO_LAYOUT: Final = encode_layout(())
 """Of a version of files: what they contain is in them."""
@@ -31,18 +33,6 @@ _ADVICE: Final = (
     "`portus ls` lists what is there, and `portus gc --missing DIR` the versions that no pointer "
     "in a directory leads to any more"
 )
-
-
-class SummingDraft(Draft, Protocol):
-    """A draft that sums what it copies."""
-
-    def copy(
-        self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
-    ) -> Digests:
-        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
-
-    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
-        """See ``Draft``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +61,7 @@ class ImageDraft:
 
     def __init__(
         self,
-        draft: SummingDraft,
+        draft: PoolDraft | HostDraft,
         model: str,
         table: FileTable,
         images: Sequence[Image],

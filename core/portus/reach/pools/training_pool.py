@@ -29,7 +29,6 @@ from portus.reach.index.records import VersionEntry
 from portus.reach.pools.image_draft import (
     CommittedImages,
     ImageDraft,
-    SummingDraft,
     packed_lengths,
 )
 from portus.reach.pools.resolve import POOLS
@@ -146,7 +145,7 @@ class TrainingPool:
             steady=np.concatenate([snapshot.steady, np.zeros(count, np.bool_)]),
             owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),
         )
-        draft: SummingDraft = self._home.draft(whole)
+        draft = self._home.draft(whole)
         return ImageDraft(draft, self.model, files, images, lambda: self.before(count), make_room)
 
     def committed(self, images: CommittedImages | None, steady: Flags) -> None:

@@ -32,7 +32,7 @@ from portus.engine.copying.segments import Column, Digests, Segments, Sources, S
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import MappedMedium, Medium, MediumKind
 from portus.engine.spec import Extent
-from portus.reach.transport.verbs import DEPTH, Region
+from portus.reach.transport.verbs import DEPTH, Domain, Region
 
 PIECE: Final = 4 << 20
 """Bytes of one request, at most."""
@@ -67,13 +67,6 @@ class Pair(Protocol):
 
     def close(self) -> None:
         """When this returns, nothing is read or written for it any more."""
-
-
-class Registering(Protocol):
-    """What is asked of a ``Domain``."""
-
-    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
-        """Pin memory."""
 
 
 Watch = Callable[[float], None]
@@ -283,7 +276,7 @@ def is_pinnable(medium: Medium) -> bool:
 class PoolRegions:
     """What is registered of a pool: blocks, each when it is first needed. Thread-safe."""
 
-    def __init__(self, domain: Registering, medium: MappedMedium) -> None:
+    def __init__(self, domain: Domain, medium: MappedMedium) -> None:
         self.medium: Final = medium
         self._domain: Final = domain
         self._guard: Final = threading.Lock()
@@ -347,7 +340,7 @@ class Straight:
 class Ring:
     """Registered memory of ``AHEAD`` slots."""
 
-    def __init__(self, domain: Registering) -> None:
+    def __init__(self, domain: Domain) -> None:
         self.memory: Final = mmap.mmap(-1, AHEAD * UNIT)
         start = np.frombuffer(self.memory, np.uint8).ctypes.data
         self.region: Final = domain.register(start, AHEAD * UNIT, remote=False, writable=True)
@@ -356,7 +349,7 @@ class Ring:
 class Rings:
     """The rings of a domain, shared by all who need one. Thread-safe."""
 
-    def __init__(self, domain: Registering) -> None:
+    def __init__(self, domain: Domain) -> None:
         self._domain: Final = domain
         self._changed: Final = threading.Condition()
         self._free: list[Ring] = []

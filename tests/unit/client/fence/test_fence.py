@@ -20,6 +20,7 @@ from torch import nn
 from portus.engine.fence import fence as fences
 from portus.engine.fence import guards, writers
 from portus.engine.fence.fence import Fence, before_write
+from portus.engine.pipeline.run import Save
 from tests.moments import Lines
 from tests.unit.client.late_copy import FENCE_S_MAX, LateCopy
 from tests.unit.client.scenarios import OnlySteps, loss_of, perceptron, step
@@ -27,7 +28,7 @@ from tests.unit.client.scenarios import OnlySteps, loss_of, perceptron, step
 WAIT_S_MAX = 20.0
 
 
-class HeldCopy:
+class HeldCopy(Save):
     """A save whose copy ends when the test says so."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,9 @@ import portus
 from portus.companions.job import clock
 from portus.engine.fence import fence
 from portus.engine.pipeline import observers
-from portus.engine.pipeline.handle import SaveStats
 from portus.errors import UsageError
+from tests.unit.client.job.flight import Flight
 from tests.warm import Warm
-
-
-@dataclass
-class Flight:
-    """A save that is over when the test says so."""
-
-    stats: SaveStats = field(default_factory=SaveStats)
-    over: bool = False
 
 
 @dataclass

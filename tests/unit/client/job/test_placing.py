@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,14 +15,9 @@ from portus.engine.fence import fence
 from portus.engine.fence.device import DeviceRoom
 from portus.engine.pipeline import observers
 from portus.engine.pipeline.handle import SaveStats
+from tests.unit.client.job.flight import Flight
 
 ROOM = DeviceRoom(size=10, free=11, total=40)
-
-
-@dataclass
-class Saved:
-    stats: SaveStats = field(default_factory=SaveStats)
-    over: bool = True
 
 
 @dataclass
@@ -53,7 +47,7 @@ class Training:
         is_on_device = self.placing.on_device(room)
         if is_on_device:
             self.placing.copied(HostTimeline(lambda: 0.0), 0.0, self.device_s)
-        made = Saved(SaveStats(copy_s=self.host_s, total_s=self.host_s))
+        made = Flight(SaveStats(copy_s=self.host_s, total_s=self.host_s), over=True)
         observers.began(made, "memory")
         self.placing.begins(made)
         self.now.s += 0.75
@@ -124,7 +118,7 @@ def test_steps_of_a_device_are_timed_when_they_have_come(behind: tuple[Clock, Be
     for _ in range(6):
         seen.tick()
     assert not seen._untouched, "they were asked for, and none is done"
-    made: Any = Saved(SaveStats(total_s=2.0), over=False)
+    made = Flight(SaveStats(total_s=2.0))
     seen.began(made, "memory")
     seen.tick()
     assert seen.take() is None

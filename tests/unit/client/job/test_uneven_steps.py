@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import portus
 from portus.engine.pipeline import observers
 from portus.engine.pipeline.handle import SaveStats
+from tests.unit.client.job.flight import Flight
 
 COST_S = 0.02
 BOUND = 0.035
@@ -82,14 +83,6 @@ SHAPES = (
     another_level,
     compiled,
 )
-
-
-@dataclass
-class Flight:
-    """A save that is over at the end of the step after it."""
-
-    stats: SaveStats = field(default_factory=SaveStats)
-    over: bool = False
 
 
 @dataclass

@@ -1,0 +1,90 @@
+"""Interfaces with one implementation: each has its reason here, and there are no others."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ("core/portus", "portus_accelerate", "portus_lightning")
+KIT = "core/portus/testing"
+
+ONE_IMPLEMENTATION = {
+    "core/portus/engine/directory/system.py: System": "tests replace the disk, which crashes",
+    "core/portus/engine/pipeline/plan.py: Previous": "of pools, which the engine may not import",
+    "core/portus/reach/media/dax.py: Space": "tests replace the device, which loses power",
+    "core/portus/reach/media/pool.py: FileSystem": "tests replace the disk, which crashes",
+    "core/portus/reach/transport/onesided.py: Pair": "tests replace the network card",
+    "core/portus/testing/adapter.py: Trains": "whoever writes an adapter implements it",
+}
+"""Why there is a ``Protocol`` that fewer than two classes of what is shipped, but for the test kit,
+implement. With one, write its class instead, or pass what is needed of it."""
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class as it is written. ``members``: the parameters of methods, by name; none of others."""
+
+    where: str
+    name: str
+    bases: list[str]
+    members: dict[str, set[str]]
+
+
+def members_of(node: ast.ClassDef) -> Iterator[tuple[str, set[str]]]:
+    """Yield what instances have: methods, fields, and what methods set."""
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign | ast.Assign):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            yield from ((one.id, set()) for one in targets if isinstance(one, ast.Name))
+        elif isinstance(each, ast.FunctionDef):
+            for one in ast.walk(each):
+                if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
+                    yield one.attr, set()
+            parameters = [*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs]
+            yield each.name, {one.arg for one in parameters} - {"self", "cls"}
+
+
+def classes() -> list[Class]:
+    """Return every class that is shipped, with the members of its bases."""
+    found = [
+        Class(
+            f"{path.relative_to(ROOT)}: {node.name}",
+            node.name,
+            [ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases],
+            dict(members_of(node)),
+        )
+        for package in SHIPPED
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    by_name = {each.name: each for each in found} | {each.where: each for each in found}
+    for each in found:
+        module = each.where.partition(" ")[0]
+        above = [name for name in each.bases if name != each.name]
+        for name in above:
+            if base := by_name.get(f"{module} {name}") or by_name.get(name):
+                above += [more for more in base.bases if more not in above]
+                each.members.update(base.members | each.members)
+    return found
+
+
+def implements(one: Class, protocol: Class) -> bool:
+    """True if it has every member, and methods every parameter."""
+    return all(
+        name in one.members and (not one.members[name] or parameters <= one.members[name])
+        for name, parameters in protocol.members.items()
+    )
+
+
+def test_interfaces_have_two_implementations_or_a_reason() -> None:
+    found = classes()
+    protocols = [each for each in found if "Protocol" in each.bases]
+    real = [each for each in found if each not in protocols and KIT not in each.where]
+    assert len(protocols) > 20
+    alone = {each.where for each in protocols if sum(implements(one, each) for one in real) < 2}
+    assert sorted(alone - {*ONE_IMPLEMENTATION}) == [], "write the class instead of these"
+    assert sorted({*ONE_IMPLEMENTATION} - alone) == [], "these have two by now, or are gone"
