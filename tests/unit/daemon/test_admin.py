@@ -157,7 +157,7 @@ def page(server: Server, path: str) -> tuple[str, str]:
     told: list[str] = []
     environ: dict[str, Any] = {"PATH_INFO": path}
     setup_testing_defaults(environ)
-    answer = application(server.house, server.connections)
+    answer = application(server)
 
     def start(status: str, *_: object) -> Any:
         told.append(status)

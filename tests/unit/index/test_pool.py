@@ -132,7 +132,7 @@ def test_who_reads_for_long_ends_where_there_is_no_other_room() -> None:
         pool.locks.unpin(first.info.id)
         return True
 
-    pool.yields = end
+    pool.yields.append(end)
     pool.retire([])
     assert pool.free_bytes() < size + size // 2
     pool.release(pool.reserve(size + size // 2))

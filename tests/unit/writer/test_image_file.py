@@ -468,7 +468,7 @@ def test_a_file_system_in_memory_is_written_through_the_cache(ring: StagingRing)
 
 
 def test_the_ring_grows_while_somebody_waits_and_gives_that_back(ring: StagingRing) -> None:
-    slots = [ring.take(lambda: True, lambda: None) for _ in range(FEW + 3)]
+    slots = [ring.take(Stop()) for _ in range(FEW + 3)]
     assert ring.size == (FEW + 3) * SLOT
     for slot in slots:
         ring.give(slot)
@@ -476,11 +476,11 @@ def test_the_ring_grows_while_somebody_waits_and_gives_that_back(ring: StagingRi
 
 
 def test_nobody_waits_for_a_buffer_for_ever(ring: StagingRing) -> None:
-    slots = [ring.take(lambda: False, lambda: None) for _ in range(FEW)]
-    stop = Stop()
+    slots = [ring.take(Stop(awaited=False)) for _ in range(FEW)]
+    stop = Stop(awaited=False)
     threading.Timer(0.1, stop.set).start()
     with pytest.raises(StoppedError):
-        ring.take(lambda: False, stop.check)
+        ring.take(stop)
     for slot in slots:
         ring.give(slot)
 

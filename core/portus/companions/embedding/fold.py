@@ -90,7 +90,7 @@ class Fold:
 
     def add(self, moment: Moment) -> bool:
         """A batch since. False if the log has no room for it: then give the fold up."""
-        if not self._add(moment.bunches(self._extents_of), moment.alive):
+        if not self._add(moment.bunches(self._extents.__getitem__), moment.alive):
             return False
         self.batch = moment.batch
         if not moment.left:
@@ -100,7 +100,7 @@ class Fold:
     def add_dense(self, moment: Moment) -> bool:
         """The dense part that a batch had left, and that was committed since. As ``add``."""
         if moment.dense_batch > self.dense_batch:
-            if not self._add(moment.dense_bunches(self._extents_of), moment.alive):
+            if not self._add(moment.dense_bunches(self._extents), moment.alive):
                 return False
             self.tree, self.dense_batch = moment.tree, moment.dense_batch
         return True
@@ -177,9 +177,6 @@ class Fold:
         used = self._log.used
         rest = Extent(used.offset + self._persisted, used.length - self._persisted)
         return [rest] if rest.length else []
-
-    def _extents_of(self, index: int) -> Sequence[Extent]:
-        return self._extents[index]
 
 
 def _pieces(

@@ -59,11 +59,9 @@ class Moment:
                 found += self.whole(index, extents_of(index))
         return found
 
-    def dense_bunches(self, extents_of: Callable[[int], Sequence[Extent]]) -> list[Bunch]:
-        """What it leaves, whole."""
-        return [
-            bunch for index in sorted(self.left) for bunch in self.whole(index, extents_of(index))
-        ]
+    def dense_bunches(self, extents: Sequence[Sequence[Extent]]) -> list[Bunch]:
+        """What it leaves, whole. ``extents``: of each storage, in the pool."""
+        return [bunch for index in sorted(self.left) for bunch in self.whole(index, extents[index])]
 
     def whole(self, index: int, extents: Sequence[Extent]) -> list[Bunch]:
         """A storage, all of it, as patches of the pool; ``extents``: its place there."""

@@ -21,18 +21,13 @@ class FileJournal(Companion):
     def __init__(
         self, name: str, place: Callable[[], str | None], medium: str = "pool directory"
     ) -> None:
-        self._medium: Final = medium
-        self._journal: Final = Journal(name)
-        self._place: Final = place
-        self._journal.on_first_step(self._begin_at)
+        self._journal: Final = Journal(name, place, medium)
 
     def begun(self, path: str, save: Save) -> None:
         self._journal.asked(save.token, save.step, path or None)
 
     def over(self, save: Save) -> None:
-        place = self._begin_at()
-        if place is not None:
-            self._journal.begin(*place)  # nothing, if it has begun
+        self._journal.begin()
         if save.error is None:
             self._journal.committed(save.token, save.stats)
         else:
@@ -41,7 +36,3 @@ class FileJournal(Companion):
     def close(self) -> None:
         """Note that training ended by itself."""
         self._journal.close()
-
-    def _begin_at(self) -> tuple[str, str] | None:
-        directory = self._place()
-        return None if directory is None else (directory, self._medium)

@@ -103,13 +103,15 @@ class Journal:
     """What one ``Checkpointer`` writes down. ``asked`` and ``decided`` are called where training
     is; ``committed`` and ``failed`` on the worker."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, place: Callable[[], str | None], medium: str) -> None:
+        """place: see ``FileJournal``. medium: the kind that is saved to."""
         self._model: Final = model
+        self._place: Final = place
+        self._medium: Final = medium
         self._session: Final = os.urandom(8).hex()
         self._time_ns: Final = time.time_ns()
         self._at_ns: Final = now_ns()
         self._clock: Final = Clock()
-        self._place: Callable[[], tuple[str, str] | None] | None = None
         self._beginning: Final = threading.Lock()
         self._directory: str | None = None
         self._page: mmap.mmap | None = None
@@ -143,11 +145,6 @@ class Journal:
 
     # Where training is.
 
-    def on_first_step(self, place: Callable[[], tuple[str, str] | None]) -> None:
-        """``place``: gives the arguments of ``begin``; None if there is no pool yet. Asked after
-        each step, until it knows."""
-        self._place = place
-
     def _after_step(self, optimizer: Optimizer) -> None:
         number = id(optimizer)
         if number not in self._seen and self._seen:
@@ -168,10 +165,8 @@ class Journal:
             took_ns = min(took_ns, most_ns)
         self._is_touched = False
         self._work_ns += took_ns
-        if self._place is not None:
-            place = self._place()
-            if place is not None:
-                self.begin(*place)
+        if not self.has_begun:
+            self.begin()
         page = self._page
         if page is not None:
             with contextlib.suppress(ValueError):  # closed meanwhile
@@ -220,12 +215,12 @@ class Journal:
         return self._begun is not None or self._closed
 
     @marked
-    def begin(self, directory: str, medium: str) -> None:
-        """The session begins, with its page in ``directory``. ``medium``: the kind that is saved
-        to. Nothing if it has begun. On the worker too, where a save comes before all steps."""
+    def begin(self) -> None:
+        """The session begins, with its page in the directory, unless it has begun, or there is no
+        directory yet. On the worker too, where a save comes before all steps."""
+        directory = None if self.has_begun else self._place()
         with self._beginning:
-            self._place = None
-            if self.has_begun:
+            if directory is None or self.has_begun:
                 return
             self._directory = directory
             resumed = take_loaded(self._model)
@@ -239,7 +234,7 @@ class Journal:
                 process=self._process,
                 rank=rank,
                 ranks=ranks,
-                medium=medium,
+                medium=self._medium,
                 resumed=None if resumed is None else resumed[0].hex(),
                 resumed_step=None if resumed is None else resumed[1],
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -149,7 +149,7 @@ def torch_image(
         written.digests(DIGESTS)
         written.record(VERSION, torch_format.version)
         written.record(SERIALIZATION_ID, _serialization_id(pickle, digests))
-        return written.end(lambda rest: packed(records.end, lengths, digests, rest))
+        return written.end(lengths, digests)
 
     return Image(size=records.end, offset=offset, length=lengths, literals=literals)
 
@@ -289,8 +289,8 @@ class _Writing:
         self._skipped(entry)
         self._crcs_at[:] = DESCRIPTOR_CRC, central_at + CENTRAL_CRC
 
-    def end(self, payload: Callable[[bytes], bytes]) -> list[Literal]:
-        """All literals. payload: makes the digests' record of the digest of everything else."""
+    def end(self, lengths: Column, units: Digests) -> list[Literal]:
+        """Return all literals. lengths: of the storages. units: the digests of their units."""
         records, count = self._records, len(self._records.sizes)
         at, size = records.directory_at, records.directory_size
         block, crcs_at = self._bytes, (self._crcs_at[0], len(self._bytes) + self._crcs_at[1])
@@ -307,7 +307,7 @@ class _Writing:
             rest.update(block[begin:place])
             begin = place + _CRC.size
         rest.update(block[begin:])
-        digests = payload(rest.digest())
+        digests = packed(records.end, lengths, units, rest.digest())
         for place in crcs_at:
             _CRC.pack_into(block, place, zlib.crc32(digests))
         return [*self._literals, Literal(self._begin - len(digests), digests + bytes(block))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from portus.engine.job.settings import OnError
@@ -77,9 +77,9 @@ class Reports:
             self._given_up = None
             raise given_up
 
-    def inexact(self, step: int, name: Callable[[int], str], changed: Sequence[int]) -> None:
-        """Warn, once, that another process wrote these storages while they were copied. name: of
-        each."""
+    def inexact(self, step: int, name: str, count: int) -> None:
+        """Warn, once, that another process wrote ``count`` storages while they were copied. name:
+        of the first."""
         if not self._said_inexact:
             self._said_inexact = True
             _log.warning(
@@ -88,6 +88,6 @@ class Reports:
                 "given once; SaveStats.inexact_bytes reports it for each save. Have that process "
                 "write at other times",
                 step,
-                name(changed[0]),
-                f" and {len(changed) - 1} more" if len(changed) > 1 else "",
+                name,
+                f" and {count - 1} more" if count > 1 else "",
             )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from portus.engine.loading.overlap import contradiction, copy_over, overlapping
-from portus.engine.loading.patterns import Patterns, matcher
+from portus.engine.loading.patterns import Matcher, Patterns, matcher
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec
 from portus.engine.state.elsewhere import Elsewhere
@@ -87,7 +87,7 @@ def restore_over(
     keep = matcher(names)
     complete = strict and keep is None and rename is None
     pairs = _Pairs(stored, state, keep, rename)
-    pairs.refuse_elsewhere(keep, rename)
+    pairs.refuse_elsewhere()
     pairs.complain(strict)
     wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
     stored.check(wanted[wanted >= 0])
@@ -123,8 +123,10 @@ class _Pairs:
     """Pairs of a tensor of a version and the tensor of a state that it is copied over."""
 
     def __init__(
-        self, stored: StoredState, state: object, keep: Callable[[str], bool] | None, rename: Rename
+        self, stored: StoredState, state: object, keep: Matcher | None, rename: Rename
     ) -> None:
+        self._keep: Final = keep
+        self._rename: Final = rename
         here = walked(state)
         targets = {spec.name: spec for spec in here.tensors}
         self.found: list[tuple[TensorSpec, torch.Tensor]] = []
@@ -165,11 +167,11 @@ class _Pairs:
         ]
         self._where = stored.where
 
-    def refuse_elsewhere(self, keep: Callable[[str], bool] | None, rename: Rename) -> None:
+    def refuse_elsewhere(self) -> None:
         """Raise ``UsageError`` if what is asked for, or its place in the state, is a table in
         another pool: it would stay as it is, beside what is copied."""
-        saved, here = self._elsewhere
-        into = {*self.unexpected, *(_renamed(spec.name, rename) for spec, _ in self.found)}
+        (saved, here), keep = self._elsewhere, self._keep
+        into = {*self.unexpected, *(_renamed(spec.name, self._rename) for spec, _ in self.found)}
         found = [
             *((path, place) for path, place in saved.items() if keep is None or keep(path)),
             *(

@@ -31,8 +31,7 @@ class Inherited(Protocol):
     """Something to let go of in a forked child."""
 
     def leave(self) -> None:
-        """Close it, in a forked child."""
-        """Called in the child, which then has only one thread."""
+        """Close it. Called in the child, which then has only one thread."""
 
 
 _log: Final = logging.getLogger("portus")

@@ -481,7 +481,9 @@ class FileSaver:
             describe=name,
             audit=self._auditor.begin,
             guilty=self._suspects.accuse,
-            changed=lambda indices: self._reports.inexact(extra.step, name, indices),
+            changed=lambda indices: self._reports.inexact(
+                extra.step, name(indices[0]), len(indices)
+            ),
             committed=partial(self._destination.committed, draft),
         )
         save = Save(snapshot, draft, partial(self._destination.before, len(new)), policy)

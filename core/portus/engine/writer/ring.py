@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from portus.engine.copying.segments import Stop
 from portus.engine.copying.thread import Beside, finish
 from portus.engine.format.checksum import UNIT
 
@@ -57,15 +58,15 @@ class StagingRing:
         """Bytes of all buffers that there are now."""
         return self._made * SLOT
 
-    def take(self, awaited: Callable[[], bool], check: Callable[[], None]) -> Slot:
-        """A buffer; waits for one. awaited: asked whether somebody waits for the copy. check:
-        called now and then; what it raises ends the wait."""
+    def take(self, stop: Stop) -> Slot:
+        """Return a buffer; waits for one. stop: says whether somebody waits for the copy, and ends
+        the wait. Raises ``StoppedError``."""
         with self._changed:
             while True:
-                check()
+                stop.check()
                 if self._free:
                     return self._free.pop()
-                if self._made < (self._slots_max if awaited() else FEW):
+                if self._made < (self._slots_max if stop.awaited else FEW):
                     self._made += 1
                     break
                 self._changed.wait(_LOOK_S)

@@ -117,7 +117,7 @@ class StagedWay:
                 engine.move(batch, target, digests, stop, crcs)
                 self._probe(batch, target)
                 continue
-            slot = self._ring.take(lambda: stop.awaited, stop.check)
+            slot = self._ring.take(stop)
             try:
                 length = batch.length[whole]
                 within = np.cumsum(length) - length

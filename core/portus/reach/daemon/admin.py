@@ -232,7 +232,7 @@ class Desk:
     def _done(self, asked: Asked) -> Answer:
         server, pools = self._server, self._server.house.pools
         if isinstance(asked, Kick):
-            return RequestDone(server.kick(lambda facts: asked.who in (facts.tenant, facts.peer)))
+            return RequestDone(server.kick(asked.who))
         if isinstance(asked, ReadOnly):
             pools.hold(asked.tenant, on=asked.on)
             return RequestDone()

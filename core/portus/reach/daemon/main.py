@@ -255,12 +255,7 @@ def prepared(options: ServeOptions) -> Server:
                 publish,  # what it needs is installed for it alone
             )
 
-            publish(
-                house,
-                server.connections,
-                _number(port, options.metrics),
-                host.strip("[]") or "127.0.0.1",
-            )
+            publish(server, _number(port, options.metrics), host.strip("[]") or "127.0.0.1")
     except BaseException:
         for door in doors:
             shut(door)

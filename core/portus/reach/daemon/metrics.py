@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 
 from portus.errors import MediumError
 from portus.reach.daemon.counters import BOUNDS_S, COUNTED, TIMED
-from portus.reach.daemon.house import House
 from portus.reach.daemon.pools import Hosted, free_bytes, room_bytes
+from portus.reach.daemon.server import Server
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -68,9 +68,9 @@ _STANDING: Final[Sequence[Standing]] = (
 class HostCollector(Collector):
     """All the numbers of a host, as they are when they are read."""
 
-    def __init__(self, house: House, connections: Callable[[], int]) -> None:
-        self._house: Final = house
-        self._connections: Final = connections
+    def __init__(self, server: Server) -> None:
+        self._server: Final = server
+        self._house: Final = server.house
 
     def collect(self) -> Iterator[Metric]:
         counted = self._house.counters.now()
@@ -112,7 +112,7 @@ class HostCollector(Collector):
                 family.add_metric([each.tenant], value(each))
             yield family
         yield GaugeMetricFamily(
-            "portus_connections_open", "connections there are", value=self._connections()
+            "portus_connections_open", "connections there are", value=self._server.connections()
         )
 
     def _mirrored(self) -> Iterator[Metric]:
@@ -135,16 +135,16 @@ class HostCollector(Collector):
             yield missing
 
 
-def application(house: House, connections: Callable[[], int]) -> WSGIApplication:
+def application(server: Server) -> WSGIApplication:
     """``/healthz``, and the numbers at any other path."""
     registry = CollectorRegistry()
-    registry.register(HostCollector(house, connections))
+    registry.register(HostCollector(server))
     numbers: WSGIApplication = make_wsgi_app(registry)
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if environ.get("PATH_INFO") != "/healthz":
             return numbers(environ, start)
-        ill = [tenant for tenant, is_ill in house.pools.poisoned().items() if is_ill]
+        ill = [tenant for tenant, is_ill in server.house.pools.poisoned().items() if is_ill]
         lines = [f"{tenant}: accepts no more writes\n" for tenant in ill] or ["ok\n"]
         status = "503 Service Unavailable" if ill else "200 OK"
         start(status, [("Content-Type", "text/plain; charset=utf-8")])
@@ -153,17 +153,15 @@ def application(house: House, connections: Callable[[], int]) -> WSGIApplication
     return answer
 
 
-def publish(house: House, connections: Callable[[], int], port: int, host: str) -> None:
-    """Serve the numbers of ``house`` at ``http://host:port/metrics``, on a thread of its own; and
+def publish(server: Server, port: int, host: str) -> None:
+    """Serve the numbers of ``server`` at ``http://host:port/metrics``, on a thread of its own; and
     whether all its pools take stores at ``/healthz``: with the status 200, or 503.
-
-    ``connections`` says how many are open.
 
     Raises ``MediumError`` if nothing can listen there.
     """
     pages = _Pages6 if ":" in host else _Pages
     try:
-        page = make_server(host, port, application(house, connections), pages, _Silent)
+        page = make_server(host, port, application(server), pages, _Silent)
     except OSError as error:
         raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
     threading.Thread(target=page.serve_forever, name="portus-metrics", daemon=True).start()

@@ -115,7 +115,7 @@ class TenantMirror:
         self._guard: Final = threading.Lock()
         self._copiers: Final[dict[str, Copier]] = {}
         self._refused: Final[dict[str, str]] = {}
-        writer.yields = self._yield_space
+        writer.yields.append(self._yield_space)
 
     def join(self) -> None:
         """See ``TenantMirrors.attach``."""
@@ -182,7 +182,7 @@ class TenantMirror:
         self._store.close()
         for copier in copiers:
             copier.ended()
-        self._writer.yields = _nothing
+        self._writer.yields.remove(self._yield_space)
 
     def _all(self) -> list[Copier]:
         with self._guard:
@@ -211,7 +211,3 @@ def lag_s(missing: Collection[VersionInfo]) -> float:
     """Seconds since the first of these versions was saved; 0 if there is none."""
     first_ns = min((info.time_ns for info in missing), default=None)
     return 0.0 if first_ns is None else max(0.0, time.time() - first_ns / 1e9)
-
-
-def _nothing() -> bool:
-    return False

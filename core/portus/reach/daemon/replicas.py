@@ -100,8 +100,7 @@ class Replica:
         self._placing: Final = threading.Lock()
         self._led: Final[set[str]] = set()
         """Prefixes of the models whose logs are here, and are appended to by this host alone."""
-        self._yields: Final = writer.yields
-        writer.yields = self._yield_space
+        writer.yields.append(self._yield_space)
         if other is not None:
             for model in writer.catalogue().models:
                 if not self._has_log(model):
@@ -195,7 +194,7 @@ class Replica:
             leader.finish(max(0.0, until_s - time.monotonic()))
         for leader in leaders:
             leader.close()
-        self._writer.yields = self._yields
+        self._writer.yields.remove(self._yield_space)
 
     def _lead(self, model: str) -> None:
         before = self._leaders.pop(model, None)
@@ -254,7 +253,7 @@ class Replica:
             return list(self._leaders.values())
 
     def _yield_space(self) -> bool:
-        ended = [self._yields(), *(leader.yield_space() for leader in self._all())]
+        ended = [leader.yield_space() for leader in self._all()]
         return any(ended)
 
 

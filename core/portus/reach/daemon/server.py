@@ -16,7 +16,6 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -127,11 +126,11 @@ class Server:
         with self._guard:
             return [session.facts() for session in self._sessions.values()]
 
-    def kick(self, wanted: Callable[[Facts], bool]) -> int:
-        """End those connections whose facts are ``wanted``; how many. They may come again."""
+    def kick(self, who: str) -> int:
+        """End the connections of ``who``, a tenant or a peer; how many. They may come again."""
         with self._guard:
-            threads = [each for each, said in self._sessions.items() if wanted(said.facts())]
-            links = [self._links[thread] for thread in threads]
+            facts = [(each, said.facts()) for each, said in self._sessions.items()]
+            links = [self._links[each] for each, of in facts if who in (of.tenant, of.peer)]
         for link in links:
             link.close()
         return len(links)

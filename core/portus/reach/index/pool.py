@@ -111,7 +111,7 @@ class PoolWriter(PoolReader):
         self._superblock = settle_superblock(medium, self.superblock)
         self.max_bytes = max_bytes
         """The longest that the pool grows to, from now on; None: as it likes."""
-        self.yields: Callable[[], bool] = lambda: False
+        self.yields: Final[list[Callable[[], bool]]] = []
         """Asked, where there is no more room, to end what reads a version for long and can begin
         again: it may hold space of one that was retired. True if something ended."""
         self._committing: Final = threading.RLock()
@@ -432,7 +432,8 @@ class PoolWriter(PoolReader):
             try:
                 self._grow(self._space.missing(wanted), contiguous=wanted.contiguous)
             except MediumError as error:
-                extents = self._space.take(wanted) if self.yields() else None
+                ended = [each() for each in self.yields]
+                extents = self._space.take(wanted) if any(ended) else None
                 extents = extents or self._scrape(replace(wanted, spare=0), error)
                 if extents is None:
                     raise
