@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from portus.engine.copying.segments import Stop
 from portus.engine.media.base import MappedMedium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
@@ -208,6 +209,16 @@ def test_what_the_older_root_reaches_is_not_reserved() -> None:
     assert pool.free_bytes() > 1 << 20
 
 
+class Looked(Stop):
+    """Counts how often it was asked."""
+
+    times = 0
+
+    def is_set(self) -> bool:
+        self.times += 1
+        return False
+
+
 def test_space_is_touched_once_and_keeps_its_bytes(tmp_path: Path) -> None:
     create_pool(str(tmp_path / "a.portus"), LocalFiles())
     pool = WRITERS.open(str(tmp_path / "a.portus"))
@@ -217,15 +228,11 @@ def test_space_is_touched_once_and_keeps_its_bytes(tmp_path: Path) -> None:
         room = pool.reserve(16 << 20)
         pool.medium.store(room[0].offset, b"kept")
         data = bytes(range(256)) * 4096 * 16
-        asked: list[bool] = []
-
-        def wanted() -> bool:
-            asked.append(True)
-            return True
-
-        pool.touch(room, lambda: False)  # ends before anything is touched
-        pool.touch(room, wanted)
-        assert asked
+        asked, ended = Looked(), Stop()
+        ended.set()
+        pool.touch(room, ended)  # ends before anything is touched
+        pool.touch(room, asked)
+        assert asked.times
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         found = bytearray(4)
         pool.medium.load(room[0].offset, memoryview(found))
@@ -234,9 +241,9 @@ def test_space_is_touched_once_and_keeps_its_bytes(tmp_path: Path) -> None:
             pool.medium.store(extent.offset, data[: extent.length])
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         assert faults < (16 << 20) // PAGE // 2
-        asked.clear()
-        pool.touch(room, wanted)
-        assert not asked
+        asked.times = 0
+        pool.touch(room, asked)
+        assert not asked.times
     finally:
         WRITERS.close(pool)
 

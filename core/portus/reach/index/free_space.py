@@ -9,13 +9,14 @@ space is an error of a reservation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from portus.engine.copying.segments import Stop
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import DATA_START
@@ -191,13 +192,13 @@ class FreeSpace:
 
     # Pages that are present.
 
-    def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
+    def touch(self, extents: Sequence[Extent], stop: Stop) -> None:
         """Have the pages of reserved space present, where nobody has stored yet: one call for many
-        pages, where a store would fault for each. Changes no byte; ends early when ``wanted`` is
-        False. Raises ``MediumError`` as stores do."""
+        pages, where a store would fault for each. Changes no byte; ends early once ``stop`` is
+        set. Raises ``MediumError`` as stores do."""
         for extent in extents:
             for fresh in self._fresh(extent):
-                done = warm(self._medium, fresh, wanted)
+                done = warm(self._medium, fresh, lambda: not stop.is_set())
                 first, after = fresh.offset // _TOUCHED, -(-(fresh.offset + done) // _TOUCHED)
                 with self._guard:
                     self._touched[first:after] = b"\1" * (after - first)

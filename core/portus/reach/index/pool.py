@@ -26,6 +26,7 @@ from typing import Final, cast
 
 import numpy.typing as npt
 
+from portus.engine.copying.segments import Stop
 from portus.engine.media.base import Medium
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.spec import PAGE, Extent
@@ -192,11 +193,11 @@ class PoolWriter(PoolReader):
         taken all the same."""
         self._space.release(extents)
 
-    def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
+    def touch(self, extents: Sequence[Extent], stop: Stop) -> None:
         """Have the pages of reserved space present, where this writer has not stored yet: one call
-        for many pages, where a store would fault for each. Changes no byte; ends early when
-        ``wanted`` is False. Raises ``MediumError`` as stores do."""
-        self._space.touch(extents, wanted)
+        for many pages, where a store would fault for each. Changes no byte; ends early once
+        ``stop`` is set. Raises ``MediumError`` as stores do."""
+        self._space.touch(extents, stop)
 
     def give_back(self, at_most: int | None = None) -> int:
         """Give the space that nothing reaches back to whatever holds the medium; bytes that came

@@ -12,7 +12,7 @@ from portus.engine.spec import Extent
 _STEP: Final = 32 << 20
 
 
-def warm(medium: Medium, extent: Extent, wanted: Callable[[], bool] = lambda: True) -> int:
+def warm(medium: Medium, extent: Extent, wanted: Callable[[], bool]) -> int:
     """Make the pages of ``extent`` present and writable, without changing a byte of them.
 
     Blocks (about 0.7 s for each GiB of tmpfs measured), other threads run on; ends early when

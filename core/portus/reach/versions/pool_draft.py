@@ -70,7 +70,7 @@ class PoolDraft:
         """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
 
         def move(moved: Sources) -> Digests:
-            self._writer.touch(self._held[-1], lambda: not stop.is_set())
+            self._writer.touch(self._held[-1], stop)
             return copy(self._writer.medium, moved, stop, crcs=crcs)
 
         return self.place(indices, address, move)
