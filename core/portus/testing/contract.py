@@ -1,4 +1,4 @@
-"""Tests that every medium, every ``Files`` and every ``Locks`` must pass.
+"""Tests that every medium, every ``FileSystem`` and all ``Locks`` must pass.
 
 Subclass a contract and implement its abstract methods: how to make the object, and how to read and
 change its bytes without its own methods, because a test of ``store`` must not rely on ``load``.

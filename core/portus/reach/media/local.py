@@ -13,8 +13,8 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import Iterator
+from typing import Final
 
 from portus.engine.media.file_calls import Sync, data_sync, file_error
 from portus.engine.media.file_system import FileSystemTraits, file_system_of
@@ -27,11 +27,9 @@ from portus.reach.media.pool import FileStatus
 
 _LOG: Final = logging.getLogger("portus")
 
-Result = TypeVar("Result")
-
 
 class LocalFiles:
-    """``Files`` and ``Names`` through the operating system. Holds nothing; any number may be."""
+    """A ``FileSystem`` through the operating system. Holds nothing; any number may be."""
 
     def __init__(
         self, *, mapped: bool = True, sync: Sync = data_sync, cpu: Processor | None = None
@@ -45,7 +43,8 @@ class LocalFiles:
     def create(self, path: str, size: int) -> PlainFile:
         """Also durable in its size. If it does not fit, the name is gone again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        descriptor = _translate("create", path, lambda: Descriptor(path, flags))
+        with _translated("create", path):
+            descriptor = Descriptor(path, flags)
         try:
             # Grown before it is mapped, so that addresses are set aside for its real size.
             PlainFile(
@@ -59,13 +58,15 @@ class LocalFiles:
 
     def open(self, path: str, *, writable: bool) -> PlainFile | DaxDevice:
         """``UsageError`` for what is neither a regular file nor a DAX device."""
-        mode = _translate("open", path, lambda: os.stat(path)).st_mode
+        with _translated("open", path):
+            mode = os.stat(path).st_mode
         if stat.S_ISCHR(mode) and is_device(path):
             return open_device(path, writable=writable, cpu=self._cpu)
         if not stat.S_ISREG(mode):
             raise UsageError(f"{path}: expected a regular file, found {_kind(mode)}; give a file")
         flags = os.O_RDWR if writable else os.O_RDONLY
-        descriptor = _translate("open", path, lambda: Descriptor(path, flags))
+        with _translated("open", path):
+            descriptor = Descriptor(path, flags)
         return self._medium(descriptor, writable=writable)
 
     def open_uncached(self, path: str) -> PlainFile | DaxDevice:
@@ -96,24 +97,23 @@ class LocalFiles:
 
     def link(self, source: str, target: str) -> None:
         """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""
-        _translate(f"link {source} as", target, lambda: os.link(source, target))
+        with _translated(f"link {source} as", target):
+            os.link(source, target)
 
     def replace(self, source: str, target: str) -> None:
         """rename(2): both names must be on one file system."""
-        _translate(f"rename {source} to", target, lambda: os.replace(source, target))
+        with _translated(f"rename {source} to", target):
+            os.replace(source, target)
 
     def remove(self, path: str) -> None:
         """unlink(2)."""
-        try:
+        with _translated("remove", path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise file_error("remove", path, error) from error
 
     def sync(self, directory: str) -> None:
         """fsync of the directory."""
-        descriptor = _translate("sync", directory, lambda: Descriptor(directory, os.O_RDONLY))
+        with _translated("sync", directory):
+            descriptor = Descriptor(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor.number)
         except OSError as error:
@@ -125,12 +125,9 @@ class LocalFiles:
 
     def entries(self, directory: str) -> list[str]:
         """Names of every kind, hidden ones too."""
-        try:
+        with _translated("list", directory), contextlib.suppress(FileNotFoundError):
             return sorted(os.listdir(directory))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise file_error("list", directory, error) from error
+        return []
 
     def status(self, path: str) -> FileStatus | None:
         """None also for a symbolic link that leads nowhere."""
@@ -174,9 +171,10 @@ class LocalFiles:
         return None
 
 
-def _translate(operation: str, path: str, call: Callable[[], Result]) -> Result:
+@contextlib.contextmanager
+def _translated(operation: str, path: str) -> Iterator[None]:
     try:
-        return call()
+        yield
     except OSError as error:
         raise file_error(operation, path, error) from error
 
