@@ -36,9 +36,9 @@ EITHER = {"engine/writer/staged": "StagedWay.", "engine/writer/cached": "CachedW
 """Two ways to write: which one is taken is measured on each file system."""
 
 SAVE = [
-    "engine/state/pickling.pickle_state", "engine/paths/new_file.NewFile.image",
+    "engine/state/pickling.pickle_state", "engine/state/pickling.PickledState.image",
     "engine/fence/snapshot.copy_order", "engine/directory/publisher.Publisher.begin",
-    "engine/fence/fence.Fence.guard", "engine/pipeline/queue.Queue.put",
+    "engine/fence/fence.Fence.guard", "engine/files/queue.Queue.put",
 ]  # fmt: skip
 COMMIT = [
     " or ".join(EITHER) + ".move",

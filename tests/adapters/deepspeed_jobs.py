@@ -21,8 +21,7 @@ import torch
 
 import portus.reach.shards.arrival
 from portus.engine.fence.fence import Fence
-from portus.engine.paths.draft import CommittedFile, FileDraft
-from portus.engine.writer.image_file import ImageFile
+from portus.engine.writer.image_file import CommittedFile, FileDraft, ImageFile
 from portus.errors import MediumError
 from portus.testing.nursery import Say
 from tests.adapters.kills import Kills

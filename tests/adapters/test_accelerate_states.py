@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import portus
 import portus_accelerate
+from portus.engine.fence import snapshot
 from portus.engine.fence.snapshot import copy_order
 from portus.engine.files.pending import PENDING
-from portus.engine.paths import saver as paths_saver
 from portus.engine.pipeline import observers
 from portus.engine.writer.image_file import ImageFile
 from portus_accelerate import launching, patch, resume, settings
@@ -637,7 +637,7 @@ def test_the_first_save_too_is_copied_in_the_background(
         orders.append(copy_order(*positional))
         return orders[-1]
 
-    monkeypatch.setattr(paths_saver, "copy_order", noted)
+    monkeypatch.setattr(snapshot, "copy_order", noted)
     scene = Scene(tmp_path)
     scene.step()
     scene.accelerator.save_state(str(tmp_path / "one"))

@@ -63,7 +63,7 @@ def slow_down(
     """Have the copier do ``pause`` before the next save. ``awaited`` is set when somebody waits
     for that."""
     saver = saver._saver if isinstance(saver, PoolCheckpointer) else saver
-    saver._queue.put(_Before(pause, awaited or threading.Event()))
+    saver.shared.queue.put(_Before(pause, awaited or threading.Event()))
 
 
 class Blind(Probed):
@@ -102,7 +102,7 @@ class SlowSaves:
         path = folder / "torn.portus"
         self.checkpointer = PoolCheckpointer(path, keep=None, fence_timeout=FENCE_S_MAX)
         if not audited:
-            self.checkpointer._saver._auditor = Unaudited()  # type: ignore[misc]
+            self.checkpointer._saver.auditor = Unaudited()  # type: ignore[misc]
         self.saves: list[SaveHandle] = []
         self._pause = pause
         self._unguarded = unguarded

@@ -22,9 +22,9 @@ from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import digest
 from portus.engine.image.image import Crcs, Digests, Image, Literal
 from portus.engine.media.base import Medium
-from portus.engine.pipeline.draft import Labels
-from portus.engine.pipeline.plan import Previous, Snapshot
-from portus.engine.pipeline.run import Policy, Save
+from portus.engine.pipeline.draft import CommittedVersion, Labels
+from portus.engine.pipeline.plan import Flags, Previous, Snapshot
+from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.spec import PAGE
 from portus.errors import MediumError
 from portus.reach.format.layout import RecordKind
@@ -375,17 +375,10 @@ class Trainer:
         state, made, known = snapshot(model, step), images(model, step), self.before.get(model)
         pool = PoolDraft(self.writer, packed_lengths(made))
         draft = ImageDraft(pool, model, table(model, step), made, lambda: known, lambda: False)
-        policy = Policy(
-            retire=lambda: retire, committed=lambda version, steady: self.committed(model, draft)
-        )
-        save = Save(state, draft, lambda: known.storages if known else None, policy)
+        save = Save(state, draft, _Owner(self, model, known, retire))
         save.copy_now()
         save.run()
         save.result(0)
-
-    def committed(self, model: str, draft: ImageDraft) -> None:
-        assert draft.committed is not None
-        self.before[model] = draft.committed
 
     def retire(self, steps: Collection[int], model: str = "a") -> None:
         """Let go of versions in a commit of their own."""
@@ -396,6 +389,27 @@ class Trainer:
         found = self.writer.catalogue().models.get(model)
         entries = found.versions if found else ()
         return [entry.info.id for entry in entries if entry.info.step in steps]
+
+
+@dataclass(frozen=True)
+class _Owner(SaveOwner):
+    """A trainer, as the owner of one save. known: the newest version of the model."""
+
+    trainer: Trainer
+    model: str
+    known: CommittedImages | None
+    versions: Collection[int]
+
+    def before(self) -> Previous | None:
+        return self.known.storages if self.known else None
+
+    def retire(self) -> Collection[int]:
+        return self.versions
+
+    def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
+        assert isinstance(save.draft, ImageDraft)
+        assert save.draft.committed is not None
+        self.trainer.before[self.model] = save.draft.committed
 
 
 class Roomy(Trainer):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy as np
 from portus.engine.format.checksum import digest
 from portus.engine.pipeline.draft import CommittedVersion
 from portus.engine.pipeline.plan import Snapshot
-from portus.engine.pipeline.run import Policy, Save
+from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.spec import TensorSpec
 from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, create_pool, has_pool
@@ -50,7 +52,7 @@ class Pool:
         if not has_pool(path):
             create_pool(path, LocalFiles())
         self.writer: Final[PoolWriter] = WRITERS.open(path)
-        self._before: Before | None = None
+        self.before: Before | None = None
 
     def verified(self) -> int:
         """The newest step, 0 if there is none. Every byte and every rule is looked at."""
@@ -68,19 +70,11 @@ class Pool:
         versions = found.versions if found else ()
         retired = [entry.info.id for entry in versions[: len(versions) + 1 - KEEP]]
         snapshot = _snapshot(step)
-        save = Save(
-            snapshot,
-            PoolDraft(self.writer, snapshot.length),
-            lambda: self._before,
-            Policy(retire=lambda: retired, committed=self._committed),
-        )
+        draft = PoolDraft(self.writer, snapshot.length)
+        save = Save(snapshot, draft, _Owner(self, retired))
         save.copy_now()
         save.run()
         save.result(0)
-
-    def _committed(self, version: CommittedVersion, _steady: object) -> None:
-        assert isinstance(version, Before)
-        self._before = version
 
     @staticmethod
     def _verify(pool: PoolReader, entry: VersionEntry) -> None:
@@ -93,6 +87,22 @@ class Pool:
             step = entry.info.step
             assert data == content(step, index), f"storage {index} of step {step} is not its own"
             assert bytes(record.units[index]["digest"]) == digest(data)
+
+
+@dataclass(frozen=True)
+class _Owner(SaveOwner):
+    saver: Pool
+    retired: Collection[int]
+
+    def before(self) -> Before | None:
+        return self.saver.before
+
+    def retire(self) -> Collection[int]:
+        return self.retired
+
+    def committed(self, save: Save, version: CommittedVersion, steady: object) -> None:
+        assert isinstance(version, Before)
+        self.saver.before = version
 
 
 def _snapshot(step: int) -> Snapshot:

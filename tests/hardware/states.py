@@ -10,6 +10,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from portus.engine.copying.local import fetch
 from portus.engine.copying.segments import Stop
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Snapshot
-from portus.engine.pipeline.run import Policy, Save
+from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.spec import TensorSpec
 from portus.reach.files.host import HostPool
 from portus.reach.index.reader import PoolReader
@@ -56,9 +57,17 @@ def snapshot_of(
     )
 
 
+@dataclass(frozen=True)
+class _Owner(SaveOwner):
+    versions: Sequence[int]
+
+    def retire(self) -> Sequence[int]:
+        return self.versions
+
+
 def begun(pool: HostPool, snapshot: Snapshot, retire: Sequence[int] = ()) -> Save:
     """A save that may run. retire: versions to let go of with it."""
-    save = Save(snapshot, pool.draft(snapshot), lambda: None, Policy(retire=lambda: retire))
+    save = Save(snapshot, pool.draft(snapshot), _Owner(retire))
     save.copy_now()
     return save
 

@@ -262,7 +262,7 @@ def test_a_fence_that_expires_in_a_slow_pull_lets_go_after_it_revoked() -> None:
     state = state_of(100 << 20, 8)
     with Host(DEVDAX) as host, pool_on(host.url) as pool:
         save = begun(pool, snapshot_of(state, 1))
-        draft = save._draft
+        draft = save.draft
         assert isinstance(draft, HostDraft)
         worker = threading.Thread(target=save.run)
         worker.start()
@@ -319,7 +319,7 @@ def test_a_host_that_is_killed_in_a_pull_costs_that_save_alone() -> None:
     with Host(DEVDAX) as host, pool_on(host.url) as pool:
         saved(pool, snapshot_of(first, 1))
         save = begun(pool, snapshot_of(second, 2))
-        draft = save._draft
+        draft = save.draft
         assert isinstance(draft, HostDraft)
         worker = threading.Thread(target=save.run)
         worker.start()

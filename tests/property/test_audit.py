@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,17 +22,17 @@ import torch
 from portus.engine.fence.fence import Fence
 from portus.engine.fence.snapshot import Suspects, copy_order
 from portus.engine.media import written
-from portus.engine.paths.new_file import JoinedStorages, NewFile
-from portus.engine.paths.saver import contents_of
 from portus.engine.pipeline.audit import AuditMethod
 from portus.engine.pipeline.plan import Snapshot
-from portus.engine.pipeline.run import Policy, Save
+from portus.engine.pipeline.run import Save
+from portus.engine.state.contents import JoinedStorages
+from portus.engine.state.pickling import pickle_state
 from portus.errors import AbandonedError
 from portus.reach.format.layout import DATA_START
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.depth import deep
 from tests.unit.client.late_copy import FENCE_S_MAX
-from tests.unit.pipeline.bench import WAYS, Bench, Gate, audited
+from tests.unit.pipeline.bench import WAYS, Bench, Gate, Owner
 
 Write = Callable[[torch.Tensor, random.Random], None]
 Optimizers = dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]
@@ -128,6 +128,16 @@ class Model:
         return [each.detach() for each in found if each.ndim]
 
 
+class _Owner(Owner):
+    """Shares nothing, and lets go of all versions before."""
+
+    def before(self) -> None:
+        return None
+
+    def retire(self) -> Collection[int]:
+        return self.bench.pool.catalogue().ids()
+
+
 @dataclass
 class Search:
     """Saves into one pool, one case after another."""
@@ -152,7 +162,7 @@ class Search:
     def case(self, model: Model, rng: random.Random) -> None:
         self.cases += 1
         state = {"parameters": model.parameters, "optimizer": model.optimizer.state_dict()}
-        joined = JoinedStorages([NewFile("a.pt", "", contents_of(state)(), b"")])
+        joined = JoinedStorages([pickle_state(state)])
         wanted = [_bytes(storage) for storage in joined.storages]
         order = copy_order(joined.storages, joined.owned, {}, self.suspects.turn())
         assert order.late.any()
@@ -171,11 +181,8 @@ class Search:
             alive=joined.storages,
             exposed=order.exposed,
         )
-        policy = Policy(
-            retire=lambda: self.bench.pool.catalogue().ids(),
-            audit=lambda late, stop: audited(self.way, late, stop),
-        )
-        save = Save(snapshot, PoolDraft(self.bench.pool, snapshot.length), lambda: None, policy)
+        owner = _Owner(self.bench, self.way)
+        save = Save(snapshot, PoolDraft(self.bench.pool, snapshot.length), owner)
         name = rng.choice(sorted(WRITERS))
         save.copy_now()
         with self.written(WRITERS[name], rng.choice(model.tensors()), rng):

@@ -48,7 +48,7 @@ BROAD_EXCEPT = {
     "core/portus/companions/embedding/committer.py: _raised": (
         "the top of the worker thread; it is kept"
     ),
-    "core/portus/engine/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
+    "core/portus/engine/files/queue.py: _run": "the top of the worker thread; the error is kept",
     "core/portus/testing/nursery.py: _run": "the top of a forked process; it is told",
     "portus_accelerate/loading.py: _positions_in": "what Accelerate passes over, too; it is logged",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",
@@ -71,7 +71,7 @@ FRAGMENTS = (
 
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
 PLAIN_THREADS = {
-    "core/portus/engine/pipeline/queue.py": (
+    "core/portus/engine/files/queue.py": (
         "a condition says that it ended; it is joined after that"
     ),
     "core/portus/companions/job/preemption.py": "uses nothing of who waits for it, a limited time",
@@ -96,9 +96,6 @@ LARGE = {
     "companions/loaders/cursor: DataCursor": (
         "stands for a DataLoader, whose attributes it passes on"
     ),
-    "engine/paths/saver": "the order of a save, from the call to the worker",
-    "engine/paths/saver: FileSaver": "the order of a save, from the call to the"
-    " worker; what is done to files is in others",
     "reach/training/file_mirror": "what a mirror has against what a run has: both"
     " halves change under one lock",
     "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",

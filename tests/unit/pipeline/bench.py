@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from portus.engine.pipeline.audit import (
 )
 from portus.engine.pipeline.draft import CommittedVersion
 from portus.engine.pipeline.plan import Flags, Snapshot
-from portus.engine.pipeline.run import Policy, Save
+from portus.engine.pipeline.run import Save, SaveOwner
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.media.lock import LockTable, ProcessLocks
@@ -108,6 +109,7 @@ class Bench:
         self.guilty: list[int] = []
         self.retire: list[int] = []
         self.steady: Flags | None = None
+        self.ended: list[Save] = []
 
     def save(
         self,
@@ -130,14 +132,7 @@ class Bench:
             steady=steady,
             alive=arrays,
         )
-        policy = Policy(
-            retire=lambda: self.retire,
-            audit=lambda late, stop: audited(audit, late, stop),
-            committed=self._committed,
-            guilty=self.guilty.extend,
-        )
-        draft = PoolDraft(self.pool, snapshot.length)
-        return Save(snapshot, draft, lambda: self.before, policy)
+        return Save(snapshot, PoolDraft(self.pool, snapshot.length), Owner(self, audit))
 
     def run(self, arrays: Sequence[np.ndarray], step: int = 0, **options: object) -> Save:
         save = self.save(arrays, step, **options)  # type: ignore[arg-type]
@@ -159,6 +154,29 @@ class Bench:
             found.append(data)
         return found
 
-    def _committed(self, version: CommittedVersion, steady: Flags) -> None:
+
+@dataclass(frozen=True)
+class Owner(SaveOwner):
+    """A bench, as the owner of one save that is audited in that ``way``."""
+
+    bench: Bench
+    way: AuditMethod | None
+
+    def before(self) -> Before | None:
+        return self.bench.before
+
+    def audit(self, late: Late, stop: Stop) -> Audit | None:
+        return audited(self.way, late, stop)
+
+    def retire(self) -> Collection[int]:
+        return self.bench.retire
+
+    def torn(self, addresses: Sequence[int]) -> None:
+        self.bench.guilty.extend(addresses)
+
+    def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(version, Before)
-        self.before, self.steady = version, steady
+        self.bench.before, self.bench.steady = version, steady
+
+    def ended(self, save: Save) -> None:
+        self.bench.ended.append(save)

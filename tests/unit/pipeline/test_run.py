@@ -33,6 +33,20 @@ def test_a_version_holds_the_bytes_of_its_sources(late: bool) -> None:
     assert save.stats.copied_bytes == save.stats.state_bytes == sum(a.nbytes for a in arrays)
 
 
+def test_the_owner_is_told_once_that_a_save_has_ended() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    save = bench.run(arrays)
+    save.fail(ValueError())
+    assert bench.ended == [save]
+    assert save.error is None
+    failed = bench.save(arrays)
+    failed.fail(MediumError("full"))
+    failed.run()
+    failed.fail(ValueError())
+    assert bench.ended == [save, failed]
+    assert isinstance(failed.error, MediumError)
+
+
 def test_what_is_not_late_is_copied_before_the_call_returns() -> None:
     bench, arrays = Bench(), _arrays(1)
     save = bench.save(arrays, late=False)

@@ -11,9 +11,14 @@ from typing import Final
 import numpy as np
 import torch
 
-from portus.engine.fence.writers import classify, with_kin
+from portus.engine.extensions import PLACING, extension
+from portus.engine.fence.device import CopyChoice, DeviceFeed, WhereItFits, feeds_of
+from portus.engine.fence.fence import steps_seen
+from portus.engine.fence.writers import classify, pointer, with_kin
 from portus.engine.media import written
+from portus.engine.pipeline.observers import Saving
 from portus.engine.pipeline.plan import Column, Feed, Flags
+from portus.engine.state.contents import JoinedStorages
 
 
 class SnapshotMode(str, enum.Enum):
@@ -50,10 +55,54 @@ class Suspects:
             return frozenset(a for a, until in self._until.items() if until >= self._saves)
 
 
+class CopyPlanner:
+    """Decides for the saves of one run what is copied late, and where memory of devices is copied
+    first. For one thread at a time, but for ``accuse``."""
+
+    def __init__(self, mode: SnapshotMode) -> None:
+        self._mode: Final = mode
+        self._suspects: Final = Suspects()
+        self._placing: CopyChoice | None = None
+        self._steps_at_last = -1
+
+    def plan(self, joined: JoinedStorages, fenced: Sequence[torch.Tensor]) -> CopyOrder:
+        """Return the order for the storages of a save. fenced: tensors that nobody writes before
+        the caller waited for the fence."""
+        is_late = self._mode is not SnapshotMode.SYNC
+        feeds: dict[int, DeviceFeed] = {}
+        copies: set[int] = set()
+        if joined.has_devices:
+            feeds, copies = feeds_of(joined.storages, self._choice() if is_late else None)
+        suspects = self._suspects.turn() if is_late else None
+        pointers = frozenset(map(pointer, fenced)) - {0}
+        return copy_order(joined.storages, copies | joined.owned, feeds, suspects, pointers)
+
+    def has_stepped(self) -> bool:
+        """Return whether any optimizer of this process stepped since the last call."""
+        before, self._steps_at_last = self._steps_at_last, steps_seen()
+        return before != self._steps_at_last
+
+    def begins(self, save: Saving) -> None:
+        """Note that a save has begun, whose order this gave."""
+        if self._placing is not None:
+            self._placing.begins(save)
+
+    def accuse(self, addresses: Collection[int]) -> None:
+        """Have storages, which were torn, copied at once for some saves."""
+        self._suspects.accuse(addresses)
+
+    def _choice(self) -> CopyChoice:
+        if self._placing is None:
+            is_forced = self._mode is SnapshotMode.DEVICE
+            self._placing = WhereItFits() if is_forced else extension(PLACING)()
+        return self._placing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOrder:
     """What of some storages is copied late, and what at once: columns of ``Snapshot``."""
 
+    feeds: Mapping[int, Feed]
     address: Column
     length: Column
     late: Flags
@@ -86,6 +135,7 @@ def copy_order(
     guarded = late.copy()
     guarded[list(owned)] = False
     return CopyOrder(
+        feeds=feeds,
         address=address,
         length=length,
         late=late,

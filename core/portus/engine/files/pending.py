@@ -42,21 +42,19 @@ class PendingPaths:
         self._thread: Final = _Thread()
         self._is_hooked = False
 
-    def add(self, path: str, wait: Callable[[], object]) -> Ticket:
-        """A save to ``path``, absolute and without links, is in flight. wait: blocks until it is
-        over."""
-        ticket = Ticket(path, wait)
+    def add(self, path: str, wait: Callable[[], object]) -> None:
+        """Note that a save to ``path``, absolute and without links, is in flight. wait: blocks
+        until it is over."""
         with self._lock:
-            self._tickets = (*self._tickets, ticket)
+            self._tickets = (*self._tickets, Ticket(path, wait))
             if not self._is_hooked:
                 self._is_hooked = True
                 sys.addaudithook(self._heard)
-        return ticket
 
-    def remove(self, ticket: Ticket) -> None:
-        """Remove the ticket of a save that has ended. A second call does nothing."""
+    def remove(self, wait: Callable[[], object]) -> None:
+        """Remove the paths of a save that has ended. A second call does nothing."""
         with self._lock:
-            self._tickets = tuple(each for each in self._tickets if each is not ticket)
+            self._tickets = tuple(each for each in self._tickets if each.wait != wait)
 
     def wait_for(self, path: str) -> None:
         """Wait until no save of this process to ``path``, or below it, is in flight."""

@@ -20,8 +20,8 @@ from portus.engine.directory.publisher import UnpublishedFile
 from portus.engine.files import order
 from portus.engine.files.pending import PENDING
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.draft import new_publisher
-from portus.engine.paths.new_file import NewFile
+from portus.engine.paths.request import NewFile
+from portus.engine.paths.shared import new_publisher
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.spec import VersionInfo
 from portus.engine.writer.image_file import ImageFile
@@ -36,10 +36,16 @@ class WrittenFile:
     error: Final = None
 
     def __init__(
-        self, files: Sequence[NewFile], name: str, step: int, base: str | None = None
+        self,
+        files: Sequence[NewFile],
+        note: bytes,
+        name: str,
+        step: int,
+        base: str | None = None,
     ) -> None:
-        """Write the files, of one directory. name: of all of them, for messages. base: as of
-        ``Publisher.begin``. Raises ``MediumError``; what was at the paths is untouched then."""
+        """Write the files, of one directory. note: for a record of each. name: of all of them, for
+        messages. base: as of ``Publisher.begin``. Raises ``MediumError``; what was at the paths is
+        untouched then."""
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
             publisher = new_publisher()
@@ -47,7 +53,7 @@ class WrittenFile:
             draft = publisher.begin(*(each.real for each in files), base=base)
             stack.callback(draft.abandon)
             for each, unpublished in zip(files, draft.files, strict=True):
-                _write(each, unpublished)
+                _write(each, note, unpublished)
             draft.publish(_newest_at([each.real for each in files]))
         took_s = time.perf_counter() - start
         size = sum(int(each.contents.lengths.sum()) for each in files)
@@ -64,13 +70,13 @@ class WrittenFile:
         return self._info
 
 
-def _write(new: NewFile, draft: UnpublishedFile[Descriptor]) -> None:
+def _write(new: NewFile, note: bytes, draft: UnpublishedFile[Descriptor]) -> None:
     """Write the file of a draft, durably. Storages of a device are copied here one at a time."""
     contents, ring = new.contents, StagingRing(0)
     file = ImageFile(
         draft.file.number,
         new.said,
-        new.image(),
+        contents.image(new.said, note),
         is_spare=draft.is_spare,
         ring=ring,
         ways=Ways(),

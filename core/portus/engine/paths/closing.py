@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from portus.engine.checkpointer import Checkpointer
 from portus.engine.media import calls
 from portus.engine.paths.process import leave
+from portus.engine.paths.request import SaveRequest
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle, SaveStats
+from portus.engine.pipeline.run import Save
 from portus.errors import PortusError, UsageError, printable
 
 
@@ -76,3 +79,27 @@ class ClosingCheckpointer(Checkpointer):
             raise UsageError(
                 f"{printable(self.path)}: another process opened this Checkpointer; open one here"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccompaniedRequest(SaveRequest):
+    """The request of a save that ``companions`` are told of. path: where it goes, absolute; empty
+    for a version in a pool that has no pointer."""
+
+    companions: Sequence[Companion]
+    path: str = ""
+
+    def make_room(self) -> bool:
+        return any(each.yield_space() for each in self.companions)
+
+    def begun(self, save: Save) -> None:
+        for each in self.companions:
+            each.begun(self.path, save)
+
+    def committed(self, save: Save) -> None:
+        for each in self.companions:
+            each.committed(self.path, save)
+
+    def over(self, save: Save) -> None:
+        for each in self.companions:
+            each.over(save)

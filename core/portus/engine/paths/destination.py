@@ -9,11 +9,11 @@ import numpy as np
 
 from portus.engine.image.image import Image
 from portus.engine.media.base import MediumKind
-from portus.engine.paths.draft import FileDraft
-from portus.engine.paths.new_file import NewFile
+from portus.engine.paths.request import NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save
+from portus.engine.writer.image_file import FileDraft
 
 
 class Destination(Protocol):

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from portus.engine.directory.waiting import wait_for_drafts
@@ -21,9 +21,9 @@ from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restored import Restored
 from portus.engine.media import calls
-from portus.engine.paths.closing import ClosingCheckpointer
+from portus.engine.paths.closing import AccompaniedRequest, ClosingCheckpointer
 from portus.engine.paths.process import is_blocking, join, recover_left
-from portus.engine.paths.saver import Extra, FileSaver
+from portus.engine.paths.saver import FileSaver
 from portus.engine.paths.step_files import StepFiles
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
@@ -78,7 +78,6 @@ class DirectoryCheckpointer(ClosingCheckpointer):
         recover_left(path)
         self._saver = FileSaver(join(self), self.settings)
         self._is_closed = False
-        self._saver.make_room = self._yield_space
         try:
             for each in self._companions:
                 each.fetch()
@@ -101,16 +100,11 @@ class DirectoryCheckpointer(ClosingCheckpointer):
         is_new = self._make_directory()
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
         note = self._files.note(self._last_ns, scored)
-        begun: list[Save] = []
-        extra = Extra(
-            step=number,
-            note=note,
-            begun=partial(self._begun, path, begun),
-            committed=partial(self._committed, number, note, begun),
-            then=self._over,
+        request = _StepRequest(
+            step=number, note=note, path=path, companions=self._companions, checkpointer=self
         )
         try:
-            self._last = handle = self._saver.save(state, path, extra)
+            self._last = handle = self._saver.save(state, path, request)
         except BaseException:
             if is_new:  # nothing is left behind
                 with contextlib.suppress(OSError):
@@ -176,14 +170,6 @@ class DirectoryCheckpointer(ClosingCheckpointer):
             return self._files.newest_ns()
         return 0
 
-    def _begun(self, path: str, begun: list[Save], save: Save) -> None:
-        begun.append(save)
-        for each in self._companions:
-            each.begun(path, save)
-
-    def _yield_space(self) -> bool:
-        return any(each.yield_space() for each in self._companions)
-
     def _used(self, step: int | None, use: Callable[[str], Result]) -> tuple[VersionInfo, Result]:
         """What ``use`` gives for the file of a step, or for the newest that verifies."""
         self._check_usable()
@@ -236,21 +222,12 @@ class DirectoryCheckpointer(ClosingCheckpointer):
 
     # On the worker.
 
-    def _committed(self, step: int, note: bytes, begun: list[Save]) -> None:
+    def _committed(self, step: int, note: bytes) -> None:
         self._files.committed(step, note)
-        for save in begun:
-            for each in self._companions:
-                each.committed(self._files.path_of(step), save)
-        if self._keep is not None:
-            self._remove_surplus(self._keep)
-
-    def _over(self, save: Save) -> None:
-        for each in self._companions:
-            each.over(save)
-
-    def _remove_surplus(self, keep: Keep) -> None:
+        if self._keep is None:
+            return
         try:
-            for path in self._files.surplus(keep):
+            for path in self._files.surplus(self._keep):
                 for each in self._companions:
                     each.removing(path)
                 self._saver.remove(path)
@@ -258,6 +235,17 @@ class DirectoryCheckpointer(ClosingCheckpointer):
             _log.warning(
                 "portus: %s; more checkpoints than keep= says stay until the next commit", error
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepRequest(AccompaniedRequest):
+    """The request of one step, to be saved to a directory."""
+
+    checkpointer: DirectoryCheckpointer
+
+    def committed(self, save: Save) -> None:
+        AccompaniedRequest.committed(self, save)
+        self.checkpointer._committed(self.step, self.note)
 
 
 def _refuse_names(path: str, model: str) -> None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -49,51 +49,61 @@ class Stage(enum.IntEnum):
     FAILED = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """What a save asks of whoever started it.
+class SaveOwner:
+    """Whoever began a save: is asked by it, and told how it went. Each method does nothing where it
+    is not overridden, and none may hold on to the state."""
 
-    ``retire``: versions to let go of in the same commit. ``describe``: the name of a storage,
-    for messages. ``audit``: notes what is there of the late storages; None: no audit.
-    ``committed``: told after the commit, before anybody who waits, with which storages equalled
-    those of the version before (or the hint that was given, if there was none to compare with).
-    ``guilty``: told the addresses of storages that an audit found torn. ``changed``: told the
-    indices of storages that another process wrote while they were copied. Nothing here may hold on
-    to the state.
-    """
+    def before(self) -> Previous | None:
+        """Return the newest version of the model, if there is one to share storages with."""
+        return None
 
-    retire: Callable[[], Collection[int]] = tuple
-    describe: Callable[[int], str] = str
-    audit: Callable[[Late, Stop], Audit | None] = lambda late, stop: None
-    committed: Callable[[CommittedVersion, Flags], None] = lambda version, steady: None
-    guilty: Callable[[Sequence[int]], None] = lambda indices: None
-    changed: Callable[[Sequence[int]], None] = lambda indices: None
+    def describe(self, index: int) -> str:
+        """Return the name of a storage, for messages."""
+        return str(index)
+
+    def audit(self, late: Late, stop: Stop) -> Audit | None:
+        """Note what is there of the late storages. Return None for no audit."""
+        return None
+
+    def retire(self) -> Collection[int]:
+        """Return the ids of the versions that go in the same commit. On the worker."""
+        return ()
+
+    def torn(self, addresses: Sequence[int]) -> None:
+        """Note the addresses of storages that an audit found torn. On the worker."""
+
+    def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
+        """Note a commit, before anybody who waits is told. steady: which storages equalled those of
+        the version before, or the hint that was given, if there was none. On the worker."""
+
+    def ended(self, save: Save) -> None:
+        """Note that a save has ended, and how, after those who waited for it were told."""
 
 
 class Save:
-    """One save in flight, into ``draft``. ``before``: asked for the model's newest version."""
+    """One save in flight, into ``draft``, and the work of the queue that carries it out.
+
+    asked_s: when it was asked for, by ``time.perf_counter``: ``total_s`` counts from there.
+    """
 
     def __init__(
-        self,
-        snapshot: Snapshot,
-        draft: Draft,
-        before: Callable[[], Previous | None],
-        policy: Policy,
+        self, snapshot: Snapshot, draft: Draft, owner: SaveOwner, asked_s: float | None = None
     ) -> None:
         self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
         self.reported = False
         """True once somebody was told why it failed."""
         self.is_in_doubt = False
         """Of a save that failed: True if its commit had begun, so that its version may be there."""
+        self.inexact: Final[list[int]] = []
+        """The storages, by index, that another process wrote while they were copied."""
         self.token: Final = snapshot.token
         self.step: Final = snapshot.step
         self.model: Final = snapshot.model
         self.metrics: Final = snapshot.metrics
+        self.draft: Final = draft
         self._snapshot = snapshot
         self._steady = snapshot.steady
-        self._draft: Final = draft
-        self._before: Final = before
-        self._policy: Final = policy
+        self._owner: Final = owner
         self._lock: Final = threading.RLock()
         # Two, so that who waits for the end is woken once: each time takes Python's lock from the
         # worker.
@@ -102,13 +112,13 @@ class Save:
         self._stop: Final = Stop(awaited=False)
         self._stage = Stage.PLANNED
         self._reading = False
+        self._has_told = False
         self._error: PortusError | None = None
         self._info: VersionInfo | None = None
         self._stored: list[tuple[Column, Digests]] = []
         self._audit: Audit | None = None
-        self._born = time.perf_counter()
-        self.storages = snapshot.guarded
-        """Data pointers of the storages that are read late."""
+        self._asked_s: Final = time.perf_counter() if asked_s is None else asked_s
+        self.storages: Final = snapshot.guarded
 
     # The caller's thread.
 
@@ -144,18 +154,14 @@ class Save:
             self._commit()
         except PortusError as error:
             self.fail(error)
-
-    def asked_at(self, moment_s: float) -> None:
-        """The call of save began at ``moment_s``, by ``time.perf_counter``, before this was made:
-        ``total_s`` counts from there."""
-        with self._lock:
-            earlier_s = max(0.0, self._born - moment_s)
-            self._born -= earlier_s
-            if self._stats.total_s:
-                self._stats.total_s += earlier_s
+            return
+        time.sleep(0)  # whoever waited for it goes on first
+        self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """The save is over, without a version. Changes nothing if it was over before."""
+        """End the save, without a version. Changes nothing if it has ended."""
+        if self._has_told:
+            return
         with self._lock:
             if self._stage < Stage.COMMITTED:
                 self._stage = Stage.FAILED
@@ -163,6 +169,15 @@ class Save:
             self._copied.notify_all()
             self._ended.notify_all()
         self._let_go()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the owner, once, that nobody works on this any more."""
+        with self._lock:
+            if self._has_told:
+                return
+            self._has_told = True
+        self._owner.ended(self)
 
     # Any thread.
 
@@ -189,7 +204,7 @@ class Save:
                 f"save of step {self._snapshot.step} given up: its copy did not finish within "
                 f"the fence_timeout of {timeout_s:g} s ({self._stop.done} of "
                 f"{self._stats.state_bytes} bytes done). Older versions are untouched; check "
-                f"the medium {self._draft.name}"
+                f"the medium {self.draft.name}"
             )
             self._stop.set()
             self._copied.notify_all()
@@ -253,12 +268,12 @@ class Save:
             if len(some):
                 move(some)
         self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
-        self._stats.bounced_bytes = self._draft.bounced_bytes
+        self._stats.bounced_bytes = self.draft.bounced_bytes
         self._stats.copy_s += time.perf_counter() - start
 
     def _copy_from_here(self, indices: Column) -> None:
         address = self._snapshot.address[indices]
-        self._note(indices, self._draft.copy(indices, address, self._stop))
+        self._note(indices, self.draft.copy(indices, address, self._stop))
 
     def _copy_exposed(self, indices: Column) -> None:
         """No fence keeps another process out. What was copied counts; if the source is not the same
@@ -270,11 +285,11 @@ class Save:
         changed = np.delete(indices, equal)
         if len(changed):
             self._stats.inexact_bytes += int(self._snapshot.length[changed].sum())
-            self._policy.changed(changed.tolist())
+            self.inexact.extend(changed.tolist())
 
     def _copy_from_feeds(self, indices: Column) -> None:
         feeds = [self._snapshot.feeds[index] for index in indices.tolist()]
-        self._note(indices, self._draft.copy_fed(indices, feeds, self._stop))
+        self._note(indices, self.draft.copy_fed(indices, feeds, self._stop))
 
     def _note(self, indices: Column, digests: Digests) -> None:
         self._stored.append((indices, digests))
@@ -284,7 +299,7 @@ class Save:
 
     def _comparable(self) -> Previous | None:
         """The version before, if it has as many storages."""
-        before = self._before()
+        before = self._owner.before()
         fits = before is not None and len(before.length) == len(self._snapshot.length)
         return before if fits else None
 
@@ -320,7 +335,7 @@ class Save:
         if not len(equal):
             return equal
         # Equal digests are not enough: rot in the stored bytes would be shared, and reported late.
-        same = self._draft.share(before, candidates[equal], address[equal], self._stop)
+        same = self.draft.share(before, candidates[equal], address[equal], self._stop)
         return equal if same else equal[:0]
 
     def _note_steady(self, indices: Column, digests: Digests) -> None:
@@ -338,16 +353,16 @@ class Save:
 
     def _begin_audit(self) -> Audit | None:
         late = self._late_here()
-        return self._policy.audit(self._late(late), self._stop) if len(late) else None
+        return self._owner.audit(self._late(late), self._stop) if len(late) else None
 
     def _end_audit(self) -> None:
         """Raise ``AbandonedError`` if a late storage was not stored as it was at the call."""
         if self._audit is None:
             return
         late = self._late_here()
-        torn = late[self._audit.torn(Stored(late, self._digests_of(late), self._draft))]
+        torn = late[self._audit.torn(Stored(late, self._digests_of(late), self.draft))]
         if len(torn):
-            self._policy.guilty(self._snapshot.address[torn].tolist())
+            self._owner.torn(self._snapshot.address[torn].tolist())
             raise AbandonedError(self._verdict(torn.tolist()))
 
     def _late(self, rows: Column) -> Late:
@@ -374,7 +389,7 @@ class Save:
         return np.flatnonzero(snapshot.late & (snapshot.address != 0))
 
     def _verdict(self, guilty: list[int]) -> str:
-        names = [self._policy.describe(index) for index in guilty[:3]]
+        names = [self._owner.describe(index) for index in guilty[:3]]
         more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
         return (
             f"save of step {self._snapshot.step} given up: {', '.join(names)}{more} changed "
@@ -397,15 +412,14 @@ class Save:
             inexact=self._stats.inexact_bytes > 0,
             metrics=self.metrics,
         )
-        self._stats.copied_bytes -= self._draft.kept_bytes
-        self._stats.shared_bytes += self._draft.kept_bytes
+        self._stats.copied_bytes -= self.draft.kept_bytes
+        self._stats.shared_bytes += self.draft.kept_bytes
         self.is_in_doubt = True
-        committed = self._draft.commit(labels, self._before(), self._policy.retire())
+        committed = self.draft.commit(labels, self._owner.before(), self._owner.retire())
         self._stats.commit_s = time.perf_counter() - start
-        with self._lock:
-            self._stats.total_s = time.perf_counter() - self._born
+        self._stats.total_s = time.perf_counter() - self._asked_s
         self._let_go()
-        self._policy.committed(committed, self._steady)
+        self._owner.committed(self, committed, self._steady)
         with self._lock:
             self._info = committed.info
             self._stage = Stage.COMMITTED
@@ -436,7 +450,7 @@ class Save:
         """The end of ``run``, however it ended."""
         self._stop_reading()
         self._forget_sources()
-        self._draft.release()
+        self.draft.release()
 
 
 def _unexpected(error: BaseException) -> PortusError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,39 @@ class FileContents(Protocol):
 
     def describer(self) -> Callable[[int], str]:
         """Return what says where a storage is in the state, for messages. It holds no storage."""
+
+
+class JoinedStorages:
+    """The storages of files that are saved together, one file after another."""
+
+    def __init__(self, contents: Sequence[FileContents]) -> None:
+        self._contents: Final = contents
+        counts = np.array([len(each.storages) for each in self._contents], np.int64)
+        self._first: Final = (np.cumsum(counts) - counts).tolist()
+        self.storages: Final[tuple[torch.UntypedStorage, ...]] = tuple(
+            storage for each in self._contents for storage in each.storages
+        )
+        self.owned: Final = {
+            first + index
+            for first, each in zip(self._first, self._contents, strict=True)
+            for index in each.owned
+        }
+        self.has_devices: Final = any(each.has_devices for each in self._contents)
+
+    def changes(self) -> Column:
+        """Return how often torch saw the tensors over each storage being written."""
+        return np.concatenate([each.changes() for each in self._contents])
+
+    def describer(self) -> Callable[[int], str]:
+        """Return what says where a storage is in its state. It holds no storage."""
+        describers = [each.describer() for each in self._contents]
+        first = self._first
+
+        def describe(index: int) -> str:
+            number = int(np.searchsorted(first, index, "right")) - 1
+            return describers[number](index - first[number])
+
+        return describe
 
 
 def changes_of(storages: Sequence[torch.UntypedStorage], tensors: Sequence[torch.Tensor]) -> Column:

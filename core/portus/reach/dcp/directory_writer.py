@@ -32,7 +32,7 @@ from torch.futures import Future
 from portus.companions.job.exchange import ID_SIZE, Word
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
-from portus.engine.paths.saver import Laid
+from portus.engine.paths.request import Laid
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim

@@ -186,9 +186,8 @@ class DirectoryPlace(OpenPlace):
         yield act
 
     def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
-        from portus.engine.paths.draft import FileDraft  # and torch with it
-        from portus.engine.paths.process import join
-        from portus.engine.writer.image_file import ImageFile
+        from portus.engine.paths.process import join  # and torch with it
+        from portus.engine.writer.image_file import FileDraft, ImageFile
 
         shared, self._has_saved = join(self), True
         paths = [os.path.join(self.place.path, name) for name in files]
@@ -252,7 +251,7 @@ def _left_in(directory: str) -> Garbage:
 
 
 def _recovered(directory: str, found: Garbage) -> Garbage:
-    from portus.engine.paths.saver import recover  # and torch with it
+    from portus.engine.paths.shared import recover  # and torch with it
 
     if found.pieces:
         recover(directory)

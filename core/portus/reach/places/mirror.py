@@ -17,7 +17,7 @@ from portus.engine.image.image import Image
 from portus.engine.pipeline.draft import Draft
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.spec import VersionInfo
-from portus.engine.writer.image_file import ImageFile
+from portus.engine.writer.image_file import FileDraft, ImageFile
 from portus.engine.writer.ring import StagingRing
 from portus.engine.writer.ways import Ways
 from portus.errors import PortusError, UsageError
@@ -228,8 +228,6 @@ class MirrorPlace(OpenPlace):
     def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
         """See ``OpenPlace``. The files are written to this machine first: a digest of all of a file
         is known at its end alone."""
-        from portus.engine.paths.draft import FileDraft  # and torch with it
-
         numbers = {name: _temporary() for name in files}
         mirrored = self.mirrors.files_of(snapshot.model)
         upload = _Upload(mirrored, snapshot.step, numbers, StagingRing(0))

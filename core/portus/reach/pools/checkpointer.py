@@ -6,8 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from portus.companions.job.file_journal import FileJournal
@@ -18,11 +17,10 @@ from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restored import Restored
 from portus.engine.media import calls
-from portus.engine.paths.closing import ClosingCheckpointer
+from portus.engine.paths.closing import AccompaniedRequest, ClosingCheckpointer
 from portus.engine.paths.process import is_blocking, join
-from portus.engine.paths.saver import Extra, FileSaver
+from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.handle import SaveHandle
-from portus.engine.pipeline.run import Save
 from portus.engine.settings.keep import Keep, checked_metrics
 from portus.engine.settings.text import is_text
 from portus.engine.spec import VersionInfo, checked_step
@@ -109,14 +107,10 @@ class PoolCheckpointer(ClosingCheckpointer):
     ) -> SaveHandle:
         self._check_usable()
         number, scored = checked_step(step), checked_metrics(metrics)
-        extra = Extra(
-            step=number,
-            metrics=scored,
-            retire=partial(self._surplus, number, scored),
-            begun=self._begun,
-            then=self._over,
+        request = _VersionRequest(
+            step=number, metrics=scored, companions=self._companions, checkpointer=self
         )
-        self._last = handle = self._saver.save_version(f"step-{number:08d}.pt", state, extra)
+        self._last = handle = self._saver.save_version(f"step-{number:08d}.pt", state, request)
         if synchronous or is_blocking():
             handle.join()
         return handle
@@ -168,14 +162,6 @@ class PoolCheckpointer(ClosingCheckpointer):
     def path(self) -> str:
         return str(self._pool.place)
 
-    def _begun(self, save: Save) -> None:
-        for each in self._companions:
-            each.begun("", save)
-
-    def _over(self, save: Save) -> None:
-        for each in self._companions:
-            each.over(save)
-
     def _is_there(self) -> bool:
         path = self._pool.place.local_path
         return path is None or has_pool(path)
@@ -207,6 +193,16 @@ class PoolCheckpointer(ClosingCheckpointer):
         made = replace(infos[0], id=0, step=step, time_ns=time.time_ns(), metrics=metrics)
         staying = {info.id for info in self._keep.staying([*others, made])}
         return same | {info.id for info in others if info.id not in staying}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VersionRequest(AccompaniedRequest):
+    """The request of one step, to be saved to a pool."""
+
+    checkpointer: PoolCheckpointer
+
+    def retire(self) -> Collection[int]:
+        return self.checkpointer._surplus(self.step, self.metrics)
 
 
 def _check_model(model: object) -> None:

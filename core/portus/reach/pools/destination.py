@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from portus.engine.copying.segments import Digests, Stop
 from portus.engine.image.image import Image, bytes_image
-from portus.engine.paths.draft import FileDraft
-from portus.engine.paths.new_file import NewFile
+from portus.engine.paths.request import NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.plan import Column, Feed, Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save
+from portus.engine.writer.image_file import FileDraft
 from portus.errors import AbandonedError, PortusError, printable
 from portus.reach.format.reference import encode
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft
@@ -111,7 +111,7 @@ class PooledDraft:
     it is committed. Until then there is at their paths what was there before; so it is for ever if
     this process dies in between, and the version stays in the pool without a pointer.
 
-    pointers: the draft of these files. paths: theirs.
+    pointers: the draft of these files. paths: where they go.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class PooledDraft:
         return self._version.stored(storage, offset, length)
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
-        replaced = [self._pool.pointer_at(path) for path in self._paths]
+        replaced = [self._pool.pointer_at(each) for each in self._paths]
         self._pointers.finish()
         version = self._version.commit(labels, before, retire)
         try:

@@ -31,7 +31,7 @@ from portus.engine.files.pending import PENDING
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile, reads
-from portus.engine.paths.draft import new_publisher
+from portus.engine.paths.shared import new_publisher
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
 from portus.errors import (

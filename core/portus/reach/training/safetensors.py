@@ -10,7 +10,7 @@ import torch
 
 from portus.engine.paths.face import returned
 from portus.engine.paths.process import saver
-from portus.engine.paths.saver import OwnFormat
+from portus.engine.paths.request import OwnFormat
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.state.contents import FileContents
 from portus.reach.formats.named_tensors import named_tensors

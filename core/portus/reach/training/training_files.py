@@ -10,6 +10,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -26,7 +27,8 @@ from portus.engine.loading.loaded import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
-from portus.engine.paths.saver import Extra, FileSaver, ToSave, contents_of, files_below
+from portus.engine.paths.request import SaveRequest, ToSave, contents_of
+from portus.engine.paths.saver import FileSaver, files_below
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.run import Save
 from portus.engine.spec import VersionInfo
@@ -180,8 +182,8 @@ class TrainingFiles:
         as of ``save_directory``."""
         saver, _ = self._opened()
         contents = LiteralContents(bytes_image(text.encode()))
-        extra = Extra(ready=ready, follows_links=False, base=self._base)
-        return saver.save_files([ToSave(path, lambda: contents)], extra)
+        request = _TextRequest(follows_links=False, base=self._base, gate=ready)
+        return saver.save_files([ToSave(path, lambda: contents)], request)
 
     @calls.marked
     def fence(self) -> None:
@@ -197,10 +199,10 @@ class TrainingFiles:
         files: Mapping[str, object],
         step: int,
         note: bytes = b"",
-        ready: Callable[[], None] | None = None,
+        ready: Callable[[], None] = lambda: None,
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
-        """path: what is removed later, or linked to. ready, fenced: see ``Extra``."""
+        """path: what is removed later, or linked to. ready: see ``SaveRequest``."""
         saver, after = self._opened()
         try:
             make_directory(directory)
@@ -211,32 +213,32 @@ class TrainingFiles:
         number = after.asked(path)
         for name in files:
             after.keep(os.path.join(directory, name))
-        begun: list[Save] = []
-        extra = Extra(
+        request = _CheckpointRequest(
             step=step,
             note=note,
-            fenced=fenced,
-            begun=partial(self._begun, path, begun),
-            ready=ready,
-            committed=partial(self._committed, path, begun),
-            then=partial(self._over, number, path),
             follows_links=False,
             base=self._base,
             removed_elsewhere=self._removed_elsewhere,
+            gate=ready,
+            training=self,
+            number=number,
+            path=path,
         )
-        handle = None
         try:
             handle = saver.save_files(
                 [
                     ToSave(os.path.join(directory, name), contents_of(state))
                     for name, state in files.items()
                 ],
-                extra,
+                request,
+                fenced,
             )
-        finally:
-            if not begun:  # refused, or written at once in a signal handler
-                is_there = handle is not None and handle.committed
-                after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
+        except BaseException:
+            after.over(number, path, is_committed=False, may_remove=not calls.is_nested())
+            raise
+        if not isinstance(handle.of, Save):  # refused, or written at once in a signal handler
+            is_there = handle.committed
+            after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
         return handle
 
     @calls.marked
@@ -366,7 +368,6 @@ class TrainingFiles:
             saver = FileSaver(join(self), self._settings, destination=self._destination())
             self._after = AfterCommit(partial(self._remove, saver), saver.later)
             self._saver = saver
-            saver.make_room = self._make_room
         return self._saver, self._after
 
     def _destination(self) -> PoolDestination | None:
@@ -419,25 +420,46 @@ class TrainingFiles:
             name, place = self._journal_at
             self._journal = FileJournal(name, lambda: place)
 
-    def _begun(self, path: str, begun: list[Save], save: Save) -> None:
-        begun.append(save)
-        self._begin_journal()
-        if self._journal is not None:
-            self._journal.begun(path, save)
 
-    def _committed(self, path: str, begun: list[Save]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextRequest(SaveRequest):
+    """The request of a file that becomes visible after ``gate``."""
+
+    gate: Callable[[], None]
+
+    def ready(self) -> None:
+        self.gate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckpointRequest(_TextRequest):
+    """The request of a checkpoint of ``training``, save ``number``, at ``path``."""
+
+    training: TrainingFiles
+    number: int
+    path: str
+
+    def make_room(self) -> bool:
+        return self.training._make_room()
+
+    def begun(self, save: Save) -> None:
+        self.training._begin_journal()
+        if self.training._journal is not None:
+            self.training._journal.begun(self.path, save)
+
+    def committed(self, save: Save) -> None:
         """Tell the mirror of a commit before anybody else: later removals come later there too."""
-        if self._mirror is not None:
-            for save in begun:
-                self._mirror.committed(path, save)
+        if self.training._mirror is not None:
+            self.training._mirror.committed(self.path, save)
 
-    def _over(self, number: int, path: str, save: Save) -> None:
-        if self._after is not None:
-            self._after.over(number, path, is_committed=save.error is None)
-        if self._mirror is not None:
-            self._mirror.wake()  # links lead elsewhere now
-        if self._journal is not None:
-            self._journal.over(save)
+    def over(self, save: Save) -> None:
+        training = self.training
+        if training._after is not None:
+            training._after.over(self.number, self.path, is_committed=save.error is None)
+        if training._mirror is not None:
+            training._mirror.wake()  # links lead elsewhere now
+        if training._journal is not None:
+            training._journal.over(save)
 
 
 def _refuse_of_pools(settings: Settings) -> None:

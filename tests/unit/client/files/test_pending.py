@@ -35,7 +35,7 @@ class Late:
         self.waits = 0
         self._over = threading.Event()
         self._awaited = threading.Event()
-        self._ticket = PENDING.add(os.path.realpath(path), self.wait)
+        PENDING.add(os.path.realpath(path), self.wait)
         self._thread = threading.Thread(target=self._appear)
         self._thread.start()
 
@@ -50,7 +50,7 @@ class Late:
                 return
             time.sleep(0.05)
             self.path.write_text("whole")
-            PENDING.remove(self._ticket)
+            PENDING.remove(self.wait)
             self._over.set()
 
     def end(self) -> None:
@@ -183,10 +183,10 @@ def test_a_save_may_close_files_while_portus_waits_for_its_path(tmp_path: Path) 
         with PENDING.exempt():
             Descriptor(str(path), os.O_RDONLY).close()
             path.write_text("whole")
-            PENDING.remove(ticket)
+            PENDING.remove(wait)
             closed.set()
 
-    ticket = PENDING.add(os.path.realpath(path), wait)
+    PENDING.add(os.path.realpath(path), wait)
     opened = Descriptor(str(path), os.O_RDONLY)
     assert os.read(opened.number, 9) == b"whole"
     opened.close()
@@ -198,12 +198,15 @@ def test_a_save_that_begins_as_portus_opens_its_path_is_not_awaited_with_the_loc
     path, really_open, waits = tmp_path / "step.pt", process._open, list[str]()
     path.write_text("before")
 
+    def wait() -> None:
+        waits.append("with the lock")
+
     def late(*arguments: Any) -> int:
-        ticket = PENDING.add(os.path.realpath(path), lambda: waits.append("with the lock"))
+        PENDING.add(os.path.realpath(path), wait)
         try:
             return really_open(*arguments)
         finally:
-            PENDING.remove(ticket)
+            PENDING.remove(wait)
 
     monkeypatch.setattr(process, "_open", late)
     Descriptor(str(path), os.O_RDONLY).close()
@@ -221,16 +224,19 @@ def test_an_error_of_a_save_is_not_that_of_whoever_opens_the_file(tmp_path: Path
     def fail() -> None:
         raise ValueError
 
-    ticket = PENDING.add(str(tmp_path / "x"), fail)
+    PENDING.add(str(tmp_path / "x"), fail)
     try:
         assert os.listdir(tmp_path) == []
     finally:
-        PENDING.remove(ticket)
-        PENDING.remove(ticket)
+        PENDING.remove(fail)
+        PENDING.remove(fail)
 
 
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
-    ticket = PENDING.add(str(tmp_path / "x"), lambda: time.sleep(WAIT_S_MAX))
+    def wait() -> None:
+        time.sleep(WAIT_S_MAX)
+
+    PENDING.add(str(tmp_path / "x"), wait)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
@@ -238,7 +244,7 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
             os.listdir(tmp_path)
     finally:
         signal.signal(signal.SIGALRM, before)
-        PENDING.remove(ticket)
+        PENDING.remove(wait)
 
 
 def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
@@ -260,5 +266,6 @@ def test_the_hook_is_installed_once_and_by_the_first_path(monkeypatch: pytest.Mo
     own = PendingPaths()
     assert hooks == []
     for _ in range(3):
-        own.remove(own.add("/x", lambda: None))
+        own.add("/x", int)
+        own.remove(int)
     assert len(hooks) == 1

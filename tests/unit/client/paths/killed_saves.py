@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from portus.engine.paths.process import saver
-from portus.engine.paths.saver import ToSave
+from portus.engine.paths.request import ToSave
 from portus.engine.state.pickling import pickle_state
 from portus.testing.nursery import Say
 from tests.adapters.kills import Kills

@@ -22,7 +22,8 @@ import torch
 from portus.engine.files.pending import PENDING
 from portus.engine.paths import process
 from portus.engine.paths.face import load, save
-from portus.engine.paths.saver import Extra
+from portus.engine.paths.request import SaveRequest
+from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError
 from tests.crash.saver import Training
@@ -243,17 +244,31 @@ def test_a_failure_that_nobody_waits_for_is_told_at_the_next_call(
     with monkeypatch.context() as patched:
         patched.setattr(ImageFile, "finish", fails)
         save({}, "run.pt")
-        process._savers[0]._queue.drain()
+        process._savers[0].shared.queue.drain()
         with pytest.raises(MediumError, match="the disk"):  # nothing was saved ever
             save({}, "run.pt")
     save({}, "run.pt").wait()
     with monkeypatch.context() as patched:
         patched.setattr(ImageFile, "finish", fails)
         save({}, "run.pt")
-        process._savers[0]._queue.drain()
+        process._savers[0].shared.queue.drain()
     with caplog.at_level(logging.WARNING, logger="portus"):
         save({}, "run.pt").wait()
     assert "a save failed; training continues: [Errno 5] run.pt: the disk" in caplog.text
+
+
+def test_ctrl_c_while_a_save_begins_leaves_nothing_that_is_awaited_and_is_not_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Save, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save({"x": torch.ones(5)}, "run.pt")
+    assert PENDING._tickets == ()
+    save({}, "run.pt").wait()
 
 
 def test_a_tensor_that_nobody_guards_is_never_saved_half_written(held: Held) -> None:
@@ -404,8 +419,8 @@ def test_a_kill_loses_two_steps_of_a_training_at_most_however_small_they_are(hel
     training = process.saver()
     for step in (1, 2):
         for name in ("best", "last"):
-            training.save({"step": step}, f"{name}-{step}.pt", Extra(step=step))
-    third = threading.Thread(target=training.save, args=({}, "best-3.pt", Extra(step=3)))
+            training.save({"step": step}, f"{name}-{step}.pt", SaveRequest(step=step))
+    third = threading.Thread(target=training.save, args=({}, "best-3.pt", SaveRequest(step=3)))
     third.start()
     third.join(0.5)
     assert third.is_alive(), "two steps are not over yet"

@@ -20,7 +20,8 @@ from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.paths import process
 from portus.engine.paths.face import load
 from portus.engine.paths.process import saver
-from portus.engine.paths.saver import Extra, ToSave, recover
+from portus.engine.paths.request import SaveRequest, ToSave
+from portus.engine.paths.shared import recover
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.state.pickling import pickle_state
 from portus.engine.writer.image_file import ImageFile
@@ -101,7 +102,7 @@ def test_the_largest_files_of_a_removed_directory_are_used_again_wherever_they_a
         os.makedirs(below)
         files: list[tuple[str, Any]] = [("big.pt", [step, frozen]), ("small.pt", [step])]
         saves = [ToSave(f"{below}/{name}", partial(pickle_state, it)) for name, it in files]
-        extra = Extra(base=os.path.abspath("."))
+        extra = SaveRequest(base=os.path.abspath("."))
         handle = saver().save_files(saves, extra)
         saver().save_files([ToSave(f"c{step}/a.pt", partial(pickle_state, [step]))], extra).wait()
         handle.wait()
@@ -189,7 +190,7 @@ def test_a_signal_handler_writes_them_at_once() -> None:
         "import os, signal, torch\n"
         "from functools import partial\n"
         "from portus.engine.paths.process import saver\n"
-        "from portus.engine.paths.saver import ToSave\n"
+        "from portus.engine.paths.request import ToSave\n"
         "from portus.engine.state import pickling\n"
         "real = pickling.pickle_state\n"
         "def files(value, made=real):\n"

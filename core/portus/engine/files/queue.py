@@ -11,8 +11,10 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Protocol
 
+from portus.engine.files.pending import PENDING
 from portus.engine.pipeline.waiting import Changed
 from portus.errors import UsageError
 
@@ -36,11 +38,14 @@ class Work(Protocol):
     def hurry(self) -> None: ...
 
 
-class Chore:
-    """Work that nobody waits for, and that needs no cleaning up."""
+class Errand:
+    """Something to do between two saves, which raises nothing, and that nobody waits for."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.run: Final = act
 
     def fail(self, error: BaseException) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""
 
     def hurry(self) -> None:
         """Do nothing: the work takes no longer than it must."""
@@ -250,7 +255,8 @@ class Queue:
     def _run(self, work: Work, turn: Turn | None) -> None:
         error: BaseException = RuntimeError("the worker thread ended")
         try:
-            work.run()
+            with PENDING.exempt():
+                work.run()
         except BaseException as unexpected:  # a thread's top: kept in the work, never lost
             error = unexpected
             if not isinstance(unexpected, Exception):

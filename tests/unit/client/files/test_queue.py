@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from portus.engine.pipeline.queue import SAVES_MAX, Queue, Turn
+from portus.engine.files.queue import SAVES_MAX, Queue, Turn
 from portus.errors import UsageError
 
 

@@ -1,0 +1,170 @@
+"""What one save is asked to do: its files, and whoever is to be told of it."""
+
+from __future__ import annotations
+
+import abc
+import os
+import stat
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from portus.engine.pipeline.run import Save
+from portus.engine.state.contents import FileContents
+from portus.engine.state.pickling import pickle_state
+from portus.errors import MediumError, UsageError, printable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What belongs to one save besides its state. Whoever is to be told of the save derives a class
+    that has some of the methods; the others do nothing. None may hold on to the state.
+
+    step: of training; 0 for a file that has a name alone. note: bytes for a record of the file.
+    follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
+    a directory whose hidden folder has the drafts, if it is above the files and on their file
+    system; else their own directory has them. removed_elsewhere: see ``Publisher.begin``.
+    metrics: of a version in a pool.
+    """
+
+    step: int = 0
+    note: bytes = b""
+    follows_links: bool = True
+    base: str | None = None
+    removed_elsewhere: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def make_room(self) -> bool:
+        """Remove something from a full disk. Return whether that was done."""
+        return False
+
+    def begun(self, save: Save) -> None:
+        """Note, in the call, that the save is sure to end."""
+
+    def ready(self) -> None:
+        """Return when the files may become visible. Raises ``PortusError`` to forbid it. On the
+        worker."""
+
+    def retire(self) -> Collection[int]:
+        """Return the ids of versions in a pool that go with the commit. On the worker."""
+        return ()
+
+    def committed(self, save: Save) -> None:
+        """Note that the files are there, before anybody is told. On the worker."""
+
+    def over(self, save: Save) -> None:
+        """Note that the save has ended, and how. On the worker."""
+
+
+class ToSave(NamedTuple):
+    """A file to save: its path, and what gives its contents at the call."""
+
+    path: str | os.PathLike[str]
+    contents: Callable[[], FileContents]
+
+
+class OwnFormat(abc.ABC):
+    """What is to be saved as a file in a format of its own."""
+
+    @abc.abstractmethod
+    def file_contents(self) -> FileContents:
+        """Return the contents of the file. Raises ``UsageError``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Laid(OwnFormat):
+    """See ``OwnFormat``: its contents are there."""
+
+    contents: FileContents
+
+    def file_contents(self) -> FileContents:
+        return self.contents
+
+
+def contents_of(state: object) -> Callable[[], FileContents]:
+    """Return what gives the contents of a file for ``state``, in the format that it is for."""
+    if isinstance(state, OwnFormat):
+        return state.file_contents
+    return partial(pickle_state, state)
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """One file. ``said``: its path as the caller has it. ``real``: where that leads; empty for a
+    version in a pool that has no pointer."""
+
+    said: str
+    real: str
+    contents: FileContents
+
+
+def targets_of(files: Sequence[ToSave], *, follows_links: bool) -> list[tuple[str, str]]:
+    """Return the paths of files of one directory, each as the caller said it, and where it leads.
+    Links to directories are followed, and the last one if ``follows_links``. Raises ``UsageError``
+    for what no file can be put at, and for files of several directories, ``MediumError`` if that
+    cannot be told."""
+    found = [_target_of(each.path, follows_links=follows_links) for each in files]
+    reals = {real for _, real in found}
+    if len({os.path.dirname(real) for real in reals}) > 1 or len(reals) < len(found):
+        raise UsageError(
+            "files that are saved together: expected different files of one directory, found "
+            + ", ".join(printable(said) for said, _ in found)
+        )
+    return found
+
+
+def name_of(files: Sequence[NewFile]) -> str:
+    """Return the name of all the files together, for messages."""
+    return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
+
+
+def base_of(files: Sequence[NewFile], request: SaveRequest) -> str | None:
+    """Return the base of ``request`` if it is above the files, on their file system; else None."""
+    if request.base is None:
+        return None
+    base, where = os.path.realpath(request.base), os.path.dirname(files[0].real)
+    try:
+        is_same = os.stat(base).st_dev == os.stat(where).st_dev
+        return base if is_same and os.path.commonpath([base, where]) == base else None
+    except (OSError, ValueError):
+        return None
+
+
+def _target_of(path: str | os.PathLike[str], *, follows_links: bool) -> tuple[str, str]:
+    said = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(said, str) or not said or "\0" in said:
+        raise UsageError(
+            f"path: expected the path of a file, as text, found {path!r:.200}. torch.save "
+            "writes to file objects"
+        )
+    real = os.path.realpath(said)
+    if not follows_links:
+        where, name = os.path.split(said)
+        real = os.path.join(os.path.realpath(where or "."), name)
+    directory = os.path.dirname(real)
+    if not _is_directory(directory, is_made=not follows_links):
+        raise UsageError(
+            f"{printable(said)}: there is no directory {printable(directory)}; create it first"
+        )
+    try:
+        mode = os.stat(real, follow_symlinks=follows_links).st_mode
+    except OSError:
+        return said, real  # nothing is there; what else is wrong shows where it is opened
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UsageError(
+            f"{printable(said)}: expected the path of a file to write, found {kind}; name "
+            "another path"
+        )
+    return said, real
+
+
+def _is_directory(path: str, *, is_made: bool) -> bool:
+    # is_made: by us, just now; so if it is not there, the file system is to blame.
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError) and not is_made:
+            return False
+        raise MediumError(error.errno, f"{printable(path)}: {error.strerror}") from error
