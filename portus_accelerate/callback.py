@@ -1,14 +1,37 @@
-"""``PortusCallback``: ``transformers.Trainer`` saves at the steps of a ``portus.Cadence``."""
+"""``PortusCallback``: ``transformers.Trainer`` saves at the steps of a ``portus.Cadence``.
+
+The flag adds it where the settings say so: it cannot move a ``save_state`` that a script calls
+where it likes. Such a script asks ``should_save``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Final
 
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import portus
-from portus_accelerate import pacing
 from portus_accelerate.settings import ACCELERATE
+
+_trainings: Final[list[bool]] = []
+"""For each ``Trainer.train`` under way: whether Portus sees what it saves."""
+
+
+@contextlib.contextmanager
+def training(*, seen: bool) -> Iterator[None]:
+    """A ``Trainer`` trains. seen: whether its saves go through Portus."""
+    _trainings.append(seen)
+    try:
+        yield
+    finally:
+        _trainings.pop()
+
+
+def is_seen() -> bool | None:
+    """Whether saves of the ``Trainer`` that trains now go through Portus; None: the flag is off."""
+    return _trainings[-1] if _trainings else None
 
 
 class PortusCallback(TrainerCallback, ExportableState):
@@ -55,7 +78,7 @@ class PortusCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin to count, and go on with what a checkpoint says."""
-        seen = pacing.is_seen()
+        seen = is_seen()
         if seen is None and self._said["every"] == "auto" and not portus.is_disabled():
             raise portus.UsageError(
                 "PortusCallback(every='auto') uses what saves of Portus cost, and this "

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import portus
 from portus_accelerate.engine_files import EngineFiles, why_not
-from portus_accelerate.replaced import around, is_known, spelled
 from portus_accelerate.settings import from_environment, from_mapping
+from portus_accelerate.standing import is_known, spelled
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -79,7 +79,7 @@ def _patch(*, is_for_all: bool) -> bool:
         ("_take_model_step", _step),
         ("destroy", _destroy),
     ):
-        change = around(engine, name, function)
+        change = portus.around(engine, name, function)
         setattr(change[2], _PATCHED, True)
         setattr(*change)
     return True

@@ -42,7 +42,7 @@ class StateLoader:
         self.fetch_named()
         if os.path.isdir(above):
             self._files.prepare([above])
-        candidates = self._as_main_says(above, _newest_first(above))
+        candidates = self.as_main_says(above, _newest_first(above))
         failed: tuple[str, portus.PortusError] | None = None
         for candidate in self._most_complete_first(candidates):
             if failed is not None:
@@ -77,7 +77,7 @@ class StateLoader:
     def agreed(self, above: str, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
         """The first of ``paths``, all in ``above``, as the main process says them, that all
         processes find good."""
-        said = self._as_main_says(above, paths)
+        said = self.as_main_says(above, paths)
         return next((path for path in said if all(gather_object([is_good(path)]))), None)
 
     def fetch_named(self) -> None:
@@ -130,23 +130,23 @@ class StateLoader:
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
         self._files.wait_for(directory)
         is_there = os.path.isdir(directory)
-        self._raise_if_any(why_incomplete(directory) if is_there else f"{directory}: not there")
+        self.raise_if_any(why_incomplete(directory) if is_there else f"{directory}: not there")
         try:
             found = self._load(stock, directory)
         except (portus.CorruptionError, portus.UsageError) as error:
             with contextlib.suppress(portus.UsageError):
-                self._raise_if_any(str(error))
+                self.raise_if_any(str(error))
             raise
-        self._raise_if_any("")
+        self.raise_if_any("")
         return found
 
-    def _raise_if_any(self, why: str) -> None:
+    def raise_if_any(self, why: str) -> None:
         """Raise ``UsageError`` if any process says why, on all of them."""
         said = gather_object([why])
         if any(said):
             raise portus.UsageError(why or next(filter(None, said)))
 
-    def _as_main_says(self, above: str, paths: list[str]) -> list[str]:
+    def as_main_says(self, above: str, paths: list[str]) -> list[str]:
         """Return what the main process found in its ``above``, on all processes, each in its own:
         they may see names come and go at other moments."""
         said = [[os.path.basename(path) for path in paths]]

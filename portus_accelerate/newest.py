@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+import portus
 from portus_accelerate import place
-from portus_accelerate.replaced import around
 
 RANDOM: Final = "random_states_{}.pkl"
 """Accelerate's file of a process's random states, by its number. Every save has it."""
@@ -43,7 +43,7 @@ _WRITTEN: Final = (".safetensors", ".bin", ".pt", ".pth")
 
 def install() -> None:
     """Change the loaded ``transformers.trainer_utils``, before scripts take a name from it."""
-    setattr(*around(sys.modules["transformers.trainer_utils"], "get_last_checkpoint", last))
+    setattr(*portus.around(sys.modules["transformers.trainer_utils"], "get_last_checkpoint", last))
 
 
 def _is_saved(directory: str) -> bool:

@@ -25,7 +25,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import safetensors.torch
@@ -33,18 +32,15 @@ import torch.distributed as dist
 
 import portus
 from portus_accelerate import capture, deepspeed, is_on, resume
-from portus_accelerate.replaced import Change, around, is_known, spelled
-from portus_accelerate.saver import Saver
-from portus_accelerate.settings import Settings, from_environment, from_mapping
-from portus_accelerate.standing import ON, status, tell
+from portus_accelerate.saver import SAVER, Saver, chosen_for, save_state, saver_of
+from portus_accelerate.settings import from_environment, from_mapping
+from portus_accelerate.standing import ON, is_known, spelled, status, tell
 
 _log: Final = logging.getLogger("portus_accelerate")
 
 OLDEST: Final = (1, 0)
 NEWEST: Final = (1, 15)
 """Versions of Accelerate that this was made for, both included."""
-
-_SAVER: Final = "_portus_saver"
 
 _NEEDED: Final = ("TrainingFiles", "load", "pack", "read_note")
 """Of Portus: loaded before anything is changed, so that a package that it lacks is missed then."""
@@ -99,7 +95,7 @@ def enable(accelerator: Any, **settings: Any) -> None:
     if saver_of(accelerator) is None:
         chosen = from_mapping(settings, "portus_accelerate.enable")
         saver = Saver(accelerator, chosen)
-        setattr(accelerator, _SAVER, saver)
+        setattr(accelerator, SAVER, saver)
         saver.follow_data()
 
 
@@ -154,16 +150,16 @@ def cadence(accelerator: Any) -> portus.Cadence:
     return _asked(accelerator, "cadence").cadence()
 
 
-def _changes() -> list[Change]:
+def _changes() -> list[tuple[Any, str, Any]]:
     module: Any = sys.modules["accelerate.accelerator"]
     loading: Any = sys.modules["accelerate.data_loader"]
     other: Any = sys.modules["accelerate.utils.other"]
     found = [
-        around(owner, name, function)
+        portus.around(owner, name, function)
         for owner, name, function in (
             (module.Accelerator, "__init__", _init),
             (module.Accelerator, "prepare_data_loader", _prepare_data_loader),
-            (module.Accelerator, "save_state", _save_state),
+            (module.Accelerator, "save_state", save_state),
             (module.Accelerator, "load_state", _load_state),
             (module.Accelerator, "end_training", _end_training),
             (module.Accelerator, "log", _log_values),
@@ -190,7 +186,7 @@ def _changes() -> list[Change]:
 def _asked(accelerator: Any, function: str) -> Saver:
     """Return who saves for ``accelerator``. Raises ``UsageError`` if nobody turned Portus on.
     function: who asks."""
-    saver = _there(accelerator)
+    saver = chosen_for(accelerator)
     if saver is None:
         raise portus.UsageError(
             f"portus_accelerate.{function}: expected an Accelerator that Portus saves for, found "
@@ -199,25 +195,10 @@ def _asked(accelerator: Any, function: str) -> Saver:
     return saver
 
 
-def _there(accelerator: Any) -> Saver | None:
-    """None if nobody turned Portus on. It may leave all to Accelerate."""
-    found = accelerator.__dict__.get(_SAVER)
-    if isinstance(found, Settings):  # the accelerator was copied, or pickled
-        found = Saver(accelerator, found)
-        setattr(accelerator, _SAVER, found)
-    return found if isinstance(found, Saver) else None
-
-
-def saver_of(accelerator: Any) -> Saver | None:
-    """Return who saves for ``accelerator``; None if it saves by itself."""
-    found = _there(accelerator)
-    return found if found is not None and found.is_on() else None
-
-
 def _init(stock: Callable[..., None], self: Any, *given: Any, **named: Any) -> None:
     stock(self, *given, **named)
-    if is_on() and _SAVER not in self.__dict__:
-        setattr(self, _SAVER, Saver(self, from_environment()))
+    if is_on() and SAVER not in self.__dict__:
+        setattr(self, SAVER, Saver(self, from_environment()))
 
 
 def _prepare_data_loader(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
@@ -226,21 +207,6 @@ def _prepare_data_loader(stock: Callable[..., Any], self: Any, *given: Any, **na
     if saver is not None:
         saver.follow_data()
     return prepared
-
-
-def _save_state(
-    stock: Callable[..., Any],
-    self: Any,
-    output_dir: Any = None,
-    safe_serialization: bool = True,
-    **named: Any,
-) -> Any:
-    saver = saver_of(self)
-    if saver is None:
-        return stock(self, output_dir, safe_serialization, **named)
-    chosen = None if output_dir is None else os.fspath(output_dir)
-    as_asked = partial(stock, self, safe_serialization=safe_serialization, **named)
-    return saver.save_state(as_asked, chosen)
 
 
 def _load_state(
@@ -307,7 +273,7 @@ def _log_values(
 
 
 def _backward(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
-    saver = _there(self)
+    saver = chosen_for(self)
     if saver is not None:
         saver.training.passes += 1
     return stock(self, *given, **named)

@@ -1,7 +1,12 @@
 """``Saver``: what stands between one ``Accelerator`` and its checkpoints.
 
-Checkpoints are directories of files (``CheckpointFiles``), also where a pool has the bytes of the
-files.
+Each process publishes its own files: the main one all but the random states of the others. What is
+in a directory appears in one step, and its random states with it; so a directory without those of
+the main process was never complete.
+
+With a pool the files of the main process are pointers to it: files of torch, which ``torch.load``
+follows. Weights in safetensors become files of torch for that; or they stay files, and are there
+before the pointers.
 """
 
 from __future__ import annotations
@@ -10,22 +15,27 @@ import contextlib
 import copy
 import logging
 import os
+import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import portus
 from portus_accelerate import data, deepspeed, place, resume, sharded
-from portus_accelerate.capture import Capture
-from portus_accelerate.engine_files import EngineFiles
+from portus_accelerate.capture import Capture, capturing, torch_name
+from portus_accelerate.engine_files import EngineFiles, led
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.loading import StateLoader, Stock
 from portus_accelerate.newest import RANDOM, why_incomplete
+from portus_accelerate.origin import note
 from portus_accelerate.settings import ACCELERATE, Settings
 
 _log: Final = logging.getLogger("portus_accelerate")
+
+SAVER: Final = "_portus_saver"
+"""Where an ``Accelerator`` has what saves for it."""
 
 _CADENCE: Final = "cadence"
 """Where it is beside the positions in data, in the file of random states."""
@@ -135,8 +145,8 @@ class Saver:
         is_pooled: Callable[[str], bool],
     ) -> None:
         """Save a checkpoint that every process writes by ``stock``, as ``save_state`` does. Old
-        ones that ``stock`` removes go after the commit. add, is_pooled: as of
-        ``CheckpointFiles.saving``."""
+        ones that ``stock`` removes go after the commit. add: puts what is ours into the capture.
+        is_pooled: with a pool, which files go there."""
         directory = os.path.abspath(directory)
         if not portus.is_nested():
             self._files.wait()  # old ones are told by the times of directories
@@ -154,19 +164,43 @@ class Saver:
         surplus: Callable[[], list[str]],
         is_pooled: Callable[[str], bool] | None = None,
     ) -> Iterator[None]:
-        """Save what is written inside of a ``with``, as ``CheckpointFiles.saving`` does."""
+        """Save what this thread would write into ``directory`` inside of a ``with``. add: puts what
+        is ours into the capture. surplus: the directories that are to be removed then. is_pooled:
+        with a pool, which files go there as they are; None: all, as files of torch."""
         self._count += 1
-        number = place.step_of(directory)
-        with self._files.saving(
-            directory,
-            self._count if number is None else number,
-            add,
-            surplus,
-            now=self._over,
-            is_sharded=sharded.saves_shards(self._accelerator) and not portus.is_nested(),
-            is_pooled=is_pooled,
-        ) as handles:
+        run, number = self._files.begun(directory), place.step_of(directory)
+        step = self._count if number is None else number
+        handles: list[portus.SaveHandle] = []
+
+        def save(*, now: bool) -> None:
+            add(capture)
+            parts, removed = dict(capture.parts), list(capture.removed)
+            capture.parts.clear()
+            capture.removed.clear()
+            said = note(run.name, step)
+            if self._files.pool is not None and self._is_writer:
+                parts, files = _for_pool(parts, is_pooled)
+                if files:
+                    shards.append(self._files.plain.save_directory(directory, files, step, said))
+            if parts:
+                ready = partial(_all_committed, directory, shards)
+                handles.append(
+                    self._files.named.save_directory(directory, parts, step, said, ready)
+                )
+            for old in (*_twins(directory, parts), *removed, *surplus()):
+                self._files.named.remove(old)
+            if now and handles:
+                handles[-1].wait()
+
+        now = self._over or self.settings.blocking or _is_temporary(directory)
+        if sharded.saves_shards(self._accelerator) and not portus.is_nested():
+            parts_of_ranks = sharded.saving(self._files.opened_shards(directory), step, now=now)
+        else:
+            parts_of_ranks = led(os.path.dirname(run.links), now=now)
+        with capturing(directory) as capture, parts_of_ranks as shards:
+            capture.flush = lambda: save(now=True)
             yield
+        save(now=now)
         if handles:  # of saves that have ended keep only their cost
             self._stats.extend(self.take_stats())
             self._handles.append(handles[-1])
@@ -277,3 +311,76 @@ def _is_writer(accelerator: Any) -> bool:
     if not accelerator.project_configuration.save_on_each_node:
         return bool(state.process_index == 0)
     return bool(state.local_process_index == 0)
+
+
+def saver_of(accelerator: Any) -> Saver | None:
+    """Return who saves for ``accelerator``; None if it saves by itself."""
+    found = chosen_for(accelerator)
+    return found if found is not None and found.is_on() else None
+
+
+def chosen_for(accelerator: Any) -> Saver | None:
+    """Return who was to save for ``accelerator``, and may leave all to Accelerate; None if nobody
+    turned Portus on."""
+    found = accelerator.__dict__.get(SAVER)
+    if isinstance(found, Settings):  # the accelerator was copied, or pickled
+        found = Saver(accelerator, found)
+        setattr(accelerator, SAVER, found)
+    return found if isinstance(found, Saver) else None
+
+
+def save_state(
+    stock: Callable[..., Any],
+    accelerator: Any,
+    output_dir: Any = None,
+    safe_serialization: bool = True,
+    **named: Any,
+) -> Any:
+    """``Accelerator.save_state``, whose files Portus saves."""
+    saver = saver_of(accelerator)
+    if saver is None:
+        return stock(accelerator, output_dir, safe_serialization, **named)
+    chosen = None if output_dir is None else os.fspath(output_dir)
+    as_asked = partial(stock, accelerator, safe_serialization=safe_serialization, **named)
+    return saver.save_state(as_asked, chosen)
+
+
+def _for_pool(
+    parts: Mapping[str, Any], is_pooled: Callable[[str], bool] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The files of a checkpoint that go to the pool, all of them of torch, and those that stay
+    files."""
+    if is_pooled is not None:
+        pooled = {name: part for name, part in parts.items() if is_pooled(name)}
+        return pooled, {name: part for name, part in parts.items() if name not in pooled}
+    return {
+        torch_name(name): part.tensors if isinstance(part, portus.Safetensors) else part
+        for name, part in parts.items()
+    }, {}
+
+
+def _all_committed(directory: str, shards: Sequence[portus.SaveHandle]) -> None:
+    """Raises ``AbandonedError`` if other files of this checkpoint could not be saved: on the
+    worker, after these saves."""
+    if not all(each.committed for each in shards):
+        raise portus.AbandonedError(
+            f"{directory}: save given up: other files of it could not be saved"
+        )
+
+
+def _twins(directory: str, names: Iterable[str]) -> list[str]:
+    """Older weights in ``directory`` as safetensors, which a load would prefer."""
+    twins = [
+        name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+        for name in names
+        if name.startswith("pytorch_model") and name.endswith(".bin")
+    ]
+    paths = [os.path.join(directory, name) for name in twins]
+    return [path for path in paths if os.path.exists(path)]
+
+
+def _is_temporary(directory: str) -> bool:
+    """True for a directory made by ``tempfile``: whoever made it will upload or move it soon."""
+    top = os.path.realpath(tempfile.gettempdir())
+    below = os.path.relpath(os.path.realpath(directory), top).split(os.sep)
+    return below[0].startswith(tempfile.gettempprefix())

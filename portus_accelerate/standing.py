@@ -45,3 +45,15 @@ def _why_not_told() -> str:
         "torch did not call Portus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns all such calls off, and "
         "so does a portus-checkpoint that is on the path and not installed"
     )
+
+
+def is_known(version: str, oldest: tuple[int, ...], newest: tuple[int, ...]) -> bool:
+    """Return whether ``version`` is between the two, both included, by their first numbers."""
+    parts = version.split("+")[0].split(".")
+    numbers = tuple(int(part) for part in parts if part.isdigit())
+    return oldest <= numbers[: len(oldest)] <= newest
+
+
+def spelled(oldest: tuple[int, ...], newest: tuple[int, ...]) -> str:
+    """Return a range of versions as users write it."""
+    return " to ".join(".".join(map(str, each)) for each in (oldest, newest))

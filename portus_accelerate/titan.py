@@ -21,7 +21,6 @@ import torch.distributed as dist
 import portus
 from portus.dcp import PortusStorageWriter, load
 from portus_accelerate.engine_files import tensors_of
-from portus_accelerate.replaced import around
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -170,5 +169,5 @@ def take_over(manager: Any, **settings: Any) -> None:
         purge(writer_of(self), self.folder, self.keep_latest_k)
 
     for each in (dcp_save, dcp_load, close, maybe_wait_for_staging):
-        setattr(*around(manager, each.__name__, each))
+        setattr(*portus.around(manager, each.__name__, each))
     manager._purge_stale_checkpoints = _purge_stale_checkpoints

@@ -25,11 +25,9 @@ from typing import Any, Final
 import safetensors.torch
 
 import portus
-from portus_accelerate import capture, pacing, place, trainer_data
+from portus_accelerate import capture, place, trainer_data
 from portus_accelerate.newest import NAME, complete_in, is_complete, last, why_incomplete
-from portus_accelerate.patch import saver_of
-from portus_accelerate.replaced import around
-from portus_accelerate.saver import Saver
+from portus_accelerate.saver import Saver, saver_of
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -78,11 +76,11 @@ def install() -> None:
     changes = [
         (module, "torch", capture.Torch(module.torch)),
         (looking, "shutil", capture.Shutil(looking.shutil)),
-        around(module, "get_last_checkpoint", last),
-        around(models, "safe_save_file", capture.safe_save_file),
-        around(safetensors.torch, "save_file", capture.safe_save_file),
+        portus.around(module, "get_last_checkpoint", last),
+        portus.around(models, "safe_save_file", capture.safe_save_file),
+        portus.around(safetensors.torch, "save_file", capture.safe_save_file),
         *(
-            around(module.Trainer, name, function)
+            portus.around(module.Trainer, name, function)
             for name, function in functions.items()
             if hasattr(module.Trainer, name)
         ),
@@ -105,7 +103,7 @@ def _save_checkpoint(stock: Callable[..., None], self: Any, model: Any, trial: A
     directory = os.path.join(self._get_output_dir(trial=trial), folder)
     peft: Any = sys.modules.get("peft.peft_model")  # it saves adapters, and may be loaded late
     if peft is not None and not hasattr(peft.safe_save_file, "__wrapped__"):
-        setattr(*around(peft, "safe_save_file", capture.safe_save_file))
+        setattr(*portus.around(peft, "safe_save_file", capture.safe_save_file))
 
     def add(current: capture.Capture) -> None:
         for name, part in current.parts.items():
@@ -156,9 +154,11 @@ def _train(
     *more: Any,
     **named: Any,
 ) -> Any:
+    from portus_accelerate import callback, leaving  # they need transformers
+
     saver = saver_of(self.accelerator)
     if saver is None:
-        with pacing.training(seen=False):
+        with callback.training(seen=False):
             return stock(self, resume_from_checkpoint, *more, **named)
     output = self.args.output_dir
     if self.args.push_to_hub:
@@ -170,9 +170,7 @@ def _train(
     is_path = isinstance(chosen, str | os.PathLike)
     is_own = is_path and os.path.dirname(os.path.abspath(chosen)) == os.path.abspath(output)
     _follow_the_cadence(self, saver)
-    from portus_accelerate import leaving  # it needs transformers
-
-    with pacing.training(seen=True), leaving.heard(self, saver.settings.preempt_within):
+    with callback.training(seen=True), leaving.heard(self, saver.settings.preempt_within):
         try:
             result = stock(self, chosen, *more, **named)
         except leaving.EvaluationLeft:
@@ -245,41 +243,37 @@ def _chosen(trainer: Any, saver: Saver, asked: Any) -> Any:
     """What to resume from: the newest checkpoint that all processes finished, if none is named.
     Raises ``UsageError`` for one whose save was cut off."""
     if isinstance(asked, str | os.PathLike):
-        why = why_incomplete(os.fspath(asked), is_complete)
-        if why:
-            raise portus.UsageError(why)
-    if asked is not True or not os.path.isdir(trainer.args.output_dir):
+        saver.loader.raise_if_any(why_incomplete(os.fspath(asked), is_complete))
+    if asked is not True:
         return asked
     output, count = os.path.abspath(trainer.args.output_dir), trainer.args.world_size
+    is_here = os.path.isdir(output)  # for this process: it still takes part in what all do
+    beside = saver.loader.as_main_says(output, place.numbered(output) if is_here else [])
+    beside = [path for path in beside if NAME.fullmatch(os.path.basename(path))]
+    if not beside:
+        return asked  # Trainer says that there is none
     own = "rng_state.pth" if count == 1 else f"rng_state_{trainer.args.process_index}.pth"
 
     def is_finished(path: str) -> bool:
         is_there = os.path.exists(os.path.join(path, own))
-        return is_there or trainer_data.processes_of(path) != count
+        return is_there or (os.path.isdir(path) and trainer_data.processes_of(path) != count)
 
-    complete = complete_in(output)
+    complete = complete_in(output) if is_here else []
     found = saver.loader.agreed(output, complete, is_finished)
     if found is None:  # one that lacks random states is better than none
-        found = saver.loader.agreed(output, complete, lambda path: True)
+        found = saver.loader.agreed(output, complete, os.path.isdir)
         if found is not None:
             _log.error(
                 "Portus: a process was killed before its random states were in %s, and no "
                 "checkpoint has those of all processes: random numbers do not go on as they were",
                 found,
             )
-    newest = max(
-        filter(NAME.fullmatch, os.listdir(output)),
-        key=lambda name: place.step_of(name) or 0,
-        default=None,
-    )
-    if newest is None:
-        return asked  # Trainer says that there is none
     if found is None:
         _log.error("Portus: no checkpoint in %s was ever complete; STARTING FROM SCRATCH", output)
-    elif os.path.basename(found) != newest:
+    elif found != beside[-1]:
         _log.error(
             "Portus: %s is not complete, its save was cut off; FALLING BACK to %s",
-            os.path.join(output, newest),
+            beside[-1],
             found,
         )
     return found

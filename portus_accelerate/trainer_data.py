@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import portus
 from portus_accelerate import data
-from portus_accelerate.patch import saver_of
+from portus_accelerate.saver import saver_of
 
 KEY: Final = "portus_data"
 """Where it is in a file of random states: {"format": 1, "epoch": how many are done, "processes":

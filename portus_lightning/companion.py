@@ -23,7 +23,7 @@ import torch
 
 import portus
 from portus_lightning import data, stock
-from portus_lightning.io import PortusIO
+from portus_lightning.io import PortusIO, RunFiles
 from portus_lightning.patch import (
     directories_of,
     knows_shards,
@@ -35,7 +35,6 @@ from portus_lightning.patch import (
 )
 from portus_lightning.preempted import Leaving
 from portus_lightning.resume import renew_at_epoch_end
-from portus_lightning.run_files import RunFiles
 
 KEY: Final = "portus_random"
 """Where the generators are in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""

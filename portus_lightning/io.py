@@ -1,25 +1,38 @@
-"""``PortusIO``: the checkpoint plugin."""
+"""``PortusIO``: the checkpoint plugin; ``RunFiles``: the checkpoints of one Trainer's run."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 import sys
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import portus
 from portus_lightning import stock
-from portus_lightning.run_files import RunFiles
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from typing_extensions import Unpack
+
+    from portus.dcp import PortusStorageWriter
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
 
 _log: Final = logging.getLogger("portus_lightning")
+
+_STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
+"""Where a checkpoint says its step: the Trainer's key, then what Fabric loops call it."""
+
+_LAST_CHANCE: Final = "hpc_ckpt_"
+"""How the names of checkpoints begin that Lightning saves when SLURM is about to end the job: they
+must be durable now."""
 
 _GONE: Final = {
     "materialize": "checkpoints are real files; leave it out",
@@ -165,3 +178,294 @@ INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 def _on_cpu(storage: Any, location: str) -> Any:
     """Return ``storage`` on the CPU, where Lightning loads by default."""
     return storage
+
+
+class _Thread(threading.local):
+    is_late: bool | None = None
+    """While a callback of the Trainer saves: whether training goes on meanwhile."""
+
+
+class RunFiles:
+    """Saves, loads and removes. What it has open does not go into a copy, nor into a pickle.
+
+    root: the Trainer's directory, if it is a local one. has_ended: saves return when they are
+    durable.
+    """
+
+    def __init__(
+        self,
+        settings: portus.Settings,
+        pool: portus.Place | None,
+        model: str | None,
+        root: str | None = None,
+        *,
+        has_ended: bool = False,
+    ) -> None:
+        self.settings: Final = settings
+        self._pool: Final = pool
+        self._model: Final = model
+        self._guard: Final = threading.RLock()
+        self._thread: Final = _Thread()
+        self._handles: Final[deque[portus.SaveHandle]] = deque(maxlen=16)
+        self._new_files()  # says what makes no sense, now
+        self._made: portus.TrainingFiles | None = None
+        self._shards: PortusStorageWriter | None = None
+        self._has_begun = False
+        self.chosen: str | None = None
+        """The checkpoint that Lightning chose to go on from: if it is damaged, another one of its
+        directory will do."""
+        self._directory: str | None = None
+        self._counted: Final = itertools.count(1)
+        self.begin(root)
+        self._has_ended = has_ended
+        if self._pool_at is not None:
+            portus.allow(self._pool_at)  # every rank loads, and most of them never save
+
+    def __reduce__(self) -> tuple[Callable[..., RunFiles], tuple[object, ...]]:
+        made = partial(RunFiles, has_ended=self._has_ended)
+        return made, (self.settings, self._pool, self._model, self._root)
+
+    def begin(self, root: str | None) -> None:
+        """A Trainer starts: saves may be in the background. root: see the class."""
+        self._root = root
+        self._has_ended = False
+        self._resumed_step: int | None = None
+        self._saved: dict[str, None] = {}  # not removed since, oldest first
+
+    def expect(self, directory: str, *, in_shards: bool) -> None:
+        """Training starts, and checkpoints will go to ``directory``. in_shards: on every rank, so
+        that each sees its optimizers' steps before the first save. Raises what opening a pool
+        raises: better now than at the first save, hours later."""
+        if in_shards:
+            self._opened_shards(directory)
+            return
+        self._directory = directory
+        self._begin_files(directory)
+
+    def fetch(self, root: str | None, directory: str, *, in_shards: bool) -> None:
+        """Fetch the run of ``directory`` from its mirror if this machine lost it, before Lightning
+        looks for a checkpoint there. in_shards: on every rank. Raises as
+        ``portus.TrainingFiles.fetch``."""
+        self._root = root
+        if in_shards:
+            self._opened_shards(directory).fetch(directory)
+            return
+        self._directory = directory
+        run = self.run_of(directory)
+        self.files.fetch(run.name, run.links, directory)
+
+    @contextlib.contextmanager
+    def saving(self, *, is_late: bool) -> Iterator[None]:
+        """A callback of the Trainer saves: while training goes on, if ``is_late``."""
+        before, self._thread.is_late = self._thread.is_late, is_late
+        try:
+            yield
+        finally:
+            self._thread.is_late = before
+
+    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Save ``checkpoint`` to ``path``. Blocks until it is there, unless within ``saving``."""
+        step = _step_in(checkpoint)
+        step = next(self._counted) if step is None else step
+        try:
+            with self._guard:  # AsyncCheckpointIO saves on its own thread, also while this closes
+                needs_name = self.settings.has_mirror or self._pool_at is not None
+                if not self._has_begun and needs_name:  # no callback said where
+                    self._begin_files(self._directory or os.path.dirname(path))
+                handle = self.files.save(checkpoint, path, step)
+                self._saved.pop(path, None)
+                self._saved[path] = None
+                self._handles.append(handle)
+            if self._has_ended or self._thread.is_late is None:
+                handle.wait()
+            elif not self._thread.is_late:
+                handle.join()  # a failure is told as on_error says
+        finally:
+            if self._has_ended:
+                self._close()
+
+    def why_no_shards(self) -> str:
+        """Why shards cannot go to the configured pool; empty if they can."""
+        place = self._pool_at
+        if place is None or place.is_shared:
+            return ""
+        return f"{place} is one pool; shards go to a directory, or to a storage host"
+
+    def save_shards(
+        self, shards: dict[str, Any], path: str, rest: dict[str, Any], *, is_first: bool
+    ) -> None:
+        """Start saving this rank's shards; the directory is at ``path`` when this returns. Call it
+        on every rank. rest: the part that is not sharded, which the first rank saves for all.
+
+        Raises ``UsageError`` for a value that cannot be stored, on all ranks.
+        """
+        writer, step = self._opened_shards(os.path.dirname(path)), _step_in(rest)
+        step = next(self._counted) if step is None else step
+        files = {"meta.pt": rest} if is_first else {}
+        is_last_chance = os.path.basename(path).startswith(_LAST_CHANCE)
+        now = self._has_ended or is_last_chance or not self._thread.is_late
+        try:
+            handle = writer.save(shards, path, files=files, blocking=now, step=step)
+        except portus.UsageError:
+            writer.wait()  # or a save in flight would replace files of whoever saves it instead
+            raise
+        self._handles.append(handle)
+        if self._has_ended:
+            self._close()
+
+    def load(self, path: str, **options: Any) -> dict[str, Any]:
+        """Return what is at ``path``; or at the newest one beside it, if Lightning chose it."""
+        others = iter(_others(path) if self.is_chosen(path) else ())
+        found = path
+        while True:
+            try:
+                state: dict[str, Any] = portus.load(found, verify=self.settings.verify, **options)
+            except portus.CorruptionError as error:  # all ranks find the same
+                other = next(others, None)
+                if other is None:
+                    raise
+                _log.error("Portus: %s; FALLING BACK to %s", error, other)
+                found = other
+            else:
+                self._resumed_step = _step_in(state)
+                return state
+
+    def is_chosen(self, path: str) -> bool:
+        """True if Lightning chose ``path``; asked once."""
+        chosen, self.chosen = self.chosen, None
+        return path == chosen
+
+    def is_there(self, path: str) -> bool:
+        """Return whether there is, or will be, a file at ``path``."""
+        made = self._made
+        return os.path.exists(path) if made is None else made.is_there(path)
+
+    def link(self, link: str, target: str) -> None:
+        """Have ``link`` lead to ``target`` as soon as that is there. Raises ``OSError`` where no
+        link can be made."""
+        shards = self._shards if os.path.isdir(target) else None
+        (shards or self.files).link(link, target)
+
+    def remove(self, path: str) -> bool:
+        """Remove the checkpoint at ``path`` after the saves so far; False if Lightning is to."""
+        if os.path.isdir(path):
+            if self._shards is not None:
+                self._shards.remove(path)
+            return self._shards is not None
+        if not stock.is_on():
+            return False
+        with self._guard:
+            self._saved.pop(path, None)
+            if self.is_there(path) or os.path.islink(path):
+                self.files.remove(path)
+        return True
+
+    def put_tables(self) -> None:
+        """Training ended: files of this run have their protected tables from now on, in place of
+        what leads to the tables' pool. What fails is logged."""
+        for path in filter(os.path.isfile, list(self._saved)):
+            try:
+                self.files.fill_tables(path)
+            except portus.PortusError as error:
+                _log.error("Portus: %s has no tables: %s", path, error)
+        self._close()
+
+    def take_stats(self) -> list[portus.SaveStats]:
+        """What the saves cost that were committed since the last call."""
+        committed = []
+        while self._handles and self._handles[0].done:
+            handle = self._handles.popleft()
+            if handle.committed:
+                committed.append(handle.stats)
+        return committed
+
+    def wait(self) -> None:
+        """Block until all saves are committed or failed; raises as ``Checkpointer.wait`` does."""
+        for each in (self._made, self._shards):
+            if each is not None:
+                each.wait()
+
+    def end(self) -> None:
+        """Finish the saves in flight. Later saves return when they are durable. Raises the errors
+        of failed saves, as ``on_error`` says."""
+        self._has_ended = True
+        self._close()
+
+    def run_of(self, directory: str) -> portus.Run:
+        """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
+        ``default_root_dir``, or in the working directory, and never among the checkpoints."""
+        roots = [] if self._root is None else [os.path.abspath(self._root)]
+        with contextlib.suppress(OSError):  # the working directory may be gone
+            here = os.getcwd()
+            if os.path.commonpath([here, directory]) == here:
+                roots.append(here)
+        return portus.Run.beside(
+            directory,
+            roots=roots,
+            otherwise=os.path.dirname(directory),
+            pool=self._pool,
+            name=self._model,
+        )
+
+    @property
+    def _pool_at(self) -> portus.Place | None:
+        """The pool that a user named, also by ``$PORTUS_POOL`` until now."""
+        return portus.Place.of_pool(self._pool)
+
+    @property
+    def files(self) -> portus.TrainingFiles:
+        """Return what saves: made in the process that does, which a strategy may have forked."""
+        with self._guard:
+            if self._made is None:
+                self._made = self._new_files()
+            return self._made
+
+    def _new_files(self) -> portus.TrainingFiles:
+        return portus.TrainingFiles(
+            self.settings, pool=self._pool_at, is_named=self._model is not None
+        )
+
+    def _begin_files(self, directory: str) -> None:
+        run = self.run_of(directory)
+        self.files.begin(run.name, run.links, directory, self._resumed_step)
+        self._has_begun = True
+
+    def _opened_shards(self, directory: str) -> PortusStorageWriter:
+        """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
+        rank, with the same directory. Raises the errors of opening a pool."""
+        if self._shards is None:
+            from portus.dcp import PortusStorageWriter
+
+            run = self.run_of(directory)
+            settings: Any = dataclasses.asdict(self.settings)
+            self._shards = PortusStorageWriter(
+                model=run.name, links=run.links, pool=self._pool_at, **settings
+            )
+        return self._shards
+
+    def _close(self) -> None:
+        with self._guard, contextlib.ExitStack() as closing:
+            for each in (self._made, self._shards):
+                if each is not None:
+                    closing.callback(each.close)
+            self._made = self._shards = None
+            self._has_begun = False
+
+
+def _step_in(checkpoint: object) -> int | None:
+    found = checkpoint if isinstance(checkpoint, dict) else {}
+    steps = (found.get(key) for key in _STEP_KEYS)
+    return next((step for step in steps if isinstance(step, int)), None)
+
+
+def _others(path: str) -> Iterable[str]:
+    """Return the other checkpoints of the directory, newest first."""
+    directory, suffix = os.path.dirname(path), os.path.splitext(path)[1]
+    real, found = os.path.realpath(path), {}
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for each in entries:
+            is_other = each.name.endswith(suffix) and os.path.realpath(each.path) != real
+            with contextlib.suppress(OSError):
+                if is_other and each.is_file(follow_symlinks=False):
+                    found[each.path] = each.stat().st_mtime_ns
+    return sorted(found, key=found.__getitem__, reverse=True)

@@ -11,7 +11,6 @@ name of the class                          what changes
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import itertools
@@ -19,9 +18,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import portus
 from portus_lightning import stock
-from portus_lightning.io import PortusIO
-from portus_lightning.run_files import RunFiles
+from portus_lightning.io import PortusIO, RunFiles
 
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 """Copies of Lightning, whose callbacks and loggers are known."""
@@ -54,18 +53,10 @@ def _replace(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
     if None in methods.values() or any(hasattr(each, _CHANGED) for each in methods.values()):
         return
     for name, function in functions.items():
-        changed = _around(methods[name], function)
+        *_, changed = portus.around(owner, name, function)
+        setattr(changed, _CHANGED, True)
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(changed) if is_static else changed)
-
-
-def _around(stock: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def replacement(*given: Any, **named: Any) -> Any:
-        return function(stock, *given, **named)
-
-    setattr(replacement, _CHANGED, True)
-    return replacement
 
 
 def plugin_of(trainer: Any) -> PortusIO | None:
@@ -191,7 +182,7 @@ def _select(
     run = run_of(trainer)
     if run is not None and (ckpt_path == "last" or _is_missing(ckpt_path)):
         for directory in directories_of(trainer) if trainer.is_global_zero else ():
-            run.recover(directory)
+            run.files.recover(directory)
         if run.settings.has_mirror:
             _fetch(trainer, run)
     found = select(connector, state_fn, ckpt_path, *more, **named)

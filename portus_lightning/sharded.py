@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import state_dict as of_torch
 import portus
 from portus.dcp import has_digests, load, load_newest
 from portus_lightning import stock
+from portus_lightning.io import RunFiles
 from portus_lightning.patch import saves_shards
-from portus_lightning.run_files import RunFiles
 
 _log: Final = logging.getLogger("portus_lightning")
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by: python -m tests.walks -->\n\n", "<!-- end of what is made -->"
 
-WRAPPERS = ("engine/media/calls", "portus_accelerate/replaced")
+WRAPPERS = ("engine/media/calls", "companions/job/replaced")
 """Modules whose functions wrap others, and do nothing else."""
 EITHER = {"engine/writer/staged": "StagedWay.", "engine/writer/cached": "CachedWay."}
 """Two ways to write: which one is taken is measured on each file system."""

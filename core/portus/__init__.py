@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from portus.companions.job.cadence import checked_cadence as checked_cadence
     from portus.companions.job.preemption import Preemption as Preemption
     from portus.companions.job.preemption import times_preempted as times_preempted
+    from portus.companions.job.replaced import around as around
     from portus.companions.job.stock import Framework as Framework
     from portus.companions.job.stock import is_disabled as is_disabled
     from portus.companions.loaders.cursor import DataCursor as DataCursor
@@ -101,6 +102,7 @@ _MODULE_OF: Final = {
     "UsageError": "portus.errors",
     "VersionInfo": "portus.engine.spec",
     "allow": "portus.reach.pools.resolve",
+    "around": "portus.companions.job.replaced",
     "capture_randomness": "portus.companions.loaders.randomness",
     "check": "portus.reach.index.check",
     "checked_cadence": "portus.companions.job.cadence",

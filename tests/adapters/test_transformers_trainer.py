@@ -384,7 +384,8 @@ def run(
 def said(command: list[str], site: Path, *, flag: bool, ends_with: int = 0) -> str:
     """What a program printed, run with the entry points of this tree."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
-    extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         command,
         env={**clean, **extra, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
@@ -395,6 +396,35 @@ def said(command: list[str], site: Path, *, flag: bool, ends_with: int = 0) -> s
     )
     assert done.returncode == ends_with, done.stdout[-2000:] + done.stderr[-8000:]
     return done.stdout
+
+
+LOST = """
+import sys
+from types import SimpleNamespace
+from accelerate import Accelerator
+from portus_accelerate import settings, trainer
+from portus_accelerate.saver import Saver
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+args = SimpleNamespace(output_dir=f"{sys.argv[1]}/{rank}", world_size=2, process_index=rank)
+saver = Saver(accelerator, settings.Settings(journal=False))
+found = trainer._chosen(SimpleNamespace(args=args), saver, True)
+open(f"{sys.argv[1]}/{rank}.txt", "w").write(str(found))
+accelerator.end_training()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_process_that_lost_its_checkpoints_holds_up_no_other(
+    tmp_path: Path, installed: Path
+) -> None:
+    there = tmp_path / "0/checkpoint-1"
+    there.mkdir(parents=True)
+    for name in ("trainer_state.json", "model.safetensors", "rng_state_0.pth"):
+        (there / name).touch()
+    (tmp_path / "lost.py").write_text(LOST)
+    said([sys.executable, *TWO, str(tmp_path / "lost.py"), str(tmp_path)], installed, flag=False)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["None", "None"]
 
 
 @pytest.mark.long

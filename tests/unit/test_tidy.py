@@ -127,7 +127,6 @@ LARGE = {
     "reach/transport/stream": "one framing: its two ends are read together",
     "reach/transport/stream: Link": "one connection's frames, deadlines and stops",
     "reach/transport/verbs": "the one module that knows pyverbs",
-    "portus_lightning/run_files: RunFiles": "a method for each thing Lightning does with a file",
 }
 """Modules of more than 500 lines, and classes of more than 25 methods, and why they are one."""
 

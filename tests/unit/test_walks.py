@@ -12,17 +12,17 @@ from tests import walks
 
 FILES = {
     "portus.save": 10,
-    "PortusIO.save_checkpoint": 12,
+    "PortusIO.save_checkpoint": 11,
     "portus.load": 9,
-    "Accelerator.save_state": 14,
+    "Accelerator.save_state": 12,
 }
-"""How many files hand a tensor on. The goal is 12; a number here may fall, and not rise."""
+"""How many files hand a tensor on: 12 at most. A number here may fall, and not rise."""
 
 ENTERED = {
-    "portus.save": 52,
-    "PortusIO.save_checkpoint": 62,
-    "portus.load": 40,
-    "Accelerator.save_state": 92,
+    "portus.save": 50,
+    "PortusIO.save_checkpoint": 58,
+    "portus.load": 34,
+    "Accelerator.save_state": 86,
 }
 """How many files of ours a walk enters at most, those included that are only called for an answer.
 File systems, measured speeds, and what has to be waited for decide about a few."""
