@@ -22,21 +22,34 @@ PAGE: Final = Path(__file__).resolve().parents[1] / "reference" / "cli.md"
 
 _HEAD: Final = """# The command line
 
-<!-- Made by `python -m docs._site.commands` from core/portus/cli/app.py: change that file. -->
+<!-- Made by `python -m docs._site.commands` from the modules of core/portus/cli: change those. -->
 
 `portus COMMAND --help` prints the same. With `--json`, a command prints one JSON document on
 stdout. Messages and progress go to stderr. All commands but `serve` take `--json`.
 
-A pointer can stand in for `MODEL[@STEP]`. The pool is `--pool PATH` (`POOL` for `ls`, `scrub` and
-`gc`), else `$PORTUS_POOL`, else `.portus` here or in a directory above. All commands but `rm`,
-`gc`, `format` and `rescue --in-place` work while a trainer writes. `ls`, `show`, `verify`,
-`export`, `rm` and `gc` also take mirrors: `portus show s3://bucket/runs/gpt@1000`.
+A pointer can stand in for `MODEL[@STEP]`. The pool is `--pool PATH`, or `POOL` where a command has
+that argument, else `$PORTUS_POOL`, else `.portus` here or in a directory above. All commands but
+`rm`, `gc`, `format` and `rescue --in-place` work while a trainer writes. Those whose pool is
+`PATH|MIRROR` also take mirrors: `portus show s3://bucket/runs/gpt@1000`.
 """
+
+
+PORTUS: Final[Any] = typer.main.get_command(app)
+"""The command line."""
 
 
 def page() -> str:
     """The page: exit codes, then each command with its arguments and options."""
-    return "\n".join([_HEAD, _exit_codes(), *_sections(typer.main.get_command(app), "portus")])
+    return "\n".join([_HEAD, _exit_codes(), *_sections(PORTUS, "portus")])
+
+
+def commands(above: Any = PORTUS, *names: str) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, as it is called: ``ls``, ``admin show``."""
+    below = getattr(above, "commands", {})
+    for name, command in below.items():
+        yield from commands(command, *names, name)
+    if not below:
+        yield " ".join(names), above
 
 
 def _exit_codes() -> str:

@@ -85,7 +85,6 @@ PLAIN_THREADS = {
 """Modules that start threads which are no ``Beside``, and why they may."""
 
 LARGE = {
-    "cli/app": "every command and its options: one declaration that --help prints",
     "reach/dcp/directory_writer": "torch's StorageWriter: all calls share a save",
     "reach/dcp/directory_writer: DirectoryWriter": "torch's interface has 12 calls,"
     " and each has a part for the rank and one for the coordinator",

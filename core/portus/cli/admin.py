@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
+import typer
+from typer.core import TyperGroup
 
-from portus.cli.output import BUSY, Output, Row, count_text, size_text
+from portus.cli.options import AS_JSON, argument, flag, group, option
+from portus.cli.output import BUSY, EXIT_CODES, Row, count_text, reported, size_text
 from portus.errors import TransportError
 from portus.reach.daemon.admin import (
     Asked,
@@ -25,67 +28,135 @@ from portus.reach.daemon.admin import (
 Kind = TypeVar("Kind", HostStatus, RequestDone)
 
 
-def show(host: str, output: Output) -> None:
-    """Show tenants and connections."""
-    found = _ask(host, Look(), HostStatus)
-    output.document(msgspec.to_builtins(found, builtin_types=()))
-    draining = ", draining: no new saves" if found.draining else ""
-    output.line(f"{found.place} at {', '.join(found.addresses)}{draining}")
-    if found.tenants:
-        output.line()
-        heads = ("TENANT", ">SIZE", ">FREE", ">QUOTA", ">VERSIONS", ">SAVES", ">PINS", "CLAIMS", "")
-        output.table(heads, [_row(each) for each in found.tenants])
-    if found.connections:
-        output.line()
-        rows = [
-            (
-                each.peer,
-                each.tenant or "(greeting)",
-                f"{each.seconds:.0f} s",
-                str(each.pins),
-                ", ".join(each.claims),
-                each.saving,
+class _ShowFirst(TyperGroup):
+    """``portus admin ADDRESS`` is ``portus admin show ADDRESS``."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+commands: Final = group(
+    "Administer a storage host on this machine, as its user or as root. "
+    "`portus admin ADDRESS` is short for `portus admin show ADDRESS`.",
+    _ShowFirst,
+)
+
+_HEADS: Final = ("TENANT", ">SIZE", ">FREE", ">QUOTA", ">VERSIONS", ">SAVES", ">PINS", "CLAIMS", "")
+
+_HOST: Final = argument(
+    "ADDRESS", "the host's address, also as HOST:PORT, or the PATH given to serve --admin"
+)
+_TENANT: Final = argument("TENANT", "the tenant's name")
+_OFF: Final = flag("--off", "allow saves again")
+
+
+@commands.command("show", epilog=EXIT_CODES)
+def show(host: str = _HOST, as_json: bool = AS_JSON) -> None:
+    """List tenants with their bytes and quotas, and connections with their claims and pins."""
+    with reported(as_json) as output:
+        found = _ask(host, Look(), HostStatus)
+        output.document(msgspec.to_builtins(found, builtin_types=()))
+        draining = ", draining: no new saves" if found.draining else ""
+        output.line(f"{found.place} at {', '.join(found.addresses)}{draining}")
+        if found.tenants:
+            output.line()
+            heads = (
+                "TENANT",
+                ">SIZE",
+                ">FREE",
+                ">QUOTA",
+                ">VERSIONS",
+                ">SAVES",
+                ">PINS",
+                "CLAIMS",
+                "",
             )
-            for each in found.connections
-        ]
-        output.table(("PEER", "TENANT", ">FOR", ">PINS", "CLAIMS", "SAVING"), rows)
+            output.table(heads, [_row(each) for each in found.tenants])
+        if found.connections:
+            output.line()
+            rows = [
+                (
+                    each.peer,
+                    each.tenant or "(greeting)",
+                    f"{each.seconds:.0f} s",
+                    str(each.pins),
+                    ", ".join(each.claims),
+                    each.saving,
+                )
+                for each in found.connections
+            ]
+            output.table(("PEER", "TENANT", ">FOR", ">PINS", "CLAIMS", "SAVING"), rows)
 
 
-def kick(host: str, who: str, output: Output) -> None:
-    """End connections."""
-    count = _ask(host, Kick(who), RequestDone).count
-    output.document({"ended": count})
-    output.line(f"{count_text(count, 'connection')} ended")
+@commands.command("kick", epilog=EXIT_CODES)
+def kick(
+    host: str = _HOST,
+    who: str = argument("TENANT|PEER", "as `portus admin show` lists them"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Close one connection, or all of a tenant. Saves in flight fail; clients may reconnect."""
+    with reported(as_json) as output:
+        count = _ask(host, Kick(who), RequestDone).count
+        output.document({"ended": count})
+        output.line(f"{count_text(count, 'connection')} ended")
 
 
-def read_only(host: str, tenant: str, *, off: bool, output: Output) -> None:
-    """Refuse a tenant's saves, or allow them again."""
-    _ask(host, ReadOnly(tenant, not off), RequestDone)
-    output.document({"tenant": tenant, "read_only": not off})
-    output.line(f"{tenant}: {'saves may begin again' if off else 'read-only until --off'}")
+@commands.command("read-only", epilog=EXIT_CODES)
+def read_only(
+    host: str = _HOST,
+    tenant: str = _TENANT,
+    off: bool = _OFF,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Refuse a tenant's saves and removals, until --off or a restart."""
+    with reported(as_json) as output:
+        _ask(host, ReadOnly(tenant, not off), RequestDone)
+        output.document({"tenant": tenant, "read_only": not off})
+        output.line(f"{tenant}: {'saves may begin again' if off else 'read-only until --off'}")
 
 
-def drain(host: str, *, off: bool, wait_s: float, output: Output) -> None:
-    """Refuse all saves and wait for those in flight, or allow them again."""
-    left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
-    output.document({"draining": not off, "saves": left})
-    in_flight = f"no new saves; {count_text(left, 'save')} in flight"
-    output.line("saves may begin again" if off else in_flight)
-    output.code = BUSY if left else 0
+@commands.command("drain", epilog=EXIT_CODES)
+def drain(
+    host: str = _HOST,
+    off: bool = _OFF,
+    wait_s: float = option("--wait SECONDS", "how long to wait for saves in flight", 60.0, min=0),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Accept no new saves, and wait for those in flight. Then the host can be stopped.
+
+    Loads continue. Exit code 75 if saves are still in flight when the time is over.
+    """
+    with reported(as_json) as output:
+        left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
+        output.document({"draining": not off, "saves": left})
+        in_flight = f"no new saves; {count_text(left, 'save')} in flight"
+        output.line("saves may begin again" if off else in_flight)
+        output.code = BUSY if left else 0
 
 
-def reopen(host: str, tenant: str, output: Output) -> None:
-    """Open a pool again that accepts no more writes."""
-    size = _ask(host, Reopen(tenant), RequestDone, None).count
-    output.document({"tenant": tenant, "size": size})
-    output.line(f"{tenant}: every byte is intact, and the pool is open again: {size_text(size)}")
+@commands.command("reopen", epilog=EXIT_CODES)
+def reopen(host: str = _HOST, tenant: str = _TENANT, as_json: bool = AS_JSON) -> None:
+    """Reopen a pool that refuses writes after a disk error, if every byte of it is intact.
+
+    Reads the whole pool. Then the host closes the tenant's connections, and clients reconnect.
+    """
+    with reported(as_json) as output:
+        size = _ask(host, Reopen(tenant), RequestDone, None).count
+        output.document({"tenant": tenant, "size": size})
+        output.line(
+            f"{tenant}: every byte is intact, and the pool is open again: {size_text(size)}"
+        )
 
 
-def reload(host: str, output: Output) -> None:
-    """Make the host read its files again."""
-    _ask(host, Reload(), RequestDone)
-    output.document({"reloaded": True})
-    output.line("secrets, quotas and certificates were read again")
+@commands.command("reload", epilog=EXIT_CODES)
+def reload(host: str = _HOST, as_json: bool = AS_JSON) -> None:
+    """Make the host reread its secrets, quotas and certificates, as SIGHUP does."""
+    with reported(as_json) as output:
+        _ask(host, Reload(), RequestDone)
+        output.document({"reloaded": True})
+        output.line("secrets, quotas and certificates were read again")
 
 
 def _ask(host: str, asked: Asked, kind: type[Kind], wait_s: float | None = 60.0) -> Kind:

@@ -19,7 +19,8 @@ import numpy as np
 
 from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
-from portus.cli.output import Output, count_text, said, size_text
+from portus.cli.options import AS_JSON, Texts, argument
+from portus.cli.output import Output, count_text, reported, said, size_text
 from portus.cli.pools import find_pool, refuse_pointer
 from portus.engine.copying.local import Source, Stop, copy
 from portus.engine.image.image import Image
@@ -62,6 +63,20 @@ class Speeds:
     memory: int
     fresh: dict[str, int]
     spare: dict[str, int]
+
+
+def command(
+    places: Texts = argument(
+        "[PLACE...]",
+        "pools, directories, DAX devices or addresses of storage hosts to look at; "
+        "default: $PORTUS_POOL, else the nearest .portus, and /dev/shm",
+        None,
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Say what to change here, and how fast this machine is: verdict first."""
+    with reported(as_json) as output:
+        run(places or (), output)
 
 
 def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:

@@ -15,7 +15,8 @@ from typing import Final
 
 from portus.cli import files, trees
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
-from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
+from portus.cli.output import Json, Output, count_text, reported, size_text
 from portus.cli.pools import allow, open_places, version_document
 from portus.cli.progress import bar
 from portus.engine.directory.folder import FOLDER
@@ -73,6 +74,43 @@ class ExportOptions:
         """Return whether ``out`` is to be the file ``name`` of a version, byte for byte."""
         is_same_kind = name.endswith(SUFFIX) == (self.suffix == SUFFIX)
         return not (self.names or self.strip or self.is_directory) and is_same_kind
+
+
+def command(
+    target: str = TARGET,
+    out: str = argument("OUT", "a .safetensors or .pt file, or a directory"),
+    pool: Text = POOL_OR_MIRROR,
+    file: Text = option("--file NAME", "the one file to take, if it has several"),
+    names: Texts = option("--names -n PATTERN", "only matching names, such as 'model.*'"),
+    strip: str = option("--strip PREFIX", "remove this prefix from names", ""),
+    force: bool = flag("--force -f", "replace OUT if it exists"),
+    shard_size: str = option(
+        "--shard-size SIZE", "the most bytes of each file, if OUT is a directory", "5GB"
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Write a version, verified, as the file that it is, byte for byte; or a version or a file as
+    safetensors or as a torch file.
+
+    MODEL may be a pointer, or a directory of pointers: OUT gets what they lead to. Without a step:
+    the newest version of the model. Of several files OUT is a directory that gets all of them.
+
+    What --names say, or an OUT of another kind, is converted, and no code that the file names is
+    run. Safetensors hold contiguous tensors only: other values are left out, and tensors that share
+    memory are written separately. The numpy arrays of a shelf become tensors. A directory gets the
+    weights as model.safetensors, or as files of at most --shard-size and an index.
+    """
+    with reported(as_json) as output:
+        options = ExportOptions(
+            target=target,
+            out=out,
+            file=file,
+            names=names or (),
+            strip=strip,
+            force=force,
+            limit=size_of(shard_size),
+        )
+        run(options, pool, output)
 
 
 def run(options: ExportOptions, pool: str | None, output: Output) -> None:

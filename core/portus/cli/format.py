@@ -5,11 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 
-from portus.cli.output import Output, size_text
+from portus.cli.options import AS_JSON, argument, flag
+from portus.cli.output import Output, reported, size_text
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import format_device, open_reader
 from portus.reach.media.dax import device_facts
 from portus.reach.media.local import LocalFiles
+
+
+def command(
+    device: str = argument("DEVICE", "a DAX device, such as /dev/dax0.0"),
+    force: bool = flag("--force -f", "overwrite what the device holds"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Make an empty pool on a DAX device."""
+    with reported(as_json) as output:
+        run(device, force=force, output=output)
 
 
 def run(device: str, *, force: bool, output: Output) -> None:

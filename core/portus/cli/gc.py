@@ -6,10 +6,32 @@ import os
 from collections.abc import Sequence
 
 from portus.cli import files
-from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.options import AS_JSON, POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
+from portus.cli.output import Json, Output, count_text, reported, size_text
 from portus.cli.pools import open_places, version_document
 from portus.errors import PortusError, UsageError
 from portus.reach.places.base import Collection, Garbage, GarbageOptions, OpenPlace
+
+
+def command(
+    place: Text = POOL_ARGUMENT,
+    pool: Text = POOL_OR_MIRROR,
+    missing: Texts = option(
+        "--missing DIR", "delete versions whose pointers were in DIR, or below, and are gone"
+    ),
+    yes: bool = flag("--yes -y", "delete them without asking"),
+    empty: bool = flag("--empty", "also remove pool files that end up empty"),
+    dry_run: bool = flag("--dry-run", "only show what would be deleted and given back"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Remove what processes that were killed left in a directory of files; of a pool, return free
+    space to the disk.
+
+    With --missing, first delete versions whose pointers somebody removed. It looks at the files of
+    this machine: run it where DIR is mounted.
+    """
+    with reported(as_json) as output:
+        run(place or pool, output, missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
 
 
 def run(

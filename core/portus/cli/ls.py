@@ -7,6 +7,7 @@ import shlex
 from typing import Final
 
 from portus.cli import files
+from portus.cli.options import AS_JSON, POOL_ARGUMENT, POOL_OR_MIRROR, Text, flag
 from portus.cli.output import (
     Json,
     Output,
@@ -16,6 +17,7 @@ from portus.cli.output import (
     fields,
     newest_rows,
     path_text,
+    reported,
     said,
     size_text,
 )
@@ -31,6 +33,18 @@ NEWEST: Final = 10
 
 SHOWN: Final = 3
 """Files of a training that are named."""
+
+
+def command(
+    place: Text = POOL_ARGUMENT,
+    pool: Text = POOL_OR_MIRROR,
+    every: bool = flag("--all -a", "list all versions of each model"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
+    their versions, and the directories of the pointers to them."""
+    with reported(as_json) as output:
+        run(place or pool, every, output)
 
 
 def run(pool: str | None, every: bool, output: Output) -> None:

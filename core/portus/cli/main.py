@@ -5,16 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from typing import Final
 
-_NEEDED: Final = {
-    **dict.fromkeys(("msgspec", "numpy", "rich", "typer", "xxhash"), "cli"),
-    "matplotlib": "plot",
-    "obstore": "mirror",
-    "prometheus_client": "metrics",
-}
-"""Which extra installs what, and Portus with it."""
+DISTRIBUTION: Final = "portus-checkpoint"
 
 
 def main() -> None:
@@ -31,13 +26,27 @@ def main() -> None:
         app()  # a command imports what it needs when it is run
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        if name not in _NEEDED:
+        extra = _extra_of(name)
+        if extra is None:
             raise
-        print(
-            f"portus: this needs {name}: pip install 'portus-checkpoint[{_NEEDED[name]}]'",
-            file=sys.stderr,
-        )
+        print(f"portus: this needs {name}: pip install '{DISTRIBUTION}[{extra}]'", file=sys.stderr)
         sys.exit(2)
+
+
+def _extra_of(module: str) -> str | None:
+    """Return the extra that installs ``module`` for users; None if none does."""
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires(DISTRIBUTION) or ():
+            name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"](\w+)", line)
+            if name is None or name[0].lower().replace("-", "_") != module:
+                continue
+            if extra is None:
+                return "cli"  # Portus needs it everywhere
+            if extra[1] != "dev":
+                return extra[1]
+    return None
 
 
 def _open_standard_streams() -> None:

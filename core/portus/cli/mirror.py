@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from portus.cli.output import FOUND, Json, Output, Row, age_text, count_text, size_text
+from portus.cli.options import AS_JSON, POOL, Text, argument, group, option
+from portus.cli.output import (
+    EXIT_CODES,
+    FOUND,
+    Json,
+    Row,
+    age_text,
+    count_text,
+    reported,
+    size_text,
+)
 from portus.cli.pools import nearest, open_places
 from portus.cli.progress import bar
 from portus.engine.copying.segments import Stop
@@ -27,79 +37,97 @@ from portus.reach.places.version import OpenVersion
 _Versions = dict[bytes, StoredCheckpoint]
 """Those of the pools of this machine, by their tokens."""
 
+commands: Final = group("Compare a mirror with its pool, or repair the mirror.")
 
-def status(url: str | None, pool: str | None, output: Output) -> None:
-    """Show what is mirrored, by whom, and what of the pool is not."""
-    address = _address(url)
-    documents: list[Json] = []
-    rows: list[Row] = []
-    with Mirrors(address) as mirrors, _local(pool) as local:
-        for model in mirrors.models():
-            state = mirrors.of(model).read()
-            own = [each.info for each in local.values() if each.info.model == model]
-            behind = [info.step for info in own if state.version(info.token) is None]
-            newest = state.newest or state.newest_file
-            size = sum(each.size for each in state.versions)  # or less
-            size += sum(each.size for each in state.files)
-            lacks = ""
-            if own:
-                lacks = "everything is mirrored"
-            if behind:
-                count = count_text(len(behind), "version")
-                lacks = f"{count} not mirrored, the newest of step {behind[-1]}"
-            rows.append(
-                (
-                    model,
-                    "" if newest is None else str(newest.step),
-                    "" if newest is None else age_text(newest.time_ns),
-                    str(len(state.versions) + len(state.files)),
-                    size_text(size),
-                    str(state.term),
-                    state.who,
-                    lacks,
+_MIRROR: Final = argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR", None)
+
+
+@commands.command("status", epilog=EXIT_CODES)
+def status(url: Text = _MIRROR, pool: Text = POOL, as_json: bool = AS_JSON) -> None:
+    """Show what is mirrored, which writer mirrors it, and what the mirror still lacks."""
+    with reported(as_json) as output:
+        address = _address(url)
+        documents: list[Json] = []
+        rows: list[Row] = []
+        with Mirrors(address) as mirrors, _local(pool) as local:
+            for model in mirrors.models():
+                state = mirrors.of(model).read()
+                own = [each.info for each in local.values() if each.info.model == model]
+                behind = [info.step for info in own if state.version(info.token) is None]
+                newest = state.newest or state.newest_file
+                size = sum(each.size for each in state.versions)  # or less
+                size += sum(each.size for each in state.files)
+                lacks = ""
+                if own:
+                    lacks = "everything is mirrored"
+                if behind:
+                    count = count_text(len(behind), "version")
+                    lacks = f"{count} not mirrored, the newest of step {behind[-1]}"
+                rows.append(
+                    (
+                        model,
+                        "" if newest is None else str(newest.step),
+                        "" if newest is None else age_text(newest.time_ns),
+                        str(len(state.versions) + len(state.files)),
+                        size_text(size),
+                        str(state.term),
+                        state.who,
+                        lacks,
+                    )
                 )
-            )
-            documents.append(
-                {
-                    "name": model,
-                    "newest": None if newest is None else newest.step,
-                    "time_ns": None if newest is None else newest.time_ns,
-                    "versions": len(state.versions),
-                    "files": len(state.files),
-                    "size": size,
-                    "not_mirrored": behind,
-                    **term_of(state),
-                }
-            )
-    if rows:
-        heads = ("MODEL", ">NEWEST", "SAVED", ">THERE", ">SIZE", ">TERM", "WRITER", "POOL")
-        output.line(f"{address}:")
-        output.table(heads, rows)
-    else:
-        output.line(f"{address}: no mirrors")
-    output.document({"mirror": str(address), "models": documents})
+                documents.append(
+                    {
+                        "name": model,
+                        "newest": None if newest is None else newest.step,
+                        "time_ns": None if newest is None else newest.time_ns,
+                        "versions": len(state.versions),
+                        "files": len(state.files),
+                        "size": size,
+                        "not_mirrored": behind,
+                        **term_of(state),
+                    }
+                )
+        if rows:
+            heads = ("MODEL", ">NEWEST", "SAVED", ">THERE", ">SIZE", ">TERM", "WRITER", "POOL")
+            output.line(f"{address}:")
+            output.table(heads, rows)
+        else:
+            output.line(f"{address}: no mirrors")
+        output.document({"mirror": str(address), "models": documents})
 
 
-def repair(url: str | None, pool: str | None, directory: str | None, output: Output) -> None:
-    """Read every byte of a mirror, and send again what is damaged: versions from the pool, files of
-    runs from ``directory``, None: the working directory."""
-    address = _address(url)
-    root = local_path(directory or os.curdir, "--files")
-    documents: list[Json] = []
-    counts = {"version": 0, "file": 0}
-    with Mirrors(address) as mirrors, _local(pool) as local:
-        for model in mirrors.models():
-            for kind, result, named, about in _results(mirrors, model, local, root):
-                counts[kind] += 1
-                documents.append({"model": model, **about, "result": result})
-                if result == "damaged":
-                    output.code = FOUND
-                if result != "whole":
-                    output.line(f"{address}: {named} {_RESULTS[kind][result]}")
-    lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
-    read = [count_text(count, kind) for kind, count in counts.items() if count or kind == "version"]
-    output.line(f"{address}: {' and '.join(read)} read, {lost} damaged")
-    output.document({"mirror": str(address), "versions": documents})
+@commands.command("repair", epilog=EXIT_CODES)
+def repair(
+    url: Text = _MIRROR,
+    pool: Text = POOL,
+    directory: Text = option("--files DIR", "where the run saves its files; default: here"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Read every byte of a mirror, and replace what is damaged or missing.
+
+    Versions are sent again from the pool, and files of runs from the directory that they were
+    mirrored from, if they are intact there. Exit code 1 if something stays damaged.
+    """
+    with reported(as_json) as output:
+        address = _address(url)
+        root = local_path(directory or os.curdir, "--files")
+        documents: list[Json] = []
+        counts = {"version": 0, "file": 0}
+        with Mirrors(address) as mirrors, _local(pool) as local:
+            for model in mirrors.models():
+                for kind, result, named, about in _results(mirrors, model, local, root):
+                    counts[kind] += 1
+                    documents.append({"model": model, **about, "result": result})
+                    if result == "damaged":
+                        output.code = FOUND
+                    if result != "whole":
+                        output.line(f"{address}: {named} {_RESULTS[kind][result]}")
+        lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
+        read = [
+            count_text(count, kind) for kind, count in counts.items() if count or kind == "version"
+        ]
+        output.line(f"{address}: {' and '.join(read)} read, {lost} damaged")
+        output.document({"mirror": str(address), "versions": documents})
 
 
 def _results(

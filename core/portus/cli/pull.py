@@ -6,7 +6,8 @@ import contextlib
 import os
 from typing import Final
 
-from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.options import AS_JSON, Text, argument, option
+from portus.cli.output import Json, Output, count_text, reported, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.engine.directory.folder import FOLDER
@@ -21,6 +22,23 @@ from portus.reach.mirror.mirrors import Mirrors, meant
 from portus.reach.places.base import adding
 
 _HOW: Final = "portus export takes one version out of a mirror"
+
+
+def command(
+    mirror: str = argument("MIRROR[/MODEL]", "all models of a mirror, or one"),
+    directory: Text = argument(
+        "[DIR]", "the run's directory, made if there is none; default: the current directory", None
+    ),
+    pool: Text = option("--pool -p PATH", "where the pools go; default: .portus in DIR"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Fetch what a run on a machine with an empty disk would fetch.
+
+    Of a run that saves files: all files that are not in DIR. Of a pool: all versions; portus export
+    writes their files. Started again after an interruption, it resumes.
+    """
+    with reported(as_json) as output:
+        run(mirror, directory, pool, output)
 
 
 def run(url: str, directory: str | None, pool: str | None, output: Output) -> None:

@@ -8,7 +8,8 @@ from typing import Final
 
 from portus.cli import report_page, report_picture
 from portus.cli.in_place import file_in_place
-from portus.cli.output import Json, Output, fields, moment_text
+from portus.cli.options import AS_JSON, POOL, Text, argument, option
+from portus.cli.output import Json, Output, fields, moment_text, reported
 from portus.cli.training import (
     WHERE,
     WHY,
@@ -29,6 +30,24 @@ WIDTH: Final = 48
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+
+
+def command(
+    name: Text = argument(
+        "[RUN]", "the run's directory, its pool, one of its checkpoints, or its name", None
+    ),
+    pool: Text = POOL,
+    html: Text = option("--html FILE", "also write an HTML page"),
+    png: Text = option("--png FILE", "also write a plot"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Show where the time of a run went, and which steps each restart lost.
+
+    Reads the journal beside the pool. The run may be active, killed or finished. The HTML page is
+    self-contained; the plot needs matplotlib.
+    """
+    with reported(as_json) as output:
+        run(name, pool, output, page=html, picture=png)
 
 
 def run(

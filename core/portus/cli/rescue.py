@@ -6,7 +6,8 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from portus.cli.output import FOUND, Json, Output, count_text, moment_text, size_text
+from portus.cli.options import AS_JSON, Text, argument, flag, option
+from portus.cli.output import FOUND, Json, Output, count_text, moment_text, reported, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.engine.media.base import Medium
@@ -38,6 +39,24 @@ class _Seen:
     def info(self) -> VersionInfo:
         """The version as its record says."""
         return self.found.record.info
+
+
+def command(
+    place: str = argument("POOL", "a pool file with any name, or a device"),
+    into: Text = option("--into NEW", "write the intact versions to a new pool file"),
+    in_place: bool = flag("--in-place", "repair the pool itself; copy it first"),
+    as_json: bool = AS_JSON,
+) -> None:
+    """List the versions that a damaged pool still holds, or rebuild a pool from them.
+
+    For a pool that does not open (both root slots or both superblocks are lost), or that lost its
+    name. Reads the whole pool. Also finds deleted versions that were not overwritten. Pointers
+    lead to the new pool once it takes the place of the old one; `portus export` extracts
+    single versions from it. Exit code 1 if nothing is intact, or if a version that the pool lists
+    is damaged.
+    """
+    with reported(as_json) as output:
+        run(place, into, in_place, output)
 
 
 def run(place: str, into: str | None, in_place: bool, output: Output) -> None:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 
 from portus.cli import files
-from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.options import AS_JSON, POOL_OR_MIRROR, Text, argument, flag, option
+from portus.cli.output import Json, Output, count_text, reported, size_text
 from portus.cli.pools import allow, open_places, version_document
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
@@ -22,6 +23,31 @@ from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.opening import Places
 from portus.reach.places.pool import let_go
 from portus.reach.pools.resolve import use_reference
+
+
+def command(
+    targets: list[str] = argument(
+        "MODEL[@STEP]...", "versions, files, pointers, or MIRROR/MODEL[@STEP]"
+    ),
+    pool: Text = POOL_OR_MIRROR,
+    yes: bool = flag("--yes -y", "delete a whole model without asking"),
+    force: bool = flag(
+        "--force -f", "also delete marks of protected tables, and files that a link leads to"
+    ),
+    keep: Text = option(
+        "--keep N|KEEP",
+        "keep only the newest N of a directory, or of a model, or what a policy keeps, "
+        "such as last=2,every=1000,within=24h,best=val_loss:min:3",
+    ),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Delete a torch file; or versions, and the pointers to them; or a pointer, and its version if
+    no other one leads there.
+
+    A torch file that a link beside it leads to takes --force.
+    """
+    with reported(as_json) as output:
+        run(targets, pool, yes=yes, force=force, keep=keep, output=output)
 
 
 def run(

@@ -8,6 +8,7 @@ from math import isfinite, prod
 from typing import Final
 
 from portus.cli import files
+from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text
 from portus.cli.output import (
     Json,
     Output,
@@ -16,6 +17,7 @@ from portus.cli.output import (
     count_text,
     fields,
     moment_text,
+    reported,
     size_text,
 )
 from portus.cli.pools import allow, open_places, table_document, version_document
@@ -36,6 +38,12 @@ from portus.reach.shards.rank_file import DISTCP
 
 _VALUE_MAX: Final = 60
 """Characters of a value that are shown to people."""
+
+
+def command(target: str = TARGET, pool: Text = POOL_OR_MIRROR, as_json: bool = AS_JSON) -> None:
+    """Show what is in a torch file; or the versions of a model, or everything in one version."""
+    with reported(as_json) as output:
+        run(target, pool, output)
 
 
 def run(target: str, pool: str | None, output: Output) -> None:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 from portus.cli import files
+from portus.cli.options import AS_JSON, OPTIONAL_TARGET, POOL_OR_MIRROR, Text
 from portus.cli.output import (
     FOUND,
     MEND,
-    ROT,
     Json,
     Output,
     count_text,
@@ -18,6 +18,7 @@ from portus.cli.output import (
     exit_code,
     fields,
     path_text,
+    reported,
     said,
     size_text,
 )
@@ -29,12 +30,13 @@ from portus.reach.places.base import Check, CheckPace, Verdict
 from portus.reach.places.opening import Places
 
 
-def scrub(pool: str | None, rate: str, output: Output) -> None:
-    """Verify everything from the disk, at ``rate`` at most; say at once what is found."""
-    from portus.reach.daemon.pools import parse_rate
-
-    run(None, pool, output, bytes_per_s=parse_rate(rate))
-    output.code = ROT if output.code == FOUND else output.code
+def command(
+    target: Text = OPTIONAL_TARGET, pool: Text = POOL_OR_MIRROR, as_json: bool = AS_JSON
+) -> None:
+    """Read every byte of a torch file, of those below a directory, or of a pool, and check every
+    rule of the format. Exit code 1 if damage was found."""
+    with reported(as_json) as output:
+        run(target, pool, output)
 
 
 def run(

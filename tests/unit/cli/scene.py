@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
+from docs._site.commands import commands
 from portus.cli.app import app
 from portus.engine.job.settings import Settings
 from portus.reach.index.directory import WRITERS
@@ -42,6 +43,24 @@ def portus_json(*arguments: str | Path, code: int = 0) -> Any:
     said = portus(*arguments, "--json")
     assert said.code == code, said
     return json.loads(said.out)
+
+
+COMMANDS = dict(commands())
+"""Every command that does something, as it is called: ``ls``, ``admin show``."""
+
+
+def names_of(command: str) -> set[str]:
+    """The arguments of a command, as its usage names them, and its options."""
+    given = COMMANDS[command].params
+    return {name for each in given for name in (each.metavar, *each.opts) if name}
+
+
+def call_of(command: str, value: str = "m") -> list[str]:
+    """A call with ``value`` for what the command requires; where no pool is taken, for every
+    argument."""
+    has_pool = "--pool" in names_of(command)
+    given = [each for each in COMMANDS[command].params if each.param_type_name == "argument"]
+    return [*command.split(), *(value for each in given if each.required or not has_pool)]
 
 
 def state(step: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Fault, Said
 from portus.reach.transport.stream import Link
 from tests.hosts import serving, url
-from tests.unit.cli.scene import pointing, portus
+from tests.unit.cli.scene import COMMANDS, call_of, pointing, portus
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\r\nroot# \u202egnp.exe\x9b31m\x7f\u2028"
 SEEN = r"\x1b]0;owned\x07\x1b[2J\r\nroot# \u202egnp.exe\x9b31m\x7f\u2028"
@@ -77,6 +77,18 @@ def test_no_command_prints_what_moves_a_cursor(pool: Path) -> None:
         assert is_harmless(done.out), (command, done.out)
         assert is_harmless(done.err), (command, done.err)
         assert portus(*command, *where, "--json").out.isascii()
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "serve"])
+def test_what_a_command_is_given_moves_no_cursor(
+    pool: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_POOL", str(pool))
+    monkeypatch.setattr("portus.cli.doctor.adapters", lambda _: ())  # they start processes
+    done = portus(*call_of(command, EVIL))
+    assert is_harmless(done.out), done.out
+    assert is_harmless(done.err), done.err
+    assert portus(*call_of(command, EVIL), "--json").out.isascii()
 
 
 def test_what_a_host_logs_is_harmless_when_a_program_has_undone_its_json(

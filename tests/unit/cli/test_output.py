@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from docs._site.commands import PAGE, page
 from portus import errors
-from portus.cli.app import app
 from portus.cli.output import (
     EXIT_CODES,
     age_text,
@@ -20,22 +16,15 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from tests.unit.cli.scene import portus
+from tests.unit.cli.scene import COMMANDS, call_of, names_of, portus
 
-WITHOUT_POOL = ("doctor", "format", "rescue", "serve")
-"""Commands that have no ``--pool``, besides those of the operator of a host."""
-
-
-def _names(command: Any, *above: str) -> Iterator[str]:
-    """Every command that does something, as it is called: ``ls``, ``admin show``."""
-    below = getattr(command, "commands", {})
-    for name in below:
-        yield from _names(below[name], *above, name)
-    if not below:
-        yield " ".join(above)
+PLACES = {"ADDRESS", "DEVICE", "POOL", "[PLACE...]"}
+"""Arguments that name the place: a command with one of these needs no ``--pool``."""
 
 
-COMMANDS = tuple(_names(typer.main.get_command(app)))
+def taking(place: str) -> list[str]:
+    """The commands whose ``--pool`` is a ``place``."""
+    return [name for name in COMMANDS if {"--pool", place} <= names_of(name)]
 
 
 @pytest.mark.parametrize(
@@ -103,25 +92,26 @@ def test_an_error_is_one_line() -> None:
 def test_every_command_has_json_help_and_exit_codes(command: str) -> None:
     told = portus(*command.split(), "--help")
     assert told.code == 0
-    assert ("--json" in told.out) == (command != "serve")
     assert "Exit codes" in told.out
-    has_pool = command not in WITHOUT_POOL and not command.startswith("admin ")
-    assert ("--pool" in told.out) == has_pool
+    names = names_of(command)
+    assert ("--json" in names) == (command != "serve")
+    assert ("--pool" in names) != bool(names & PLACES)
 
 
-@pytest.mark.parametrize("call", ["ls", "show m", "verify", "export m o.pt", "rm m", "gc"])
-def test_help_offers_a_mirror_where_one_is_taken(call: str, tmp_path: Path) -> None:
-    command, *target = call.split()
-    assert "a mirror, such as" in " ".join(portus(command, "--help").out.split())
-    told = portus(command, *target, "--pool", f"file://{tmp_path}/mirror")
+@pytest.mark.parametrize("command", taking("PATH|MIRROR"))
+def test_help_offers_a_mirror_where_one_is_taken(command: str, tmp_path: Path) -> None:
+    assert "a mirror, such as" in " ".join(portus(*command.split(), "--help").out.split())
+    told = portus(*call_of(command), "--pool", f"file://{tmp_path}/mirror")
     assert "takes pools" not in told.err
 
 
-@pytest.mark.parametrize("call", ["report", "scrub"])
-def test_help_offers_no_mirror_where_none_is_taken(call: str, tmp_path: Path) -> None:
-    command, *target = call.split()
-    assert "mirror" not in portus(command, "--help").out.lower()
-    told = portus(command, *target, "--pool", f"file://{tmp_path}/mirror")
+POOLS_ALONE = [each for each in taking("PATH") if "MIRROR" not in " ".join(names_of(each))]
+
+
+@pytest.mark.parametrize("command", POOLS_ALONE)
+def test_help_offers_no_mirror_where_none_is_taken(command: str, tmp_path: Path) -> None:
+    assert "mirror" not in portus(*command.split(), "--help").out.lower()
+    told = portus(*call_of(command), "--pool", f"file://{tmp_path}/mirror")
     assert told.code == 2
     assert "mirror" in told.err
 
@@ -132,6 +122,11 @@ def test_help_names_every_command() -> None:
         told = portus(*above, "--help")
         assert f"  {name} " in told.out
         assert "Exit codes" in told.out
+
+
+def test_there_is_a_command_of_each_kind() -> None:
+    assert {"ls", "show", "rm", "gc"} <= {*taking("PATH|MIRROR")}
+    assert {"report", "scrub"} <= {*POOLS_ALONE}
 
 
 def test_the_reference_page_is_made_from_the_commands() -> None:

@@ -1,0 +1,68 @@
+"""``portus serve POOL``: serve pools to other machines."""
+
+from __future__ import annotations
+
+from portus.cli.options import Text, Texts, argument, option
+from portus.cli.output import reported
+from portus.reach.daemon.events import log_to_stderr
+from portus.reach.daemon.main import ServeOptions, serve
+
+
+def command(
+    place: str = argument("POOL", "a pool directory, a pool file, a DAX device, or memory:SIZE"),
+    listen: Texts = option(
+        "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117"
+    ),
+    secret_file: Text = option(
+        "--secret-file PATH", "a file with one secret, or lines TENANT SECRET"
+    ),
+    tls_cert: Text = option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)"),
+    tls_key: Text = option("--tls-key PEM", "the key of that certificate"),
+    quota: Text = option("--quota SIZE", "the most that each tenant may store, such as 500G"),
+    quota_file: Text = option(
+        "--quota-file PATH", "a file of lines TENANT SIZE, instead of --quota"
+    ),
+    metrics: Text = option("--metrics [HOST:]PORT", "serve Prometheus metrics and /healthz here"),
+    admin_path: Text = option("--admin PATH", "the socket for `portus admin`"),
+    scrub: Text = option("--scrub SIZE/s", "reread the pools for bit rot at this rate"),
+    memory: Text = option(
+        "--memory SIZE", "the most memory that all clients together may take; default: 1G"
+    ),
+    connections: int | None = option(
+        "--connections COUNT", "the most connections of all clients together; default: 1024"
+    ),
+    mirror: Text = option("--mirror URL", "mirror committed versions to this URL, per tenant"),
+    replica: Text = option("--replica ADDRESS", "the host that takes over if this one is lost"),
+    mirror_wait: float = option(
+        "--mirror-wait SECONDS", "how long shutdown waits for the mirror or the replica", 60.0
+    ),
+    transport: str = option(
+        "--transport auto|tcp|verbs", "verbs: refuse to start without RDMA", "auto"
+    ),
+) -> None:
+    """Serve pools to trainers on other machines, until SIGTERM.
+
+    On SIGHUP it rereads the files of secrets, quotas and certificates. Exit code 3 of this command:
+    a connection hung at shutdown and was abandoned.
+    """
+    with reported(False) as output:
+        log_to_stderr()
+        options = ServeOptions(
+            place=place,
+            listen=listen or (),
+            secret_path=secret_file,
+            cert_path=tls_cert,
+            key_path=tls_key,
+            quota=quota,
+            quota_path=quota_file,
+            admin_path=admin_path,
+            metrics=metrics,
+            transport=transport,
+            scrub=scrub,
+            memory=memory,
+            connections=connections,
+            mirror=mirror,
+            replica=replica,
+            mirror_wait=mirror_wait,
+        )
+        output.code = 0 if serve(options) else 3
