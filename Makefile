@@ -162,5 +162,5 @@ release: $(STAMP)/portus $(STAMP)/release ## what is released, in dist/: source 
 
 clean: ## remove what was made here, .venv included
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find core portus_lightning portus_accelerate recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find core portus_* recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -f core/portus/engine/copying/*.so

@@ -34,15 +34,26 @@ TITLE: Final = re.compile(r"^# (.*)$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The decisions, by number, in the navigation."""
+    """The pages of adapters and the decisions in the navigation."""
+    names = [path.parent.name for path in sorted(ROOT.glob("portus_*/__init__.py"))]
+    pages = {name: f"{name.removeprefix('portus_')}.md" for name in names}
+    _section(config.nav, "How to")[:0] = [
+        {_title(ROOT / "docs" / page): page} for page in pages.values()
+    ]
+    _section(config.nav, "Reference").extend(
+        {name: f"reference/{page}"} for name, page in pages.items()
+    )
     found = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    decisions: list[dict[str, str]] = []
-    for path in found:
-        title = TITLE.search(path.read_text())
-        assert title is not None, f"{path}: a page begins with its title"
-        decisions.append({title[1]: f"decisions/{path.name}"})
-    _section(config.nav, "Decisions").extend(decisions)
+    _section(config.nav, "Decisions").extend(
+        {_title(path): f"decisions/{path.name}"} for path in found
+    )
     return config
+
+
+def _title(page: Path) -> str:
+    title = TITLE.search(page.read_text())
+    assert title is not None, f"{page}: a page begins with its title"
+    return title[1]
 
 
 def _section(nav: Any, name: str) -> list[dict[str, str]]:

@@ -110,6 +110,7 @@ def assert_same(found: list[str], expected: list[str]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_losses_and_final_state_are_the_same_bits(
     stock: list[str], tmp_path: Path, installed: Path
 ) -> None:

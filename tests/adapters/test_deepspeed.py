@@ -107,6 +107,7 @@ def goes_both_ways(root: Path, stage: int, kind: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "kind", "ranks"), [(2, "bf16", 2)])
+@pytest.mark.smoke
 def test_each_goes_on_from_what_the_other_saved(
     tmp_path: Path, stage: int, kind: str, ranks: int
 ) -> None:

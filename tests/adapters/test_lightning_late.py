@@ -40,6 +40,7 @@ def steps(root: Path) -> dict[str, int]:
     return {name: torch.load(root / "ckpt" / name)["global_step"] for name in files(root)}
 
 
+@pytest.mark.smoke
 def test_training_goes_on_while_a_checkpoint_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +65,7 @@ def test_training_goes_on_while_a_checkpoint_is_on_its_way(
     assert steps(tmp_path) == {"step=3.ckpt": 3, "step=6.ckpt": 6}
 
 
+@pytest.mark.smoke
 def test_two_callbacks_that_choose_one_name_get_two_files(tmp_path: Path) -> None:
     keeps = [every_step(tmp_path, every_n_train_steps=number, filename="same") for number in (2, 4)]
     stock = tmp_path / "stock"
@@ -76,6 +78,7 @@ def test_two_callbacks_that_choose_one_name_get_two_files(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("top_k", [1, 2, -1])
 @pytest.mark.parametrize("last", [None, True, "link"])
+@pytest.mark.smoke
 def test_what_is_there_at_the_end_is_what_stock_leaves(
     tmp_path: Path, top_k: int, last: Any
 ) -> None:
@@ -91,6 +94,7 @@ def test_what_is_there_at_the_end_is_what_stock_leaves(
     assert found["ours"] == found["stock"]
 
 
+@pytest.mark.smoke
 def test_the_best_loads_within_training_and_after_it(tmp_path: Path) -> None:
     seen = []
 
@@ -110,6 +114,7 @@ def test_the_best_loads_within_training_and_after_it(tmp_path: Path) -> None:
     assert torch.load(keep.best_model_path)["global_step"] in (BATCHES, 2 * BATCHES)
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_that_the_script_saves_is_there_when_that_returns(tmp_path: Path) -> None:
     """As Ray's and MLflow's callbacks do it: into a directory that is moved away."""
     kept = tmp_path / "kept"
@@ -130,6 +135,7 @@ def test_a_checkpoint_that_the_script_saves_is_there_when_that_returns(tmp_path:
         assert torch.load(kept / str(step) / "checkpoint.ckpt")["global_step"] == step
 
 
+@pytest.mark.smoke
 def test_python_code_that_opens_or_lists_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
     seen = []
 

@@ -131,6 +131,7 @@ def test_an_argument_that_files_have_no_use_for_says_what_to_do(
 # --- paths ---
 
 
+@pytest.mark.smoke
 def test_what_is_saved_loads_here_and_in_a_new_plugin(io: PortusIO, root: Path) -> None:
     path = root / "ckpt" / "deep" / "a.ckpt"
     io.save_checkpoint(STATE, path)
@@ -148,6 +149,7 @@ def test_a_relative_path_means_the_directory_at_the_call(
     assert equal(io.load_checkpoint(root / "ckpt" / "a.ckpt"))
 
 
+@pytest.mark.smoke
 def test_checkpoints_of_others_and_urls_are_left_to_lightning(io: PortusIO, root: Path) -> None:
     torch.save(STATE, root / "foreign.ckpt")
     assert equal(io.load_checkpoint(root / "foreign.ckpt"))

@@ -214,6 +214,7 @@ def test_training_that_fails_leaves_the_loader_as_it_was(tmp_path: Path) -> None
 
 
 @pytest.mark.long
+@pytest.mark.smoke
 def test_a_resume_after_the_last_batch_of_an_epoch_trains_the_next_one(tmp_path: Path) -> None:
     """Lightning alone skips it: the loader's state is at its end, and nobody renews it."""
     elsewhere = tmp_path / "2"

@@ -112,6 +112,11 @@ class Tells(ModelCheckpoint):
 class Lightning:
     """``PortusIO`` in a Trainer."""
 
+    skipped = dict.fromkeys(
+        ("copied on host", "copied on device"),
+        "the original replaces last.ckpt, and the version that its copy leads to goes",
+    )
+
     @staticmethod
     def train(order: Order) -> None:
         data: Any = DataLoader(TensorDataset(torch.zeros(3, 1)))
@@ -192,6 +197,8 @@ class Accelerate:
 class Shards:
     """``portus.dcp``, at one rank: directories of torch's, of files, or of pointers to a storage
     host."""
+
+    places = ("files", "host")  # one pool, and many ranks
 
     @staticmethod
     def train(order: Order) -> None:

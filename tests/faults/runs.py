@@ -32,6 +32,7 @@ from portus_lightning.companion_of_lightning import PortusCompanion
 from tests.adapters import tiny
 from tests.faults import calls
 from tests.faults.calls import Call, Fault
+from tests.packages import ADAPTERS, FOLDERS
 
 STEPS = 5
 THREAD_END_S_MAX = 5.0
@@ -40,7 +41,7 @@ _SEEN_AS = {Call.CLOSE: errno.EBADF, Call.STAT: errno.EEXIST}
 """What a framework raises after its own call failed: where it closes twice, or where os.makedirs
 cannot see that a directory is there."""
 
-_OURS = ("core/portus/", "portus_lightning/", "portus_accelerate/")
+_OURS = ("core/portus/", *(f"{name}/" for name in ADAPTERS))
 _STOCK = tuple(
     f"/site-packages/{name}/"
     for name in ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers")
@@ -81,7 +82,7 @@ class Told(logging.Handler):
         super().__init__(logging.WARNING)
         self.handles: list[tuple[int, SaveHandle]] = []
         self.messages: list[str] = []
-        for name in ("portus", "portus_lightning", "portus_accelerate"):
+        for name in FOLDERS:
             logging.getLogger(name).addHandler(self)
             logging.getLogger(name).propagate = False
         to_file = TrainingFiles.save

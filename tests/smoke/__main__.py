@@ -6,10 +6,12 @@ Both at once, each in its environment, against the wheel of this tree. With ``PO
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -42,16 +44,17 @@ TESTS: Final = (
     "tests/unit/cli/test_verify.py::test_a_healthy_pool_is_said_to_be",
     "tests/unit/cli/test_host.py::test_verify_reads_every_byte_and_finds_damage",
     "tests/unit/daemon/test_main.py::test_it_ends_clean_in_time_and_starts_again_without_repair",
-    # Lightning and Accelerate with its flag: saved, and loaded or resumed.
-    "tests/adapters/test_lightning_plugin.py::test_what_is_saved_loads_here_and_in_a_new_plugin",
-    "tests/adapters/test_lightning_plugin.py::test_checkpoints_of_others_and_urls_are_left_to_lightning",
-    "tests/adapters/test_lightning_late.py",
-    "tests/adapters/test_lightning_resume.py::test_a_resume_after_the_last_batch_of_an_epoch_trains_the_next_one",
-    "tests/adapters/test_accelerate_states.py::test_all_comes_back",
-    "tests/adapters/test_accelerate_flag.py::test_losses_and_final_state_are_the_same_bits",
-    # DeepSpeed.
-    "tests/adapters/test_deepspeed.py::test_each_goes_on_from_what_the_other_saved",
 )
+
+
+def of_adapters() -> Iterator[str]:
+    """The tests of adapters that are marked ``smoke``, without an import of what they import:
+    saved, and loaded or resumed."""
+    for path in sorted((ROOT / "tests" / "adapters").glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            marks = getattr(node, "decorator_list", [])
+            if any(ast.unparse(mark) == "pytest.mark.smoke" for mark in marks):
+                yield f"{path.relative_to(ROOT)}::{getattr(node, 'name')}"  # noqa: B009
 
 
 def main() -> int:
@@ -75,7 +78,16 @@ def _start(end: Ends, base: Path, place: Path) -> subprocess.Popen[str]:
     python = with_portus(end, base, place)
     options = ["-n", "0", "-q", "-W", "default", "-p", "no:cacheprovider", "--basetemp"]
     return subprocess.Popen(
-        [str(python), "-m", "pytest", *options, str(place / "tmp"), *TESTS, *sys.argv[1:]],
+        [
+            str(python),
+            "-m",
+            "pytest",
+            *options,
+            str(place / "tmp"),
+            *TESTS,
+            *of_adapters(),
+            *sys.argv[1:],
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,

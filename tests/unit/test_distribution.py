@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packages import ADAPTERS, FOLDERS, ROOT
+
 BUILD_S_MAX = 60
 
 
@@ -38,7 +39,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tree, "sdist")
 
 
-PACKAGES = {"portus", "portus_accelerate", "portus_lightning"}
 ENTRY = "portus_in_torch.py"
 
 
@@ -54,16 +54,16 @@ def wheel(source: Path) -> list[str]:
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {*PACKAGES, ENTRY}
-    assert {"portus/py.typed", "portus_lightning/py.typed", "portus/testing/__init__.py"} <= {
-        *wheel
-    }
+    assert {top for top in tops if not top.endswith(".dist-info")} == {*FOLDERS, ENTRY}
+    assert {f"{package}/py.typed" for package in FOLDERS} <= {*wheel}
 
 
 def test_the_wheel_holds_every_module_once(wheel: list[str]) -> None:
-    expected = [path.relative_to(ROOT / "core") for path in (ROOT / "core/portus").rglob("*.py")]
-    for adapter in PACKAGES - {"portus"}:
-        expected += [path.relative_to(ROOT) for path in (ROOT / adapter).rglob("*.py")]
+    expected = [
+        path.relative_to(folder.parent)
+        for folder in FOLDERS.values()
+        for path in folder.rglob("*.py")
+    ]
     assert sorted(n for n in wheel if n.endswith(".py")) == sorted([ENTRY, *map(str, expected)])
     assert len(wheel) == len(set(wheel))
 
@@ -71,6 +71,6 @@ def test_the_wheel_holds_every_module_once(wheel: list[str]) -> None:
 def test_the_source_archive_can_be_tested(source: Path) -> None:
     with tarfile.open(source) as archive:
         tops = {name.split("/")[1] for name in archive.getnames()}
-    assert tops >= {"core", "portus_lightning", "recipes", "tests", "docs", "requirements"}
+    assert tops >= {"core", *ADAPTERS, "recipes", "tests", "docs", "requirements"}
     assert tops >= {"pyproject.toml", "Makefile", "LICENSE", "README.md", "CHANGELOG.md"}
     assert ".ci" not in tops

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import portus
+from docs._site import modules
 from portus.companions.journal import lines
 from portus.engine.paths import process
 from portus.engine.pipeline.handle import SaveStats
@@ -18,8 +19,8 @@ from portus.reach.format import layout, reference
 from portus.reach.protocol.messages import VERSIONS
 from tests.blocks import READ, RUN, blocks_of, is_heavy, read, stories
 from tests.matrix import trainings
+from tests.packages import ADAPTERS, FOLDERS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
@@ -61,12 +62,23 @@ def test_the_map_names_every_module() -> None:
     assert missing == []
 
 
+def test_the_map_names_every_module_of_adapters_as_it_names_itself() -> None:
+    made = modules.page()
+    assert modules.PAGE.read_text() == made, "make it again: python -m docs._site.modules"
+    assert all(f"| module of `{name}` | what |" in made for name in ADAPTERS)
+
+
 def test_every_page_has_its_place_on_the_site() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
     pages = {page for page in pages if not page.startswith("decisions/")}
     root = {"index.md", "changelog.md", "contributing.md", "recipes.md"}
-    assert set(re.findall(r"[\w/]+\.md", text.partition("\nnav:")[2])) == pages | root
+    of_adapters = {f"{name.removeprefix('portus_')}.md" for name in ADAPTERS}
+    of_adapters |= {f"reference/{page}" for page in of_adapters}
+    assert of_adapters <= pages
+    assert (
+        set(re.findall(r"[\w/]+\.md", text.partition("\nnav:")[2])) == (pages - of_adapters) | root
+    )
 
 
 def test_lists_of_places_name_what_there_is() -> None:
@@ -173,14 +185,14 @@ THE_SYSTEM = {
 VARIABLE = re.compile(r"/dev/dax\.\.\.|PORTUS_[A-Z_]+|%[sd]|%\.\d+f|\d+(?:\.\d+)?|\.\.\.")
 
 
-PACKAGES = ("core/portus", "portus_lightning", "portus_accelerate")
+PACKAGES = tuple(FOLDERS)
 """Those whose messages users see."""
 
 
 def messages(packages: tuple[str, ...] = PACKAGES) -> Iterator[str]:
     """Every text in the code, with ``...`` where something is filled in."""
     for package in packages:
-        for path in (ROOT / package).rglob("*.py"):
+        for path in FOLDERS[package].rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
                     parts = [getattr(part, "value", "...") for part in node.values]

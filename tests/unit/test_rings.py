@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import importlib
 import re
 import subprocess
@@ -12,11 +14,8 @@ from typing import Final
 import pytest
 
 from portus.engine import extensions
+from tests.packages import ADAPTERS, FOLDERS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"portus": ROOT / "core" / "portus"} | {
-    name: ROOT / name for name in ("portus_accelerate", "portus_lightning")
-}
 CONTRACT: Final = "The engine imports neither reach nor companions"
 ENGINE_LINES_MAX: Final = 15_000
 ENGINE_WORDS_MAX: Final = 35
@@ -25,7 +24,7 @@ ENGINE_WORDS_MAX: Final = 35
 def modules() -> dict[str, Path]:
     """Every module that is shipped, by its name."""
     found = {}
-    for package, folder in PACKAGES.items():
+    for package, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
             name = ".".join((package, *parts)).removesuffix(".__init__")
@@ -66,6 +65,60 @@ def listed(name: str) -> set[str]:
     return {each for each in known if any(f"{each}.".startswith(f"{one}.") for one in named)}
 
 
+def imports(path: Path) -> set[str]:
+    """What a module imports, anywhere in it: modules, and names in them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def imports_of(package: str) -> dict[str, set[str]]:
+    """What each module of a package imports."""
+    own = {name: path for name, path in modules().items() if name.split(".")[0] == package}
+    return {name: imports(path) for name, path in own.items()}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_stands_on_the_face_alone(adapter: str) -> None:
+    others = modules().keys() - {"portus", "portus.dcp"} - imports_of(adapter).keys()
+    below = {name: sorted(found & others) for name, found in imports_of(adapter).items()}
+    assert {name: found for name, found in below.items() if found} == {}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_no_modules_of_an_adapter_import_each_other_in_a_circle(adapter: str) -> None:
+    def child(module: str) -> str:
+        return module.removeprefix(f"{adapter}.").split(".")[0]
+
+    graph: dict[str, set[str]] = {}
+    for name, found in imports_of(adapter).items():
+        below = {child(each) for each in found & modules().keys() if each.startswith(f"{adapter}.")}
+        if name != adapter:
+            graph.setdefault(child(name), set()).update(below - {child(name)})
+    graphlib.TopologicalSorter(graph).prepare()  # or CycleError
+
+
+STRANGERS = {"lightning_fabric", "pytorch_lightning", "transformers", "deepspeed", "torchtitan"}
+"""Frameworks besides those that adapters are named after."""
+
+
+def test_the_core_knows_neither_adapters_nor_their_frameworks() -> None:
+    frameworks = {name.removeprefix("portus_") for name in ADAPTERS}
+    strangers = {*ADAPTERS, *frameworks, *STRANGERS}
+    for name, found in imports_of("portus").items():
+        assert {each.split(".")[0] for each in found} & strangers == set(), name
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_a_package_stands_without_its_repository(package: str) -> None:
+    for name, found in imports_of(package).items():
+        assert {each.split(".")[0] for each in found} & {"core", "recipes", "tests"} == set(), name
+
+
 def test_the_table_names_nothing_that_is_not_there() -> None:
     assert sorted(set(table()) - set(modules())) == []
 
@@ -74,7 +127,8 @@ def test_the_contract_is_about_the_modules_of_the_table() -> None:
     rings = rings_of_modules()
     engine = {name for name, ring in rings.items() if ring == "engine"}
     assert listed("source_modules") == engine
-    assert listed("forbidden_modules") == rings.keys() - engine - {"portus"}
+    others = {name for name in rings.keys() - engine if name.startswith("portus.")}
+    assert listed("forbidden_modules") == others
 
 
 def test_every_package_of_the_rings_is_on_a_floor() -> None:

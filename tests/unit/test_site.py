@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.packages import ROOT
 from tests.unit.cli.test_report import close_to, shot
-from tests.unit.test_documents import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

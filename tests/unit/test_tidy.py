@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packages import FOLDERS, ROOT
+
 FUNCTION_LINES_MAX = 80
 FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 
@@ -148,8 +149,7 @@ PICKLE = {
 
 def package_files() -> list[Path]:
     """Every module that is shipped."""
-    folders = [ROOT / "core" / "portus", *ROOT.glob("portus_*")]
-    found = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    found = sorted(path for folder in FOLDERS.values() for path in folder.rglob("*.py"))
     found.append(ROOT / "core" / "portus_in_torch.py")
     assert len(found) > 10
     return found
