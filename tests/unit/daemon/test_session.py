@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +40,13 @@ from portus.reach.protocol.address import Address, Scheme, Transport, parse
 from portus.reach.protocol.connection import HEADER
 from portus.reach.protocol.messages import Said, packed_column, packed_handles
 from portus.reach.protocol.proof import proof_of_client, proof_of_host
-from portus.reach.protocol.vocabulary import Phase
+from portus.reach.protocol.session import NEXT
+from portus.reach.protocol.vocabulary import MessageKind, Phase
 from portus.reach.transport.budget import FREE
 from portus.reach.transport.dial import Credentials, dial, raised, read_secret
 from portus.reach.transport.stream import Link
 from tests.hosts import serving, url
+from tests.unit.protocol.examples import EXAMPLES, LEAST
 
 TOKEN = b"t" * 16
 SECRET = b"a secret of sixteen bytes and more"
@@ -145,6 +147,23 @@ def settled(server: Server, truth: Callable[[], bool]) -> None:
     while not truth():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+REQUESTS = [kind for kind in said.MESSAGES if kind.is_request]
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES, LEAST], ids=["much", "least"])
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.name)
+def test_whatever_a_request_says_within_its_limits_is_answered_and_others_save(
+    server: Server, kind: MessageKind, examples: Mapping[MessageKind, Said]
+) -> None:
+    for prepare, state in ((registered, Phase.READY), (begun, Phase.SAVING)):
+        if (state, kind) in NEXT:
+            with client(server) as link:
+                prepare(link)
+                link.ask(examples[kind])  # or it raises
+    with client(server) as link:
+        confirmed(link)
 
 
 def test_a_save_goes_through(server: Server) -> None:

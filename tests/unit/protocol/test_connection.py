@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import hypothesis
 import pytest
@@ -11,68 +11,13 @@ from hypothesis import strategies as st
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.connection import HEADER, Connection, Event, Forgotten, Payload, _check
 from portus.reach.protocol.messages import (
-    Fault,
     ProtocolError,
     Said,
     packed_column,
-    packed_handles,
 )
 from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
-
-TOKEN = bytes(range(16))
-
-EXAMPLES: dict[MessageKind, Said] = {
-    message.kind: message
-    for message in (
-        said.Hello.of("tenant", TOKEN),
-        said.ProofGiven(b"p" * 32),
-        said.Claim("model", TOKEN),
-        said.Register(3, packed_column([1, 2])),
-        said.Forget(packed_column([3])),
-        said.Begin("model", -7, TOKEN, packed_column([5, 0, 1 << 40])),
-        said.Offer(packed_column([0, 2]), packed_column([0, 2])),
-        said.Share(TOKEN, packed_column([1])),
-        said.Confirm(b"d" * 48, TOKEN, None, b"{}", packed_column([4])),
-        said.Abandon(),
-        said.Read(packed_column([0, 4096])),
-        said.Check(packed_column([10]), packed_column([4096, 10])),
-        said.Pin(9),
-        said.Unpin(9),
-        said.Retire(packed_column([1, 2, 3])),
-        said.Status(),
-        said.Bye(),
-        said.Challenge(said.VERSION, TOKEN, True),
-        said.Welcome(b"p" * 32, TOKEN, "pool", False, 4096, True),
-        said.Connect(1 << 23, 7, TOKEN, 0, 5, 16),
-        said.Connected(0, (1 << 24) - 1, TOKEN, (1 << 16) - 1, 1, 0),
-        said.Push(packed_column([10]), packed_column([4096, 10]), packed_handles([1], [2])),
-        said.Pushed(b"d" * 16, 0),
-        said.Done(),
-        said.Begun(),
-        said.Pull(5),
-        said.Pulled(b"d" * 32, 0),
-        said.Shared(True),
-        said.Committed(b"record"),
-        said.Missing(),
-        said.Full(28, "no space"),
-        said.Abandoned(),
-        said.Checked(b"d" * 16),
-        said.Standing(1, 2, 3, 4, 5),
-        said.GiveBack(),
-        said.Note("net@40: no space"),
-        said.Settle("net", bytes(16)),
-        said.Metrics({"val_loss": 0.25}),
-        said.Put("net/log/1", True, b"entry"),
-        said.Placed(True),
-        said.Get("net/packs/1", 16, 1 << 20),
-        said.Object(b"bytes"),
-        said.List("net/log/", "net/log/1"),
-        said.Listed(["net/log/2"], packed_column([5]), packed_column([1 << 50])),
-        said.Delete(["net/packs/1"]),
-        said.Refused(Fault.MEDIUM, 28, "no space"),
-    )
-}
+from tests.unit.protocol.examples import EXAMPLES, LEAST, TOKEN
 
 
 def end(state: Phase, *, is_client: bool, version: int = said.VERSION) -> Connection:
@@ -89,14 +34,17 @@ def header(connection: Connection, length: int, kind: int) -> bytes:
     return start + (_check(start) if connection.has_digests else bytes(3))
 
 
-def frames(connection: Connection, kind: MessageKind, payload: bytes = b"payload") -> bytes:
+def frames(
+    connection: Connection, kind: MessageKind, examples: Mapping[MessageKind, Said] = EXAMPLES
+) -> bytes:
     """What goes over the wire when ``connection`` says an example of ``kind``."""
+    payload = b"payload"
     if kind.is_payload:
         head = connection.send_payload(kind, len(payload))
         middle = len(payload) // 2
         assert connection.sent(payload[:middle]) == b""
         return head + payload + connection.sent(payload[middle:])
-    return connection.send(EXAMPLES[kind])
+    return connection.send(examples[kind])
 
 
 Heard = Event | Forgotten | bytes
@@ -127,27 +75,36 @@ def forever(size: int) -> Iterator[int]:
         yield size
 
 
-def test_every_kind_has_an_example() -> None:
-    assert set(EXAMPLES) == {kind for kind in said.MESSAGES if not kind.is_payload}
+def test_an_example_is_what_its_kind_declares() -> None:
+    for kind, message in [*EXAMPLES.items(), *LEAST.items()]:
+        assert said.decode(kind, said.encode(message)) == message
+    assert EXAMPLES[said.Pin.kind] == said.Pin(said.SIZE_MAX)
+    assert LEAST[said.Pin.kind] == said.Pin(0)
+    assert all(LEAST[kind] != message for kind, message in EXAMPLES.items() if fields(message))
 
 
+def fields(message: Said) -> tuple[str, ...]:
+    return type(message).__struct_fields__
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES, LEAST], ids=["much", "least"])
 @pytest.mark.parametrize("version", said.VERSIONS)
 @pytest.mark.parametrize(("state", "kind"), NEXT, ids=lambda each: each.name)
 def test_both_ends_agree_however_the_bytes_are_cut(
-    state: Phase, kind: MessageKind, version: int
+    state: Phase, kind: MessageKind, version: int, examples: Mapping[MessageKind, Said]
 ) -> None:
     speaker = end(state, is_client=kind.from_client, version=version)
     if not speaker.knows(kind):
         assert version < said.VERSION
         return
-    data = frames(speaker, kind)
+    data = frames(speaker, kind, examples)
     for size in range(1, len(data) + 1):
         listener = end(state, is_client=not kind.from_client, version=version)
         events = heard(listener, data, forever(size))
         if kind.is_payload:
             assert events == [Payload(kind, 7), b"payload"]
         else:
-            assert events == [EXAMPLES[kind]]
+            assert events == [examples[kind]]
         assert listener.state is speaker.state is NEXT[state, kind]
 
 

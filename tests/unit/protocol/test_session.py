@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from docs._site.protocol import PAGE, page
 from portus.engine.format import checksum
 from portus.errors import UsageError
 from portus.reach.protocol import messages as said
@@ -12,15 +11,11 @@ from portus.reach.protocol.proof import equal, proof_of_client, proof_of_host
 from portus.reach.protocol.session import NEXT, table
 from portus.reach.protocol.vocabulary import Phase
 
-DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text()
 
-
-def test_the_document_holds_the_order() -> None:
-    assert table() in DOCUMENT
-
-
-def test_the_document_holds_the_messages() -> None:
-    assert said.table() in DOCUMENT
+def test_the_document_holds_the_messages_and_their_order() -> None:
+    assert PAGE.read_text() == page(), "make it again: python -m docs._site.protocol"
+    assert said.table() in page()
+    assert table() in page()
 
 
 def test_every_message_and_every_state_is_in_the_table() -> None:
