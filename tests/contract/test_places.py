@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import obstore
 import pytest
+import torch
 
+from portus.engine.job.settings import UNMIRRORED, Settings
 from portus.reach.index.directory import create_pool
 from portus.reach.index.place import Place
 from portus.reach.media.local import LocalFiles
@@ -20,8 +22,10 @@ from portus.reach.places.base import Abilities, OpenPlace
 from portus.reach.places.directory import DirectoryPlace
 from portus.reach.places.opening import open_place, place_named
 from portus.reach.protocol.address import Address, Scheme
+from portus.reach.training.safetensors import Safetensors
+from portus.reach.training.training_files import TrainingFiles
 from portus.testing.hosting import serving, url
-from portus.testing.places import PlaceContract
+from portus.testing.places import MODEL, PlaceContract, Tensors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="places are written on Linux only")
 
@@ -42,7 +46,30 @@ def flipped(data: bytes) -> bytes:
     return data[:100] + bytes([data[100] ^ 1]) + data[101:]
 
 
-class OnDisk(PlaceContract):
+class Saved(PlaceContract):
+    """A place to which a training of files saves."""
+
+    pool: Place | None = None
+    mirror = UNMIRRORED
+
+    @pytest.fixture(autouse=True)
+    def checkpoints(self, tmp_path: Path) -> None:
+        self.directory = tmp_path / "checkpoints"
+        self.directory.mkdir()
+
+    def save(self, files: Mapping[str, Tensors], step: int, ready: Callable[[], None]) -> None:
+        states = {
+            name: Safetensors({key: torch.from_numpy(each) for key, each in tensors.items()})
+            for name, tensors in files.items()
+        }
+        training = TrainingFiles(Settings(mirror=self.mirror), of_directories=True, pool=self.pool)
+        with contextlib.closing(training):
+            training.begin(MODEL, str(self.directory.parent / ".portus"), str(self.directory))
+            directory = str(self.directory / f"checkpoint-{step}")
+            training.save_directory(directory, states, step, ready=ready).wait()
+
+
+class OnDisk(Saved):
     @pytest.fixture(autouse=True)
     def root(self, tmp_path: Path) -> None:
         self.path = tmp_path
@@ -62,18 +89,20 @@ class OnDisk(PlaceContract):
 
 class TestDirectory(OnDisk):
     def open(self) -> OpenPlace:
-        (self.path / "checkpoints").mkdir(exist_ok=True)
-        place = open_place(place_named(str(self.path / "checkpoints"), "a test"))
+        place = open_place(place_named(str(self.directory), "a test"))
         assert isinstance(place, DirectoryPlace)
         return place
 
 
 class TestPool(OnDisk):
+    @pytest.fixture(autouse=True)
+    def made(self, root: None) -> None:
+        self.pool = Place.named(self.path / "gpt.portus")
+        create_pool(self.pool.path, LocalFiles())
+
     def open(self) -> OpenPlace:
-        path = str(self.path / "gpt.portus")
-        if not os.path.exists(path):
-            create_pool(path, LocalFiles())
-        return open_place(Place.named(path))
+        assert self.pool is not None
+        return open_place(self.pool)
 
 
 class TestStorageHost(OnDisk):
@@ -82,23 +111,27 @@ class TestStorageHost(OnDisk):
         with tempfile.TemporaryDirectory() as short:  # paths of sockets are
             address = Address(Scheme.UNIX, path=f"{short}/door")
             with serving(tmp_path / "host", address=address) as server:
-                self.url = url(server)
+                self.pool = Place.named(url(server))
                 yield
 
     def open(self) -> OpenPlace:
-        return open_place(Place.named(self.url))
+        assert self.pool is not None
+        return open_place(self.pool)
 
 
 class TestMirrorInDirectory(OnDisk):
     @pytest.fixture(autouse=True)
     def address(self, root: None) -> None:
         self.abilities = Abilities(volatile=False, durable=1, addressable=False)
+        self.path = self.path / "bucket"
+        self.path.mkdir()
+        self.mirror = f"file://{self.path}"
 
     def open(self) -> OpenPlace:
-        return open_place(place_named(f"file://{self.path}/bucket", "a test"))
+        return open_place(place_named(self.mirror, "a test"))
 
 
-class TestMirrorInBucket(PlaceContract):
+class TestMirrorInBucket(Saved):
     """In memory, by the code of buckets; a real S3 server: ``tests/s3``."""
 
     abilities = Abilities(volatile=True, durable=1, addressable=False)
@@ -106,11 +139,12 @@ class TestMirrorInBucket(PlaceContract):
     @pytest.fixture(autouse=True)
     def bucket(self) -> None:
         self.name = f"places-{next(NUMBERS)}"
+        self.mirror = f"memory:{self.name}"
         self.store = obstore.store.MemoryStore()
 
     def open(self) -> OpenPlace:
         bucket._MEMORY.setdefault(self.name, self.store)
-        return open_place(place_named(f"memory:{self.name}", "a test"))
+        return open_place(place_named(self.mirror, "a test"))
 
     def flip_behind(self, wanted: bytes) -> int:
         found = 0

@@ -18,9 +18,10 @@ from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Previous
 from portus.engine.pipeline.run import Save, Stage
 from portus.engine.spec import VersionInfo
-from portus.reach.pools.destination import PooledDraft
+from portus.reach.pools.image_draft import ImageDraft
 from portus.reach.training.training_files import TrainingFiles
 from portus.reach.versions.parts import Before
+from portus.reach.versions.pool_draft import PoolDraft
 from portus.testing.nursery import Say
 from tests.crash import saver
 from tests.crash.saver import Training
@@ -146,24 +147,26 @@ def _tell_before_the_commit() -> None:
 
 def _put_pointers_before_the_commit() -> None:
     def commit(
-        self: PooledDraft, labels: Labels, before: Previous | None, retire: Collection[int]
+        self: ImageDraft, labels: Labels, before: Previous | None, retire: Collection[int]
     ) -> Before:
-        self._pointers.finish()
-        self._pointers.publish()
-        return self._version.commit(labels, before, retire)
+        assert self._pointers is not None
+        self._pointers.files.finish()
+        self._pointers.files.publish()
+        return self._commit(labels, retire)
 
-    setattr(PooledDraft, "commit", commit)  # noqa: B010
+    setattr(ImageDraft, "commit", commit)  # noqa: B010
 
 
 def _let_go_of_what_others_lead_to() -> None:
-    committing = PooledDraft.commit
+    committing = ImageDraft.commit
 
     def commit(
-        self: PooledDraft, labels: Labels, before: Previous | None, retire: Collection[int]
+        self: ImageDraft, labels: Labels, before: Previous | None, retire: Collection[int]
     ) -> Before:
-        return committing(self, labels, before, self._pool.open().catalogue().ids())
+        assert isinstance(self._draft, PoolDraft)
+        return committing(self, labels, before, self._draft._writer.catalogue().ids())
 
-    setattr(PooledDraft, "commit", commit)  # noqa: B010
+    setattr(ImageDraft, "commit", commit)  # noqa: B010
 
 
 MISTAKES: dict[str, Callable[[], None]] = {

@@ -116,7 +116,6 @@ LARGE = {
     "reach/mirror/mirror": "one model's mirror: each use is a few lines over its requests",
     "reach/mirror/objects": "every object that a mirror may have",
     "engine/pipeline/run: Save": "the stages of one save, under one lock",
-    "reach/places/pool: PoolPlace": "all that commands do with a place",
     "reach/protocol/messages": "every message, declared in one place",
     "companions/shelf/shelf: Shelf": "most methods are those of a mapping",
     "companions/shelf/store": "one transaction on a pool, from its begin to its recovery",

@@ -101,8 +101,6 @@ def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) 
 def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
     state = mirror.read()
     home = FileHome(place, mirror.model)
-    made = not home.exists()
-    home.create()
     writer = home.open()
     try:
 
@@ -113,7 +111,7 @@ def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
         own = [info for info in infos() if state.version(info.token) is None]
         if own:
             raise UsageError(
-                f"{home.path} has versions of {mirror.model!r} that {mirror.name} lacks, the "
+                f"{place} has versions of {mirror.model!r} that {mirror.name} lacks, the "
                 f"newest of step {own[-1].step}: move that pool away, or name another DIR. "
                 f"{_HOW}"
             )
@@ -121,16 +119,16 @@ def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
         with bar(f"{mirror.model} from {mirror.name}") as progress:
             fetched = fill(mirror, state, writer, infos, adding(progress, total))
     finally:
-        home.close(made=made)
+        home.close()
     size = sum(each.size for each in fetched)
     output.line(
-        f"{home.path}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)} "
+        f"{place}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)} "
         f"from {mirror.name}"
     )
     numbers = {each.token: n for n, each in enumerate(missing(state, ()), 1)}
     return {
         "model": mirror.model,
-        "pool": home.path,
+        "pool": place.path,
         "versions": [
             version_document(each.info(mirror.model, numbers[each.token], each.commit))
             for each in fetched

@@ -1,17 +1,16 @@
 """Tests that every place for checkpoints must pass.
 
-Subclass ``PlaceContract`` and implement its abstract methods: how to open your place, and how to
-damage its bytes without it, because a test of damage must not rely on the place. pytest then runs
-the suite. No test is skipped because of what a place can do.
+Subclass ``PlaceContract`` and implement its abstract methods: how a training saves to your place,
+how to open it, and how to damage its bytes without it, because a test of damage must not rely on
+the place. pytest then runs the suite. No test is skipped because of what a place can do.
 """
 
 from __future__ import annotations
 
 import abc
-import os
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,11 +18,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import UNIT
-from portus.engine.image.image import Image
-from portus.engine.pipeline.draft import Draft, Labels
-from portus.engine.pipeline.plan import Snapshot
 from portus.errors import CorruptionError, UsageError
 from portus.reach.formats.safetensors import NamedTensor, safetensors_image
 from portus.reach.index.check import Severity
@@ -37,7 +32,9 @@ _LENGTHS: Final = (8200, 4096, 0, 13)
 _BIG: Final = "big-"
 """Begins the name of a file whose first storage has more than a unit."""
 
-Storages = Sequence[np.ndarray[tuple[int], np.dtype[np.uint8]]]
+Storage = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Tensors = Mapping[str, Storage]
+"""Tensors of a file, in its order, by their names."""
 
 
 class PlaceContract(abc.ABC):
@@ -48,6 +45,12 @@ class PlaceContract(abc.ABC):
     """
 
     abilities: Abilities
+
+    @abc.abstractmethod
+    def save(self, files: Mapping[str, Tensors], step: int, ready: Callable[[], None]) -> None:
+        """Save safetensors files to the place of this test, as one checkpoint of ``MODEL``, and
+        return when they are there. files: by their names. ready: called before they become visible;
+        what it raises forbids that, and is raised."""
 
     @abc.abstractmethod
     def open(self) -> OpenPlace:
@@ -66,7 +69,7 @@ class PlaceContract(abc.ABC):
             yield place
 
     def test_it_says_what_it_can_do(self, place: OpenPlace) -> None:
-        save(place, 1)
+        save(self, 1)
         assert place.abilities == self.abilities
 
     def test_nothing_is_in_a_new_place(self, place: OpenPlace) -> None:
@@ -74,25 +77,26 @@ class PlaceContract(abc.ABC):
         assert list(place.models()) == []
 
     def test_a_draft_is_nowhere_before_its_commit(self, place: OpenPlace) -> None:
-        draft, labels, _ = drafted(place, 1)
+        seen = []
         with self.open() as other:
-            assert other.list() == []
-            draft.commit(labels, None, ())
-            draft.release()
+            save(self, 1, ready=lambda: seen.append(other.list()))
+            assert seen == [[]]
             assert [each.info.step for each in other.list()] == [1]
 
-    def test_a_draft_that_is_released_leaves_nothing(self, place: OpenPlace) -> None:
-        draft, _, _ = drafted(place, 1)
-        draft.release()
-        draft.release()
+    def test_a_draft_that_is_not_committed_leaves_nothing(self, place: OpenPlace) -> None:
+        def forbid() -> None:
+            raise UsageError("not this one")
+
+        with pytest.raises(UsageError, match="not this one"):
+            save(self, 1, ready=forbid)
         assert place.list() == []
-        save(place, 1)
+        save(self, 1)
         assert len(place.list()) == 1
 
     def test_a_file_is_read_as_its_image_says_byte_for_byte(
         self, place: OpenPlace, tmp_path: Path
     ) -> None:
-        [(name, expected)] = save(place, 7, file_name(7, _BIG)).items()
+        [(name, expected)] = save(self, 7, file_name(7, _BIG)).items()
         [found] = place.list()
         assert found.info.step == 7
         assert len(expected) - 4096 <= found.info.size <= len(expected), "perhaps of storages alone"
@@ -113,7 +117,7 @@ class PlaceContract(abc.ABC):
 
     def test_files_of_one_draft_are_all_there_or_none(self, place: OpenPlace) -> None:
         names = [file_name(3, part) for part in ("a", "b")]
-        expected = save(place, 3, *names)
+        expected = save(self, 3, *names)
         found = place.list()
         seen: dict[str, bytes] = {}
         for each in found:
@@ -123,7 +127,7 @@ class PlaceContract(abc.ABC):
 
     def test_the_newest_comes_last_and_others_see_the_same(self, place: OpenPlace) -> None:
         for step in (1, 3, 2):
-            save(place, step)
+            save(self, step)
         assert [each.info.step for each in place.list()] == [1, 3, 2]
         with self.open() as other:
             names = [each.name for each in other.list()]
@@ -131,14 +135,14 @@ class PlaceContract(abc.ABC):
         assert len(set(names)) == 3
 
     def test_models_are_told_apart_where_there_are_any(self, place: OpenPlace) -> None:
-        save(place, 1)
+        save(self, 1)
         for model in place.models():
             assert model == MODEL
             assert [each.info.step for each in place.list(model)] == [1]
         assert place.list("another") == []
 
     def test_what_is_removed_is_gone_for_everybody_and_nothing_else(self, place: OpenPlace) -> None:
-        expected = {step: save(place, step) for step in (1, 2, 3)}
+        expected = {step: save(self, step) for step in (1, 2, 3)}
         with self.open() as other:
             middle = other.list()[1]
             other.remove(middle.name)
@@ -152,22 +156,22 @@ class PlaceContract(abc.ABC):
                 assert {*expected[each.info.step].values()} == {read(file)}
 
     def test_nothing_is_removed_before_all_of_it_is_asked_for(self, place: OpenPlace) -> None:
-        save(place, 1)
+        save(self, 1)
         with place.removal(place.list()):
             pass
         assert len(place.list()) == 1
 
     def test_a_check_reads_every_byte(self, place: OpenPlace) -> None:
         for step in (1, 2):
-            save(place, step)
+            save(self, step)
         assert checked(place, None) == []
         size = sum(each.size for each in verdicts(place, None))
         assert size >= 2 * sum(_LENGTHS)
 
     def test_a_flipped_bit_is_found_where_it_is(self, place: OpenPlace, tmp_path: Path) -> None:
         for step in (1, 2):
-            save(place, step)
-        assert self.flip_behind(storages_of(file_name(2))[0].tobytes()[:4096]) == 1
+            save(self, step)
+        assert self.flip_behind(tensors_of(file_name(2))["t0"].tobytes()[:4096]) == 1
         whole, damaged = place.list()
         assert checked(place, [whole]) == []
         assert checked(place, [damaged]) != []
@@ -181,12 +185,12 @@ class PlaceContract(abc.ABC):
             opened.write(name, str(tmp_path / "whole"), lambda size: None)
 
     def test_a_place_that_is_closed_can_be_opened_again(self, place: OpenPlace) -> None:
-        save(place, 1)
+        save(self, 1)
         place.close()
         place.close()
         with self.open() as other:
             assert len(other.list()) == 1
-            save(other, 2)
+            save(self, 2)
             assert len(other.list()) == 2
 
 
@@ -195,27 +199,23 @@ def file_name(step: int, part: str = "") -> str:
     return f"{part}step-{step}.safetensors"
 
 
-def storages_of(name: str) -> Storages:
-    """Return the bytes of the storages of a file, which are like those of no other file."""
+def tensors_of(name: str) -> Tensors:
+    """Return the tensors of a file, whose bytes are like those of no other file."""
     source, more = random.Random(name), UNIT if name.startswith(_BIG) else 0
     lengths = (_LENGTHS[0] + more, *_LENGTHS[1:])
-    return [np.frombuffer(source.randbytes(length), np.uint8) for length in lengths]
+    return {
+        f"t{number}": np.frombuffer(bytearray(source.randbytes(length)), np.uint8)
+        for number, length in enumerate(lengths)
+    }
 
 
-def image_of(storages: Storages) -> Image:
-    """Return the image of a safetensors file."""
-    tensors = [
-        NamedTensor(f"t{number}", "U8", (len(each),), len(each))
-        for number, each in enumerate(storages)
-    ]
-    return safetensors_image(tensors, {})
-
-
-def assembled(image: Image, storages: Storages) -> bytes:
-    """Return the bytes of the file of an image, put together here."""
+def assembled(tensors: Tensors) -> bytes:
+    """Return the bytes of a file, put together here."""
+    named = [NamedTensor(name, "U8", (len(each),), len(each)) for name, each in tensors.items()]
+    image = safetensors_image(named, {})
     data = bytearray(image.size)
     digests, crcs = [], []
-    for offset, storage in zip(image.offset.tolist(), storages, strict=True):
+    for offset, storage in zip(image.offset.tolist(), tensors.values(), strict=True):
         whole = storage.tobytes()
         data[offset : offset + len(whole)] = whole
         units = [whole[start : start + UNIT] for start in range(0, max(1, len(whole)), UNIT)]
@@ -227,39 +227,13 @@ def assembled(image: Image, storages: Storages) -> bytes:
     return bytes(data)
 
 
-def drafted(place: OpenPlace, step: int, *names: str) -> tuple[Draft, Labels, Mapping[str, bytes]]:
-    """Begin a checkpoint, and copy all of its storages; return the draft, what its commit needs,
-    and the bytes that its files are to have."""
-    own = {name: storages_of(name) for name in names or [file_name(step)]}
-    images = {name: image_of(storages) for name, storages in own.items()}
-    storages = [each for every in own.values() for each in every]
-    count, token = len(storages), os.urandom(16)
-    snapshot = Snapshot(
-        model=MODEL,
-        step=step,
-        token=token,
-        tree=b"",
-        layout=b"",
-        address=np.array([each.ctypes.data if len(each) else 0 for each in storages], np.int64),
-        length=np.array([len(each) for each in storages], np.int64),
-        late=np.zeros(count, np.bool_),
-        steady=np.zeros(count, np.bool_),
-        alive=storages,
-    )
-    draft = place.draft(snapshot, images)
-    draft.copy(np.arange(count), snapshot.address, Stop())
-    labels = Labels(model=MODEL, step=step, token=token, layout=b"", tree=b"")
-    return draft, labels, {name: assembled(images[name], own[name]) for name in own}
-
-
-def save(place: OpenPlace, step: int, *names: str) -> Mapping[str, bytes]:
-    """Commit a checkpoint; return the bytes that its files are to have."""
-    draft, labels, expected = drafted(place, step, *names)
-    try:
-        draft.commit(labels, None, ())
-    finally:
-        draft.release()
-    return expected
+def save(
+    contract: PlaceContract, step: int, *names: str, ready: Callable[[], None] = lambda: None
+) -> Mapping[str, bytes]:
+    """Save a checkpoint; return the bytes that its files are to have."""
+    files = {name: tensors_of(name) for name in names or [file_name(step)]}
+    contract.save(files, step, ready)
+    return {name: assembled(tensors) for name, tensors in files.items()}
 
 
 def read(file: object) -> bytes:

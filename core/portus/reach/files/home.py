@@ -47,31 +47,20 @@ class Home(Protocol):
     def read(place: Place) -> PoolReader:
         """Return the pool at a place, for reading. Raises what opening raises."""
 
-    @property
-    def path(self) -> str:
-        """What a user calls it."""
-
     def journal(self) -> str:
-        """The directory of its journals. Raises ``PortusError``."""
-
-    def exists(self) -> bool:
-        """True if there is a pool to open already."""
-
-    def create(self) -> None:
-        """Make the pool, if there is none."""
+        """Return the directory of its journals. Raises ``PortusError``."""
 
     def open(self) -> Pool:
-        """The pool. Raises what opening raises."""
+        """Return the pool, which is made if there is none. Raises what opening raises."""
 
     def draft(self, snapshot: Snapshot) -> PoolDraft | HostDraft:
-        """Where a save of ``snapshot`` goes; the pool is open."""
+        """Return where a save of ``snapshot`` goes; the pool is open."""
 
     def note_failure(self, text: str) -> None:
-        """Put on record, where ``portus ls`` finds it, which save failed. Raises nothing: it is a
-        message, and no more."""
+        """Put on record, where ``portus ls`` finds it, which save failed. Raises nothing."""
 
-    def close(self, *, made: bool) -> None:
-        """Let go. made: this one made the pool, which goes away again if nothing was ever saved."""
+    def close(self) -> None:
+        """Close the pool. One that ``open`` made goes away again if nothing was saved to it."""
 
 
 class FileHome:
@@ -80,8 +69,9 @@ class FileHome:
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
     ) -> None:
-        self.path: Final = place.path
+        self._path: Final = place.path
         self._max_bytes: Final = max_bytes
+        self._is_made = False
         self._writer: PoolWriter | None = None
 
     @staticmethod
@@ -89,17 +79,14 @@ class FileHome:
         return open_reader(place.path)
 
     def journal(self) -> str:
-        return journal_directory(self.path)
-
-    def exists(self) -> bool:
-        return has_pool(self.path)
-
-    def create(self) -> None:
-        make_directory(os.path.dirname(self.path))
-        create_pool(self.path, LocalFiles())
+        return journal_directory(self._path)
 
     def open(self) -> PoolWriter:
-        self._writer = WRITERS.open(self.path, max_bytes=self._max_bytes)
+        self._is_made = not has_pool(self._path)
+        if self._is_made:
+            make_directory(os.path.dirname(self._path))
+            create_pool(self._path, LocalFiles())
+        self._writer = WRITERS.open(self._path, max_bytes=self._max_bytes)
         return self._writer
 
     def draft(self, snapshot: Snapshot) -> PoolDraft:
@@ -108,9 +95,9 @@ class FileHome:
 
     def note_failure(self, text: str) -> None:
         with contextlib.suppress(PortusError):
-            note_failure(self._writer, text, self.path)
+            note_failure(self._writer, text, self._path)
 
-    def close(self, *, made: bool) -> None:
+    def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -118,10 +105,10 @@ class FileHome:
         def tidy() -> None:
             unused = False
             try:
-                unused = made and writer.catalogue().root.is_first
-                if unused and is_at(writer, self.path) and not writer.changed_by_others:
-                    remove_journals(self.path)
-                    remove_pool(self.path, LocalFiles())
+                unused = self._is_made and writer.catalogue().root.is_first
+                if unused and is_at(writer, self._path) and not writer.changed_by_others:
+                    remove_journals(self._path)
+                    remove_pool(self._path, LocalFiles())
                 else:
                     writer.give_back()
             except PortusError as error:
@@ -130,7 +117,7 @@ class FileHome:
                     if unused
                     else "its free space could not be returned"
                 )
-                _log.warning("%s: %s: %s", self.path, what, error)
+                _log.warning("%s: %s: %s", self._path, what, error)
 
         WRITERS.close(writer, last=tidy)
 
@@ -144,8 +131,8 @@ class HostHome:
     ) -> None:
         self._model: Final = model
         self._durable: Final = durable
-        self.path: Final = place.path
-        of_host = _of_host(self.path)
+        self._address: Final = place.path
+        of_host = _of_host(place.path)
         name = fitting(quoted(model), _NAME_MAX - len(of_host)) + of_host + SUFFIX
         self._local: Final = os.path.join(os.path.abspath(DEFAULT_DIRECTORY), name)
         self._pool: HostPool | None = None
@@ -157,14 +144,9 @@ class HostHome:
     def journal(self) -> str:
         return journal_directory(self._local)
 
-    def exists(self) -> bool:
-        return True  # a host that cannot be reached at the start raises (V8)
-
-    def create(self) -> None:
-        """The host makes it."""
-
     def open(self) -> HostPool:
-        self._pool = HostPool(self.path, self._model, durable=self._durable)
+        """See ``Home``. The host makes it; one that cannot be reached at the start raises (V8)."""
+        self._pool = HostPool(self._address, self._model, durable=self._durable)
         return self._pool
 
     def draft(self, snapshot: Snapshot) -> HostDraft:
@@ -175,7 +157,7 @@ class HostHome:
         if self._pool is not None:
             self._pool.note_failure(text)
 
-    def close(self, *, made: bool) -> None:
+    def close(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from portus.engine.image.image import Image
-from portus.engine.pipeline.draft import Draft
-from portus.engine.pipeline.plan import Snapshot
 from portus.engine.spec import VersionInfo
 from portus.errors import PortusError, UsageError
 from portus.reach.index.check import Finding
@@ -249,11 +246,6 @@ class OpenPlace(abc.ABC):
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> AbstractContextManager[Removal]:
         """Lock the place, and yield what removes these checkpoints of it, durably. Raises
         ``UsageError`` if one is not there any more, before anything is removed."""
-
-    @abc.abstractmethod
-    def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
-        """Begin a checkpoint of files by their names, whose storages, one file after another, are
-        those of ``snapshot``. Whoever gets the draft releases it."""
 
     @abc.abstractmethod
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:

@@ -12,13 +12,10 @@ from typing import Final, NoReturn
 
 from portus.engine.directory.folder import FOLDER, HiddenFolder
 from portus.engine.directory.system import Linux
-from portus.engine.image.image import Image
 from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import DiskFile
 from portus.engine.loading.open_file import opened as opened_file
 from portus.engine.media.file_system import file_system_of
-from portus.engine.pipeline.draft import Draft
-from portus.engine.pipeline.plan import Snapshot
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.files.reference import read as pointer_at
@@ -137,10 +134,6 @@ class DirectoryPlace(OpenPlace):
     parts, piece = "directories", "file"
     after_removal = "their space is free"
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self._has_saved = False
-
     @classmethod
     def at(cls, path: str) -> DirectoryPlace:
         """Return the directory, or the one file, at a path, whatever is there."""
@@ -185,30 +178,6 @@ class DirectoryPlace(OpenPlace):
 
         yield act
 
-    def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
-        from portus.engine.paths.process import join  # and torch with it
-        from portus.engine.writer.image_file import FileDraft, ImageFile
-
-        shared, self._has_saved = join(self), True
-        paths = [os.path.join(self.place.path, name) for name in files]
-        unpublished = shared.publisher.begin(*map(os.path.realpath, paths))
-        try:
-            written = [
-                ImageFile(
-                    each.file.number,
-                    unpublished.path_of(each),
-                    image,
-                    is_spare=each.is_spare,
-                    ring=shared.ring,
-                    ways=shared.ways,
-                )
-                for each, image in zip(unpublished.files, files.values(), strict=True)
-            ]
-        except BaseException:
-            unpublished.abandon()
-            raise
-        return FileDraft(unpublished, written, contextlib.nullcontext)
-
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
         # One for all files: many small ones are as much to read as a large one.
         reading = None if pace.bytes_per_s is None else Pace(pace.bytes_per_s)
@@ -230,11 +199,7 @@ class DirectoryPlace(OpenPlace):
         return journals_inside(self.place.path)
 
     def close(self) -> None:
-        if self._has_saved:
-            from portus.engine.paths.process import leave
-
-            self._has_saved = False
-            leave(self)
+        """Do nothing: no file stays open."""
 
 
 def _left_in(directory: str) -> Garbage:

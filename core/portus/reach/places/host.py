@@ -10,7 +10,6 @@ from portus.engine.spec import VersionInfo
 from portus.reach.files.home import Pool, host_journals
 from portus.reach.files.host import HostPool
 from portus.reach.index.check import CheckOptions, Finding, check_medium
-from portus.reach.index.reader import PoolReader
 from portus.reach.index.scrub import scrub
 from portus.reach.places.base import Garbage, GarbageOptions
 from portus.reach.places.pool import PoolPlace
@@ -52,9 +51,6 @@ class HostPlace(PoolPlace):
     @property
     def _durable(self) -> int:
         return len(self.place.address.each)
-
-    def _open(self) -> PoolReader:
-        return self._closing.enter_context(contextlib.closing(HostPool(self.place.path)))
 
     def _checked(self, look: CheckOptions) -> Sequence[Finding]:
         return check_medium(self.reader.medium, self.reader.locks, look)

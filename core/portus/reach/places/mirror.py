@@ -6,25 +6,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Final, TypeVar
 
-from portus.engine.copying.segments import Stop
-from portus.engine.image.image import Image
-from portus.engine.pipeline.draft import Draft
-from portus.engine.pipeline.plan import Snapshot
 from portus.engine.spec import VersionInfo
-from portus.engine.writer.image_file import FileDraft, ImageFile
-from portus.engine.writer.ring import StagingRing
-from portus.engine.writer.ways import Ways
 from portus.errors import PortusError, UsageError
 from portus.reach.index.place import Place
 from portus.reach.mirror.address import StoreKind, parse
 from portus.reach.mirror.fetching import missing
-from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
@@ -225,18 +216,6 @@ class MirrorPlace(OpenPlace):
 
         yield act
 
-    def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
-        """See ``OpenPlace``. The files are written to this machine first: a digest of all of a file
-        is known at its end alone."""
-        numbers = {name: _temporary() for name in files}
-        mirrored = self.mirrors.files_of(snapshot.model)
-        upload = _Upload(mirrored, snapshot.step, numbers, StagingRing(0))
-        written = [
-            ImageFile(numbers[name], name, image, is_spare=False, ring=upload.ring, ways=Ways())
-            for name, image in files.items()
-        ]
-        return FileDraft(upload, written, contextlib.nullcontext)
-
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
         """See ``OpenPlace``. Each version by itself: a damaged manifest says nothing of others."""
         if pace.bytes_per_s is not None:
@@ -294,40 +273,3 @@ def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:
 def _remove_files(files: MirroredFiles, paths: Sequence[str]) -> None:
     files.claim(_who("rm"), _NO_POOL, passing=True)
     files.remove(paths)
-
-
-class _Upload:
-    """See ``FileDraft``: files without names on this machine, which become objects."""
-
-    def __init__(
-        self, mirrored: MirroredFiles, step: int, files: Mapping[str, int], ring: StagingRing
-    ) -> None:
-        """files: descriptors, by the names of the files in the mirror. ring: closed at the end."""
-        self.ring: Final = ring
-        self.path: Final = next(iter(files))
-        self._mirrored: Final = mirrored
-        self._step: Final = step
-        self._files: Final = dict(files)
-
-    def publish(self, turn: contextlib.AbstractContextManager[None]) -> None:
-        with turn:
-            retried(self._upload)
-
-    def _upload(self) -> None:
-        claim_files(self._mirrored, "copy")
-        filed = []
-        for name, number in self._files.items():
-            uploaded = UploadedFile.opened(number, name, time.time_ns())
-            filed.append(self._mirrored.upload(name, uploaded, self._step, Stop()))
-        self._mirrored.count(filed)
-
-    def abandon(self) -> None:
-        self.ring.close()
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-
-def _temporary() -> int:
-    """Return the descriptor of a new file without a name."""
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Collection as AnyCollection
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from portus.engine.image.image import Image
 from portus.engine.media.base import MediumKind
-from portus.engine.pipeline.draft import Draft
-from portus.engine.pipeline.plan import Snapshot
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.reach.files.home import Pool
+from portus.reach.files.home import Pool, open_place
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.check import CheckOptions, Finding, Severity, check_file
 from portus.reach.index.directory import (
     WRITERS,
     journal_directory,
     on_disk,
-    open_reader,
     remove_journals,
     remove_pool,
 )
@@ -56,10 +52,7 @@ from portus.reach.places.version import (
     remove_files,
     table_in,
 )
-from portus.reach.versions.packed import FileTable, PackedFile
-
-if TYPE_CHECKING:
-    from portus.reach.pools.training_pool import TrainingPool
+from portus.reach.versions.packed import FileTable
 
 WAIT_S: Final = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
@@ -93,7 +86,6 @@ class PoolPlace(OpenPlace):
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self._closing: Final = contextlib.ExitStack()
-        self._trainings: Final[dict[str, TrainingPool]] = {}
 
     @cached_property
     def reader(self) -> PoolReader:
@@ -154,20 +146,6 @@ class PoolPlace(OpenPlace):
                 table = table_in(pool, entry)
                 return [] if table is None else pointers_of(table, entry.info.token)
         raise UsageError(f"{self.place} changed meanwhile, and nothing was removed: run this again")
-
-    def draft(self, snapshot: Snapshot, files: Mapping[str, Image]) -> Draft:
-        from portus.engine.job.settings import Settings  # and torch with it
-        from portus.reach.pools.training_pool import TrainingPool
-
-        model = snapshot.model
-        if model not in self._trainings:
-            pool = TrainingPool(self.place, lambda: model, Settings(), is_named=True)
-            self._trainings[model] = pool
-            self._closing.callback(pool.close)
-        pool = self._trainings[model]
-        pool.open()
-        table = FileTable([PackedFile.of(name, image) for name, image in files.items()])
-        return pool.draft(snapshot, table, list(files.values()), lambda: False)
 
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
         """See ``OpenPlace``. A pool keeps the commit before the newest one, so a check reads
@@ -296,7 +274,7 @@ class PoolPlace(OpenPlace):
         return on_disk(self.reader.medium.info.name)
 
     def _open(self) -> PoolReader:
-        return self._closing.enter_context(contextlib.closing(open_reader(self.place.path)))
+        return self._closing.enter_context(contextlib.closing(open_place(self.place)))
 
     def _checked(self, look: CheckOptions) -> Sequence[Finding]:
         """Check the file itself: a pool whose first pages are damaged has findings, too."""

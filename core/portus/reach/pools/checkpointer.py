@@ -29,7 +29,6 @@ from portus.reach.index.directory import has_pool
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.pools import restore, view
-from portus.reach.pools.destination import PoolDestination
 from portus.reach.pools.place import place_of
 from portus.reach.pools.training_pool import TrainingPool
 
@@ -88,7 +87,7 @@ class PoolCheckpointer(ClosingCheckpointer):
             self._companions = [FileJournal(model, self._pool.journal, place.title)]
         self._last: SaveHandle | None = None
         self._process = os.getpid()
-        self._saver = FileSaver(join(self), self.settings, destination=PoolDestination(self._pool))
+        self._saver = FileSaver(join(self), self.settings, destination=self._pool)
         self._is_closed = False
         try:
             if self._is_there():

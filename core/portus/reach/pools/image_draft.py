@@ -18,8 +18,9 @@ from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, OnDevice, Previous
 from portus.engine.writer import crc
-from portus.errors import MediumError
-from portus.reach.files.host import HostDraft
+from portus.engine.writer.image_file import FileDraft
+from portus.errors import AbandonedError, MediumError
+from portus.reach.format.reference import Reference
 from portus.reach.index.records import encode_layout
 from portus.reach.versions.packed import FileTable, encode_table
 from portus.reach.versions.parts import Before, shared
@@ -52,11 +53,28 @@ class CommittedImages:
         return replace(self.version, record=replace(record, storages=record.storages[:count]))
 
 
+@dataclass(frozen=True, slots=True)
+class PointerFiles:
+    """The pointers to a version, which get their names once it is committed. Until then there is at
+    their paths what was there before; so it is for ever if this process dies in between, and the
+    version stays in the pool without a pointer.
+
+    files: the draft of them. replaced: returns the pointers that are at their paths. let_go: of the
+    version of such a one. retire: removes the version of a token.
+    """
+
+    files: FileDraft
+    replaced: Callable[[], Sequence[Reference]]
+    let_go: Callable[[Reference], None]
+    retire: Callable[[bytes], None]
+
+
 class ImageDraft:
     """See ``engine.pipeline.draft.Draft``. The storages of the save are those of the files, one
     file after another; the bytes around them are copied at the commit, since they have the digests.
 
-    make_room: asked where the pool is full, until it gives back no more.
+    make_room: asked where the pool is full, until it gives back no more. pointers: None if the
+    version is to have none.
     """
 
     def __init__(
@@ -67,6 +85,7 @@ class ImageDraft:
         images: Sequence[Image],
         before: Callable[[], CommittedImages | None],
         make_room: Callable[[], bool],
+        pointers: PointerFiles | None = None,
     ) -> None:
         """draft: of a version of ``model`` whose lengths are ``packed_lengths`` of the images.
         table: of their files. before: returns what may be shared, the newest version now."""
@@ -76,6 +95,7 @@ class ImageDraft:
         self._table: Final = table
         self._before: Final = before
         self._make_room: Final = make_room
+        self._pointers: Final = pointers
         lengths = np.concatenate([np.zeros(0, np.int64), *(each.length for each in images)])
         self._length: Final = lengths
         self._units: Final = unit_counts(lengths)
@@ -133,6 +153,22 @@ class ImageDraft:
         return self._draft.stored(storage, offset, length)
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+        pointers = self._pointers
+        if pointers is None:
+            return self._commit(labels, retire)
+        replaced = pointers.replaced()
+        pointers.files.finish()
+        version = self._commit(labels, retire)
+        try:
+            pointers.files.publish()
+        except AbandonedError:
+            pointers.retire(labels.token)
+            raise
+        for old in replaced:
+            pointers.let_go(old)
+        return version
+
+    def _commit(self, labels: Labels, retire: Collection[int]) -> Before:
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)
         address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)
@@ -146,6 +182,8 @@ class ImageDraft:
 
     def release(self) -> None:
         self._draft.release()
+        if self._pointers is not None:
+            self._pointers.files.release()
 
     def _rows(self, indices: Column) -> Column:
         return ranges(self._first[indices], self._units[indices])

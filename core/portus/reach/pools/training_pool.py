@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -12,38 +13,52 @@ from typing import Final
 
 import numpy as np
 
-from portus.engine.image.image import Image
+from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
+from portus.engine.paths.request import NewFile
+from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.plan import Flags, Snapshot
 from portus.engine.pipeline.run import Save
-from portus.errors import BusyError, CorruptionError, PortusError, StaleError, UsageError
+from portus.engine.writer.image_file import FileDraft
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    PortusError,
+    StaleError,
+    UsageError,
+    printable,
+)
 from portus.reach.files.home import Home, Pool, home_of
 from portus.reach.files.host import HostPool
 from portus.reach.files.reference import read
 from portus.reach.format.layout import RecordKind
-from portus.reach.format.reference import Reference
+from portus.reach.format.reference import Reference, encode
 from portus.reach.index.catalogue import Catalogue
 from portus.reach.index.place import Place
 from portus.reach.index.records import VersionEntry
 from portus.reach.pools.image_draft import (
     CommittedImages,
     ImageDraft,
+    PointerFiles,
     packed_lengths,
 )
 from portus.reach.pools.resolve import POOLS
 from portus.reach.pools.version_file import table_of
-from portus.reach.versions.packed import FileTable, decode_table
+from portus.reach.versions.packed import FileTable, PackedFile, decode_table
 from portus.reach.versions.parts import Before
+
+_log: Final = logging.getLogger("portus")
 
 _NAMES_MAX: Final = 64
 """Trainings of one name that save to a storage host at once."""
 
 
 class TrainingPool:
-    """The versions of one training in a pool, on a device or on a storage host. At a checkpoint's
-    path is a *pointer*, a small file that loads follow. A version stays until its last pointer is
-    removed, or replaced, through this.
+    """The versions of one training in a pool, on a device or on a storage host, as a
+    ``Destination``. At a checkpoint's path is a *pointer*, a small file that loads follow. A
+    version stays until its last pointer is removed, or replaced, through this. A file without a
+    path is a version that has no pointer.
 
     place: where the pool is: a device, a host, or several hosts, of which each rank of a job saves
     to one. name: asked, when the pool opens, what the training is called there. is_named: a user
@@ -76,8 +91,6 @@ class TrainingPool:
         self._may_be_next: Final = place.is_shared and not is_named
         self._number = 1
         self._guard: Final = threading.RLock()
-        self._is_made = False
-        """True if the pool was made here: it goes away again if nothing is saved to it."""
         self._home: Home | None = None
         self._pool: Pool | None = None
         self._before: CommittedImages | None = None
@@ -100,7 +113,7 @@ class TrainingPool:
                 try:
                     self._before = self._newest(pool)
                 except BaseException:
-                    home.close(made=False)
+                    home.close()
                     raise
                 self._home, self._pool = home, pool
             return self._pool
@@ -119,21 +132,31 @@ class TrainingPool:
         assert self._pool is not None
         return self._pool.medium.info.kind.value
 
-    def before(self, files: int) -> CommittedImages | None:
-        """Return the newest version, if it has as many files: what may be shared."""
+    def before(self, files: int) -> Before | None:
+        found = self._newest_of(files)
+        return None if found is None else found.storages
+
+    def _newest_of(self, files: int) -> CommittedImages | None:
+        """Return the newest version, if it has as many files."""
         found = self._before
         return found if found is not None and found.files == files else None
 
+    def at_paths(
+        self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
+    ) -> Sequence[Image]:
+        """Return pointers."""
+        paths = [each.real for each in new if each.real]
+        return [bytes_image(encode(self._pointer(path, snapshot))) for path in paths]
+
     def draft(
         self,
-        snapshot: Snapshot,
-        files: FileTable,
+        new: Sequence[NewFile],
         images: Sequence[Image],
+        snapshot: Snapshot,
+        files: FileDraft | None,
         make_room: Callable[[], bool],
     ) -> ImageDraft:
-        """Begin a version of files, those of ``images``. The pool is open. make_room: see
-        ``ImageDraft``."""
-        assert self._home is not None
+        assert self._home is not None, "it is open"
         count = len(images)
         none = np.zeros(count, np.int64)
         whole = replace(
@@ -145,14 +168,53 @@ class TrainingPool:
             steady=np.concatenate([snapshot.steady, np.zeros(count, np.bool_)]),
             owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),
         )
-        draft = self._home.draft(whole)
-        return ImageDraft(draft, self.model, files, images, lambda: self.before(count), make_room)
+        paths = [each.real for each in new if each.real]
+        names = [os.path.basename(each.real or each.said) for each in new]
+        packed = [PackedFile.of(name, image) for name, image in zip(names, images, strict=True)]
+        table = FileTable(packed, os.path.dirname(paths[0]) if paths else "")
 
-    def committed(self, images: CommittedImages | None, steady: Flags) -> None:
-        """Note the newest version. steady: which of its storages equalled those before."""
-        self._before, self._steady = images, steady
+        def replaced() -> list[Reference]:
+            return [found for path in paths if (found := self.pointer_at(path)) is not None]
 
-    def pointer(self, path: str, snapshot: Snapshot) -> Reference:
+        pointers = (
+            None if files is None else PointerFiles(files, replaced, self.let_go, self.retire)
+        )
+        try:
+            return ImageDraft(
+                self._home.draft(whole),
+                self.model,
+                table,
+                images,
+                lambda: self._newest_of(count),
+                make_room,
+                pointers,
+            )
+        except BaseException:
+            if files is not None:
+                files.release()
+            raise
+
+    def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
+        assert isinstance(draft, ImageDraft), "drafts are made here"
+        self._before, self._steady = draft.committed, steady
+
+    def remove(self, path: str, remove: Callable[[str], object]) -> None:
+        """Remove a pointer, and then the version that it alone leads to."""
+        pointer = self.pointer_at(path)
+        remove(path)
+        if pointer is None:
+            return
+        try:
+            self.let_go(pointer)
+        except PortusError as error:
+            _log.warning(
+                "portus: %s is removed, and what it led to stays in %s: %s",
+                printable(path),
+                self.place,
+                error,
+            )
+
+    def _pointer(self, path: str, snapshot: Snapshot) -> Reference:
         """Return the pointer to be put at ``path``, absolute, for the file of that name in the
         version of ``snapshot``. The pool is open."""
         assert self._pool is not None
@@ -222,7 +284,7 @@ class TrainingPool:
             return None if self._home is None else self._home.journal()
         return None
 
-    def note_failure(self, save: Save) -> None:
+    def failed(self, save: Save) -> None:
         """Put on record, where ``portus ls`` finds it, that a save failed. Raises nothing."""
         if self._home is not None:
             when = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -234,16 +296,13 @@ class TrainingPool:
             home, self._home, self._pool = self._home, None, None
             self._before = self._steady = None
             if home is not None:
-                home.close(made=self._is_made)
+                home.close()
 
     def _opened(self) -> tuple[Home, Pool]:
         settings = self._settings
         while True:  # ends: names are counted
             home = home_of(self.place, self.model, settings.max_bytes, settings.durable)
             try:
-                self._is_made = not home.exists()
-                if self._is_made:
-                    home.create()
                 return home, home.open()
             except BusyError:
                 if not self._may_be_next or self._number >= _NAMES_MAX:

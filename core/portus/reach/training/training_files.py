@@ -34,7 +34,6 @@ from portus.engine.pipeline.run import Save
 from portus.engine.spec import VersionInfo
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
-from portus.reach.pools.destination import PoolDestination
 from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.training.after_commit import AfterCommit, say_it_stays
@@ -370,17 +369,16 @@ class TrainingFiles:
             self._saver = saver
         return self._saver, self._after
 
-    def _destination(self) -> PoolDestination | None:
+    def _destination(self) -> TrainingPool | None:
         if self._pool_at is None:
             return None
-        pool = TrainingPool(
+        return TrainingPool(
             self._pool_at,
             lambda: self._name if self._rank is None else f"{self._name}/rank-{self._rank}",
             self._settings,
             is_named=self._is_named,
             rank=self._rank or 0,
         )
-        return PoolDestination(pool)
 
     def _remove(self, saver: FileSaver, path: str) -> None:
         self._tell_mirror(path)
