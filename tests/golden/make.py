@@ -43,10 +43,11 @@ from portus.reach.format.reference import FORMAT as REFERENCE_VERSION
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, open_reader
+from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.pools import restore
 from portus.reach.pools.checkpointer import PoolCheckpointer
-from portus.reach.pools.view import PoolFile, PoolView
+from portus.reach.pools.view import PoolView
 from portus.testing.device import stand_in
 from tests.golden import kinds
 from tests.golden.describe import Describer
@@ -159,9 +160,9 @@ def leaves() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def loaded(file: PoolFile, entry: VersionEntry) -> object:
+def loaded(pool: PoolReader, entry: VersionEntry) -> object:
     """The state of a version."""
-    return restore.load(file.reader, entry, weights_only=False)
+    return restore.load(pool, entry, weights_only=False)
 
 
 class Making:
@@ -279,8 +280,8 @@ class Making:
     def _note_all(self) -> None:
         """What each version loads as."""
         with PoolView(self.path) as view:
-            for file, entry in view.entries():
-                state = Describer().describe(loaded(file, entry))
+            for pool, entry in view.entries():
+                state = Describer().describe(loaded(pool, entry))
                 self.states[entry.info.token.hex()] = state
 
     def _train_in_place(self) -> None:

@@ -97,8 +97,8 @@ def test_every_version_of_a_golden_pool_loads_bit_identically(golden: Golden) ->
     if path.name == "format-1.portus" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
         pytest.skip("numpy 1 does not load what numpy 2 pickled, with stock torch neither")
     with PoolView(path) as view:
-        for file, entry in view.entries():
-            state = make.loaded(file, entry)
+        for pool, entry in view.entries():
+            state = make.loaded(pool, entry)
             [known] = [v for v in content["versions"] if v["token"] == entry.info.token.hex()]
             assert json.loads(json.dumps(Describer().describe(state))) == known["state"]
 

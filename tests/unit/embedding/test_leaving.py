@@ -130,7 +130,7 @@ def damaged(saved: Saved) -> None:
     """Every table's bytes, and not the records: they are at the end of what is in the file."""
     with portus.open(saved.tables) as view:
         reader, entry = next(
-            (file.reader, entry) for file, entry in view.entries() if entry.info.model == MARKS
+            (pool, entry) for pool, entry in view.entries() if entry.info.model == MARKS
         )
         extents = [
             extent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import numpy as np
 import pytest
@@ -10,8 +11,7 @@ import pytest
 from portus.engine.format.checksum import UNIT, storage_digest
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import EXTENT
-from portus.reach.versions.parts import StorageRows, rows_of
-from portus.reach.versions.pool_draft import _split
+from portus.reach.versions.parts import StorageRows, part, rows_of
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])
@@ -27,13 +27,12 @@ def test_the_digest_of_a_storage_is_that_of_all_its_units(units: int) -> None:
     assert bytes(storages["digest"][0]) == (storage_digest(said) if units > 1 else said[0])
 
 
-@pytest.mark.parametrize("length", [1, 9, 10, 11, 15, 30])
-def test_room_that_is_split_is_all_there_and_in_order(length: int) -> None:
-    places = [Extent(100, 10), Extent(300, 5), Extent(200, 15)]
-    own, rest = _split(places, length)
-
-    def numbers(extents: list[Extent]) -> list[int]:
-        return [n for each in extents for n in range(each.offset, each.offset + each.length)]
-
-    assert len(numbers(own)) == length
-    assert numbers(own) + numbers(rest) == numbers(places)
+def test_a_part_of_extents_holds_the_same_bytes(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        extents = [Extent(1000 * i, rng.randrange(1, 9)) for i in rng.sample(range(9), 5)]
+        places = [extent.offset + i for extent in extents for i in range(extent.length)]
+        start = rng.randrange(len(places))
+        end = rng.randrange(start, len(places) + 1)
+        found = part(extents, start, end)
+        assert [e.offset + i for e in found for i in range(e.length)] == places[start:end]

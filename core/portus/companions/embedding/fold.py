@@ -30,7 +30,7 @@ from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, LogWriter, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import Pointer, VersionLog
-from portus.reach.versions.parts import StorageRows, exact, rows_of
+from portus.reach.versions.parts import StorageRows, part, rows_of
 
 PIECE: Final = UNIT
 """Bytes that are copied and persisted at once, and so what a batch may have to wait for."""
@@ -59,7 +59,7 @@ class Fold:
         log = VersionLog(area, os.urandom(16), self._born, 0)
         self._log: Final = LogWriter(pool.medium, log, look=pool.glance)
         self._extents: Final = [
-            exact(extents, length)
+            part(extents, 0, length)
             for extents, length in zip(self._held, moment.length.tolist(), strict=False)
         ]
         self._pieces: Final = list(

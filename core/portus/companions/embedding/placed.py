@@ -52,7 +52,7 @@ from portus.reach.index.log import Bunch, LogWriter, entry_size, logged, pending
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
 from portus.reach.media.pool import Extents
-from portus.reach.versions.parts import StorageRows, exact, rows_of
+from portus.reach.versions.parts import StorageRows, part, rows_of
 
 _FREE_SHARE: Final = 2
 """A batch begins with this part of its log free."""
@@ -389,7 +389,7 @@ class PlacedStore(TableStore):
             extents = self.pool.reserve(length) if length else []
             held.append(extents)
             address = int(moment.address[index]) if length else 0
-            sources.append(Source(address, length, tuple(exact(extents, length))))
+            sources.append(Source(address, length, tuple(part(extents, 0, length))))
         digests = copy(self.pool.medium, sources, Stop())
         group = StorageRows.over(indices, [each.extents for each in sources], digests)
         return group, [extent for source in sources for extent in source.extents]

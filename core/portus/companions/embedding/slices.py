@@ -21,7 +21,7 @@ from portus.engine.copying.segments import memory
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT
 from portus.engine.spec import Extent
 from portus.reach.index.pool import PoolWriter
-from portus.reach.versions.parts import StorageRows, exact
+from portus.reach.versions.parts import StorageRows, part
 
 
 class Slices:
@@ -46,7 +46,7 @@ class Slices:
             self.release()
             raise
         self._extents: Final = [
-            exact(extents, length) for extents, length in zip(self._held, lengths, strict=True)
+            part(extents, 0, length) for extents, length in zip(self._held, lengths, strict=True)
         ]
         self._size: Final = -(-sum(lengths) // self.count)
         self._pieces: Final = self._cut(moment.address[self.indices].tolist(), lengths)

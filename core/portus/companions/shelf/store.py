@@ -46,7 +46,7 @@ from portus.reach.index.records import (
     decode_layout,
     encode_layout,
 )
-from portus.reach.versions.parts import StorageRows, exact, rows_of, shared, sources
+from portus.reach.versions.parts import StorageRows, part, rows_of, shared, sources
 
 MODEL: Final = "shelf"
 
@@ -258,7 +258,7 @@ class ShelfStore:
         """Have ``committed`` of arrays as the version has it, which was stored from their views."""
         try:
             for each in arrays:
-                extents = tuple(exact(self._extents[each], each.size))
+                extents = tuple(part(self._extents[each], 0, each.size))
                 address = each.memory.committed.ctypes.data
                 load_stored(self._pool.medium, Source(address, each.size, extents))
         except BaseException:  # the views have it too, but for what is written to them just now
@@ -294,7 +294,7 @@ class ShelfStore:
                 array = arrays[index]
                 extents = writer.reserve(array.size) if array.size else []
                 held.append(extents)
-                own = exact(extents, array.size)
+                own = part(extents, 0, array.size)
                 stored += own
                 memory = array.memory.view if array in dirty else array.memory.committed
                 address = memory.ctypes.data if array.size else 0

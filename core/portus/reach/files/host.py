@@ -199,11 +199,11 @@ class HostPool(PoolReader):
 
     def record_of(self, token: bytes) -> VersionRecord | None:
         """The record of the version of that token, if it is committed."""
-        for entry in self.catalogue().entries():
-            if entry.info.token == token:
-                with self.pinned(entry.info.id) as current:
-                    return self.record(current)
-        return None
+        entry = self.catalogue().of_token(token)
+        if entry is None:
+            return None
+        with self.pinned(entry.info.id) as current:
+            return self.record(current)
 
 
 class HostDraft:

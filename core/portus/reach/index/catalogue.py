@@ -75,6 +75,10 @@ class Catalogue:
         """The version of that id, or None."""
         return next((entry for entry in self.entries() if entry.info.id == version), None)
 
+    def of_token(self, token: bytes) -> VersionEntry | None:
+        """Return the version that pointers call ``token``, or None."""
+        return next((entry for entry in self.entries() if entry.info.token == token), None)
+
     def copies_of(self, pointer: Pointer) -> Sequence[Copy]:
         """The copies of a record."""
         return self._copies_by_digest.get(pointer.digest, ())

@@ -50,8 +50,8 @@ from portus.reach.places.version import (
     opened_version,
     pointers_of,
     remove_files,
-    table_in,
 )
+from portus.reach.pools.version_file import table_in
 from portus.reach.versions.packed import FileTable
 
 WAIT_S: Final = 1.0
@@ -123,11 +123,11 @@ class PoolPlace(OpenPlace):
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
         """See ``OpenPlace``. The pointers go first, and then the versions."""
         with self.writing() as pool:
-            entries = {entry.info.token: entry for entry in pool.catalogue().entries()}
+            now = pool.catalogue()
             paths = [
                 path
                 for each in chosen
-                for path in self._pointers(pool, entries.get(each.info.token), each.info)
+                for path in self._pointers(pool, now.of_token(each.info.token), each.info)
             ]
 
             def act() -> int:
@@ -307,8 +307,7 @@ def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
         said = pointer_at(path)
         if said is None or said.token != token.hex():
             raise UsageError(f"{path} changed meanwhile, and is still there: run this again")
-        entries = pool.catalogue().entries()
-        current = next((each for each in entries if each.info.token == token), None)
+        current = pool.catalogue().of_token(token)
         table = None if current is None else table_in(pool, current)
         remove_files([path])
         left = [] if table is None else pointers_of(table, token)

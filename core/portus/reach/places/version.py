@@ -72,13 +72,6 @@ def opened_version(reader: PoolReader, entry: VersionEntry) -> Iterator[OpenVers
         yield OpenVersion(reader, current, record, table_of(reader, record))
 
 
-def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
-    """Return the files of a version; None if it is one of something else. Raises
-    ``CorruptionError``, ``MediumError``, ``StaleError``."""
-    with reader.pinned(entry.info.id) as current:
-        return table_of(reader, reader.record(current))
-
-
 def pointers_of(table: FileTable, token: bytes) -> list[str]:
     """Return the paths of those pointers of a version that are there. Raises ``CorruptionError``,
     ``MediumError``."""

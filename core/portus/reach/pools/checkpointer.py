@@ -119,11 +119,7 @@ class PoolCheckpointer(ClosingCheckpointer):
             raise UsageError(
                 f"load: a pool takes map_location and weights_only, found {sorted(settings)}"
             )
-        verify = self.settings.verify
-
-        def use(pool: PoolReader, entry: VersionEntry) -> object:
-            return restore.load(pool, entry, names, verify=verify, **settings)
-
+        use = partial(restore.load, names=names, verify=self.settings.verify, **settings)
         return self._used(step, use)
 
     @calls.entry
@@ -138,19 +134,15 @@ class PoolCheckpointer(ClosingCheckpointer):
         weights_only: bool | None = None,
     ) -> Restored:
         before_write()  # a save of this process may be reading these tensors
-
-        def use(pool: PoolReader, entry: VersionEntry) -> Restored:
-            return restore.restore_into(
-                pool,
-                entry,
-                state,
-                strict=strict,
-                names=names,
-                rename=rename,
-                weights_only=weights_only,
-                verify=self.settings.verify,
-            )
-
+        use = partial(
+            restore.restore_into,
+            state=state,
+            strict=strict,
+            names=names,
+            rename=rename,
+            weights_only=weights_only,
+            verify=self.settings.verify,
+        )
         return self._used(step, use)
 
     def versions(self) -> list[VersionInfo]:
@@ -177,8 +169,7 @@ class PoolCheckpointer(ClosingCheckpointer):
             self._saver.catch_up()
         if not self._is_there():
             raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
-        pool = self._pool.open()
-        return view.again(lambda: restore.newest_first(view.chosen([pool], self.model, step), use))
+        return view.used([self._pool.open()], self.model, step, use)
 
     # On the worker.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from portus.reach.index.in_place import InPlace
 from portus.reach.index.log import NOT_LOGGED, Logged
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
+from portus.reach.versions.parts import part
 
 PIECE: Final = 16 << 20
 """Bytes of a tensor that is not contiguous, at once."""
@@ -82,7 +83,9 @@ class Storages:
         if storage not in self._extents:
             self._extents[storage] = self._record.storage_extents(storage)
         source = Source(
-            self._held.ctypes.data, length, _part(self._extents[storage], start, start + length)
+            self._held.ctypes.data,
+            length,
+            tuple(part(self._extents[storage], start, start + length)),
         )
         [found] = fetch(self._reader.medium, [source], Stop())
         row = int(self._record.storages["first_unit"][storage]) + rank
@@ -95,17 +98,6 @@ class Storages:
         assert len(found) == DIGEST_SIZE
         self._logged.over(storage, start, self._held.data[:length])
         self._unit = (storage, rank)
-
-
-def _part(extents: Sequence[Extent], start: int, end: int) -> tuple[Extent, ...]:
-    """Where the bytes ``start`` to ``end`` of what ``extents`` hold are."""
-    found, before = [], 0
-    for extent in extents:
-        low, high = max(start - before, 0), min(end - before, extent.length)
-        if low < high:
-            found.append(Extent(extent.offset + low, high - low))
-        before += extent.length
-    return tuple(found)
 
 
 def tensor_bytes(storages: Storages, spec: TensorSpec, near: str) -> Iterator[memoryview]:

@@ -16,7 +16,6 @@ from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.pools.restore import load
-from portus.reach.pools.view import of_token
 
 
 @contextlib.contextmanager
@@ -32,14 +31,14 @@ def opened(place: Elsewhere, pool: str | os.PathLike[str] | None = None) -> Iter
 
 def version_of(pool: PoolReader, place: Elsewhere) -> VersionEntry:
     """The version in which it is. Raises ``StaleError`` if it is not in the pool."""
-    try:
-        return of_token(pool.catalogue(), bytes.fromhex(place.token))
-    except (StaleError, ValueError) as error:
-        raise StaleError(
-            f"{pool.medium.info.name}: expected the tables of batch {place.batch}, a version with "
-            f"the token {place.token}, found none: it was deleted, or this is not the pool "
-            f"{place.pool}"
-        ) from error
+    with contextlib.suppress(ValueError):
+        found = pool.catalogue().of_token(bytes.fromhex(place.token))
+        if found is not None:
+            return found
+    raise StaleError(
+        f"{pool.medium.info.name}: expected the tables of batch {place.batch}, a version with the "
+        f"token {place.token}, found none: it was deleted, or this is not the pool {place.pool}"
+    )
 
 
 def within(state: object, place: Elsewhere) -> torch.Tensor:

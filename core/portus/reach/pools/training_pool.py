@@ -34,9 +34,7 @@ from portus.reach.files.host import HostPool
 from portus.reach.files.reference import read
 from portus.reach.format.layout import RecordKind
 from portus.reach.format.reference import Reference, encode
-from portus.reach.index.catalogue import Catalogue
 from portus.reach.index.place import Place
-from portus.reach.index.records import VersionEntry
 from portus.reach.pools.image_draft import (
     CommittedImages,
     ImageDraft,
@@ -44,7 +42,7 @@ from portus.reach.pools.image_draft import (
     packed_lengths,
 )
 from portus.reach.pools.resolve import POOLS
-from portus.reach.pools.version_file import table_of
+from portus.reach.pools.version_file import table_in
 from portus.reach.versions.packed import FileTable, PackedFile, decode_table
 from portus.reach.versions.parts import Before
 
@@ -256,12 +254,11 @@ class TrainingPool:
             self._let_go(pool, pointer)
 
     def _let_go(self, pool: Pool, pointer: Reference) -> None:
-        entry = _entry_of(pool.catalogue(), bytes.fromhex(pointer.token))
+        entry = pool.catalogue().of_token(bytes.fromhex(pointer.token))
         if entry is None:
             return
         try:
-            with pool.pinned(entry.info.id) as current:
-                table = table_of(pool, pool.record(current))
+            table = table_in(pool, entry)
         except StaleError:
             return
         where = os.path.dirname(pointer.written_path)
@@ -274,7 +271,7 @@ class TrainingPool:
     def retire(self, token: bytes) -> None:
         """Remove a version, if it is there. The pool is open."""
         assert self._pool is not None
-        entry = _entry_of(self._pool.catalogue(), token)
+        entry = self._pool.catalogue().of_token(token)
         if entry is not None:
             self._pool.retire([entry.info.id])
 
@@ -331,7 +328,3 @@ class TrainingPool:
         if known is None:
             return None
         return CommittedImages(Before(record, layout, table), len(known.files), None)
-
-
-def _entry_of(catalogue: Catalogue, token: bytes) -> VersionEntry | None:
-    return next((each for each in catalogue.entries() if each.info.token == token), None)

@@ -16,6 +16,7 @@ from portus.reach.format.layout import RecordKind
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.versions.packed import FileTable, PackedFile, decode_table
+from portus.reach.versions.parts import part
 
 _READ_MAX: Final = 16 << 20
 """Bytes around the storages of a file of a version that are read at once, and kept."""
@@ -46,16 +47,16 @@ class VersionFile:
     def extents(self, offset: int, length: int) -> Sequence[Extent]:
         found: list[Extent] = []
         for storage, inside, size in self._spans.within(offset, length):
-            found += _part(self._extents_of(storage), inside, inside + size)
+            found += part(self._extents_of(storage), inside, inside + size)
         return found
 
     def load(self, offset: int, target: memoryview) -> None:
         for storage, inside, size in self._spans.within(offset, len(target)):
-            part, target = target[:size], target[size:]
+            piece, target = target[:size], target[size:]
             if storage == self._count and self._size_around <= _READ_MAX:
-                part[:] = self._literals()[inside : inside + size]
+                piece[:] = self._literals()[inside : inside + size]
             else:
-                self._load(_part(self._extents_of(storage), inside, inside + size), part)
+                self._load(part(self._extents_of(storage), inside, inside + size), piece)
 
     def _literals(self) -> bytes:
         """What is around the storages: read at once, since a store is asked for each piece."""
@@ -101,6 +102,13 @@ def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
     return table
 
 
+def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
+    """Return the files of a version; None if it is one of something else. Raises
+    ``CorruptionError``, ``MediumError``, ``StaleError``."""
+    with reader.pinned(entry.info.id) as current:
+        return table_of(reader, reader.record(current))
+
+
 def file_in(
     reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], number: int
 ) -> VersionFile:
@@ -136,14 +144,3 @@ def files_opened(
                 f"found {[each.name for each in files]!r:.200}"
             )
         yield found
-
-
-def _part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
-    """Where the bytes ``start`` to ``end`` of what ``extents`` hold are."""
-    found, before = [], 0
-    for extent in extents:
-        low, high = max(start - before, 0), min(end - before, extent.length)
-        if low < high:
-            found.append(Extent(extent.offset + low, high - low))
-        before += extent.length
-    return found

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from portus.engine.fence.fence import before_write
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restored import Restored
 from portus.engine.media import calls
-from portus.engine.media.base import MediumKind
 from portus.engine.spec import VersionInfo, checked_step
 from portus.errors import StaleError, TransportError, UsageError
 from portus.reach.files.home import open_place
-from portus.reach.index.catalogue import Catalogue
 from portus.reach.index.directory import pools_at
-from portus.reach.index.messages import read_holder
 from portus.reach.index.place import Place, PlaceName
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
@@ -55,14 +53,6 @@ def chosen(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
     return entries
 
 
-def of_token(catalogue: Catalogue, token: bytes) -> VersionEntry:
-    """The version that pointers call ``token``. Raises ``StaleError``."""
-    for entry in catalogue.entries():
-        if entry.info.token == token:
-            return entry
-    raise StaleError(f"version {token.hex()} is not in the pool (any more)")
-
-
 def again(load: Callable[[], Result]) -> Result:
     """``load``, again while all that it found was retired under it, or a connection broke."""
     for _ in range(_TRIES - 1):
@@ -71,46 +61,21 @@ def again(load: Callable[[], Result]) -> Result:
     return load()
 
 
-class Sign(NamedTuple):
-    """The sign of a pool: its identity, and, of a file, who opened it for saving last."""
+def used(
+    pools: Iterable[PoolReader],
+    model: str,
+    step: int | None,
+    use: Callable[[PoolReader, VersionEntry], Result],
+) -> Result:
+    """Return what ``use`` gives for a step of a model, or for the newest version that verifies."""
+    return again(lambda: restore.newest_first(chosen(pools, model, step), use))
 
-    uuid: bytes
-    holder: str
 
-
-class PoolFile:
-    """One pool file, for reading. Close it, or use it as a context manager."""
-
-    def __init__(self, pool: Place, reader: PoolReader | None = None) -> None:
-        """reader: of that pool, if it is open already. Raises ``UsageError``, ``MediumError`` or
-        ``CorruptionError`` if it cannot be read."""
-        self.path: Final = pool.path
-        self.reader: Final[PoolReader] = reader or open_place(pool)
-
-    @property
-    def uuid(self) -> bytes:
-        """The pool's identity, 16 bytes."""
-        return self.reader.superblock.uuid
-
-    @property
-    def sign(self) -> Sign:
-        """The sign that tells this pool from a copy of it."""
-        is_file = self.reader.medium.info.kind is not MediumKind.HOST
-        return Sign(self.uuid, read_holder(self.reader.medium) if is_file else "")
-
-    def versions(self, model: str | None = None) -> list[VersionInfo]:
-        """What is committed now, oldest commit first."""
-        infos = [entry.info for entry in self.reader.catalogue().entries()]
-        wanted = (info for info in infos if model in (None, info.model))
-        return sorted(wanted, key=lambda info: (info.commit, info.id))
-
-    def has_writer(self) -> bool:
-        """True while somebody has the pool open for saving."""
-        return self.reader.locks.has_writer()
-
-    def close(self) -> None:
-        """Let go of the pool. Loaded states stay."""
-        self.reader.close()
+def _versions(pool: PoolReader, model: str | None) -> list[VersionInfo]:
+    """Return what is committed now, oldest commit first."""
+    infos = [entry.info for entry in pool.catalogue().entries()]
+    wanted = (info for info in infos if model in (None, info.model))
+    return sorted(wanted, key=lambda info: (info.commit, info.id))
 
 
 class PoolView:
@@ -120,16 +85,16 @@ class PoolView:
         """pool: a pool file, a pool directory, or the addresses of storage hosts; None: the
         default one. Raises ``UsageError`` if there is none, and what opening raises."""
         with contextlib.ExitStack() as stack:
-            self._files: Final = [
-                stack.enter_context(contextlib.closing(each))
-                for each in map(PoolFile, pools_at(Place.named(pool)))
-            ]
+            self._pools: Final = {
+                each.path: stack.enter_context(contextlib.closing(open_place(each)))
+                for each in pools_at(Place.named(pool))
+            }
             self._stack: Final = stack.pop_all()
 
     @property
     def paths(self) -> list[str]:
         """The pool files."""
-        return [file.path for file in self._files]
+        return list(self._pools)
 
     def models(self) -> list[str]:
         """Names of the models that have a version."""
@@ -137,7 +102,7 @@ class PoolView:
 
     def versions(self, model: str | None = None) -> list[VersionInfo]:
         """What is committed now; by file, oldest commit first."""
-        return [info for file in self._files for info in file.versions(model)]
+        return [info for pool in self._pools.values() for info in _versions(pool, model)]
 
     def steps(self, model: str = "default") -> list[int]:
         """The steps of a model's versions, oldest commit first."""
@@ -157,11 +122,8 @@ class PoolView:
         Raises ``UsageError`` if there is no such version, ``CorruptionError`` if none verifies; a
         newest one that does not verify is passed over with an error in the log.
         """
-
-        def use(pool: PoolReader, entry: VersionEntry) -> object:
-            return restore.load(pool, entry, names, weights_only=weights_only)
-
-        return self._used(model, step, use)
+        use = partial(restore.load, names=names, weights_only=weights_only)
+        return used(self._pools_of(model), model, step, use)
 
     @calls.entry
     def restore_into(
@@ -177,32 +139,28 @@ class PoolView:
     ) -> Restored:
         """See ``Checkpointer.restore_into``."""
         before_write()  # a Checkpointer of this process may be saving these tensors
-
-        def use(pool: PoolReader, entry: VersionEntry) -> Restored:
-            return restore.restore_into(
-                pool,
-                entry,
-                state,
-                strict=strict,
-                names=names,
-                rename=rename,
-                weights_only=weights_only,
-            )
-
-        return self._used(model, step, use)
+        use = partial(
+            restore.restore_into,
+            state=state,
+            strict=strict,
+            names=names,
+            rename=rename,
+            weights_only=weights_only,
+        )
+        return used(self._pools_of(model), model, step, use)
 
     def verify(self, info: VersionInfo, advanced: Callable[[int], None] | None = None) -> int:
         """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""
-        for file, entry in self.entries():
+        for pool, entry in self.entries():
             if entry.info == info:
-                return restore.verify(file.reader, entry, advanced)
+                return restore.verify(pool, entry, advanced)
         raise StaleError(f"model {info.model!r}, step {info.step} is not in the pool any more")
 
-    def entries(self) -> Iterator[tuple[PoolFile, VersionEntry]]:
-        """Every version with the file that it is in."""
-        for file in self._files:
-            for entry in file.reader.catalogue().entries():
-                yield file, entry
+    def entries(self) -> Iterator[tuple[PoolReader, VersionEntry]]:
+        """Every version with the pool that it is in."""
+        for pool in self._pools.values():
+            for entry in pool.catalogue().entries():
+                yield pool, entry
 
     def close(self) -> None:
         """Let go of the pools. Loaded states stay."""
@@ -219,19 +177,12 @@ class PoolView:
     ) -> None:
         self.close()
 
-    def _used(
-        self, model: str, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]
-    ) -> Result:
-        """What ``use`` gives for a step, or for the newest version that verifies."""
-        pools = self._pools_of(model)
-        return again(lambda: restore.newest_first(chosen(pools, model, step), use))
-
     def _pools_of(self, model: str) -> list[PoolReader]:
         """The files that have versions of the model, that with the newest one, by time, last."""
         newest = [
-            (infos[-1].time_ns, file.reader)
-            for file in self._files
-            if (infos := file.versions(model))
+            (infos[-1].time_ns, pool)
+            for pool in self._pools.values()
+            if (infos := _versions(pool, model))
         ]
         if not newest:
             raise UsageError(

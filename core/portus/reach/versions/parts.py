@@ -103,15 +103,15 @@ def unit_digests(storages: Rows, units: Rows) -> Digests:
     return _as_digests(units[ranges(storages["first_unit"].astype(np.int64), counts)])
 
 
-def exact(extents: Sequence[Extent], length: int) -> list[Extent]:
-    """The first ``length`` bytes of some extents."""
-    own = []
+def part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
+    """Return where the bytes ``start`` to ``end`` of what ``extents`` hold are."""
+    found, before = [], 0
     for extent in extents:
-        taken = min(extent.length, length)
-        if taken:
-            own.append(Extent(extent.offset, taken))
-        length -= taken
-    return own
+        low, high = max(start - before, 0), min(end - before, extent.length)
+        if low < high:
+            found.append(Extent(extent.offset + low, high - low))
+        before += extent.length
+    return found
 
 
 def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Column:

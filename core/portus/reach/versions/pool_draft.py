@@ -21,7 +21,15 @@ from portus.reach.format.layout import RecordKind
 from portus.reach.index.commit_records import Change, NewVersion
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import Pointer, Rows, VersionRecord
-from portus.reach.versions.parts import Before, StorageRows, offsets_in, rows_of, shared, sources
+from portus.reach.versions.parts import (
+    Before,
+    StorageRows,
+    offsets_in,
+    part,
+    rows_of,
+    shared,
+    sources,
+)
 from portus.reach.versions.placement import packed, placed
 
 
@@ -83,11 +91,12 @@ class PoolDraft:
                     moved.extent_offset.tolist(), moved.extent_length.tolist(), strict=True
                 )
             ]
-            digests = []
+            digests, done = [], 0
             for feed in feeds:
                 with feed.units() as units:
                     for address, length in units:
-                        own, places = _split(places, length)
+                        own = part(places, done, done + length)
+                        done += length
                         source = Source(address, length, tuple(own))
                         digests.append(copy(self._writer.medium, [source], stop))
             return np.concatenate(digests)
@@ -210,16 +219,3 @@ class PoolDraft:
         held, self._held = self._held, []
         for extents in held:
             self._writer.release(extents)
-
-
-def _split(places: list[Extent], length: int) -> tuple[list[Extent], list[Extent]]:
-    """The first ``length`` bytes of ``places``, and the rest."""
-    own, rest = [], list(places)
-    while length:
-        head = rest.pop(0)
-        taken = min(head.length, length)
-        own.append(Extent(head.offset, taken))
-        if taken < head.length:
-            rest.insert(0, Extent(head.offset + taken, head.length - taken))
-        length -= taken
-    return own, rest

@@ -77,8 +77,7 @@ class Guest:
 
     def find(self, token: bytes) -> VersionEntry | None:
         """The version of that token, if it is in the pool."""
-        entries = self.writer.catalogue().entries()
-        return next((entry for entry in entries if entry.info.token == token), None)
+        return self.writer.catalogue().of_token(token)
 
     def models_of(self, versions: Collection[int]) -> set[str]:
         """Return the models of these versions, which are given by id."""
