@@ -16,8 +16,8 @@ from portus.engine.fence.device import CopyChoice, DeviceFeed, WhereItFits, feed
 from portus.engine.fence.fence import steps_seen
 from portus.engine.fence.writers import classify, pointer, with_kin
 from portus.engine.media import written
-from portus.engine.pipeline.observers import Saving
 from portus.engine.pipeline.plan import Column, Feed, Flags
+from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import JoinedStorages
 
 
@@ -82,7 +82,7 @@ class CopyPlanner:
         before, self._steps_at_last = self._steps_at_last, steps_seen()
         return before != self._steps_at_last
 
-    def begins(self, save: Saving) -> None:
+    def begins(self, save: Save) -> None:
         """Note that a save has begun, whose order this gave."""
         if self._placing is not None:
             self._placing.begins(save)

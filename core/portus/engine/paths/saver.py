@@ -421,7 +421,7 @@ class _Owner(SaveOwner):
 
     def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
         if save.inexact:
-            self.saver.reports.inexact(save.step, self.name, save.inexact)
+            self.saver.reports.inexact(save.step, self.name(save.inexact[0]), len(save.inexact))
         self.saver.destination.committed(save.draft, version, steady)
         self.request.committed(save)
 

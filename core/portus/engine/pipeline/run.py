@@ -118,7 +118,8 @@ class Save:
         self._stored: list[tuple[Column, Digests]] = []
         self._audit: Audit | None = None
         self._asked_s: Final = time.perf_counter() if asked_s is None else asked_s
-        self.storages: Final = snapshot.guarded
+        self.storages = snapshot.guarded
+        """Data pointers of the storages that are read late."""
 
     # The caller's thread.
 

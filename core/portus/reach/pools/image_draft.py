@@ -20,6 +20,7 @@ from portus.engine.pipeline.plan import Column, Feed, OnDevice, Previous
 from portus.engine.writer import crc
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import AbandonedError, MediumError
+from portus.reach.files.host import HostDraft
 from portus.reach.format.reference import Reference
 from portus.reach.index.records import encode_layout
 from portus.reach.versions.packed import FileTable, encode_table
