@@ -69,13 +69,14 @@ def test_what_the_mirror_counts_outlives_each_machine_bit_for_bit(folder: Path, 
                 assert max(counted, before.step if before else 0) <= newest.step <= told + 1
                 counted = newest.step
             behind += counted < told
-            shutil.rmtree(run.parent)
+            if run.parent.exists():  # not if it was killed before it began to save
+                shutil.rmtree(run.parent)
     run = folder / "the last" / "net"
     with portus.Checkpointer(run, mirror=address, keep=KEEP) as saver:
         if counted:
             assert_same(saver.load(weights_only=False), Training(counted).state())
     print(f"{KILLS} machines, {counted} steps; {behind} times the mirror was behind")
-    assert counted > KILLS // 4
+    assert counted >= KILLS // 2, "too few steps were mirrored"
 
 
 @pytest.mark.long
@@ -118,4 +119,4 @@ def test_what_the_mirror_of_a_host_counts_outlives_each_host_for_plain_torch_too
                 assert counted <= newest.step <= step
                 counted = newest.step
             shutil.rmtree(pools)
-    assert counted > KILLS // 4
+    assert counted >= KILLS // 2, "too few steps were mirrored"

@@ -81,7 +81,7 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
         found = part.collect(found)
     _show(title, place.piece, found, "would be " if dry_run else "", output)
     if found.pieces is not None:
-        return {**_name(part), f"{place.piece}s": found.pieces, "freed": found.freed}
+        return {**_name(part), f"{place.piece}s": found.pieces, "size": found.freed}
     return {
         **_name(part),
         "retired": [version_document(info) for info in found.gone],

@@ -130,7 +130,9 @@ def _show_rows(
     elif sizes or not filed:
         output.line(f"{place}: {count}, {size_text(sum(sizes))} or less")
     if versions:
-        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY"), versions)
+        heads = ("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY")
+        shown = len(heads) if any(row[4] for row in versions) else 4
+        output.table(heads[:shown], [row[:shown] for row in versions])
     if filed:
         total = size_text(sum(each.info.size for each in found if each.path))
         output.line(f"{place}: {count_text(len(found) - len(sizes), 'file')}, {total}")

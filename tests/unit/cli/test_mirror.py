@@ -100,6 +100,7 @@ def test_ls_lists_what_a_mirror_has(scene: Scene) -> None:
     said = portus("ls", scene.url)
     assert said.code == 0
     assert f"{scene.url}: 3 versions" in said.out
+    assert said.out.splitlines()[1].split() == ["MODEL", "STEP", "SAVED", "SIZE"], "no empty ones"
     document = portus_json("ls", "--pool", scene.url)
     [model] = document["pools"][0]["models"]
     assert model["name"] == "net"
@@ -217,6 +218,7 @@ def test_gc_deletes_a_day_later_and_disturbs_nobody_for_nothing(scene: Scene) ->
     would = portus_json("gc", scene.url, "--dry-run")
     assert would["dry_run"]
     assert would["mirrors"][0]["objects"] == 3, "its manifest, and its file with the digest"
+    assert would["mirrors"][0]["size"] > 0
     assert len(scene.objects("manifests")) == count
     assert portus_json("gc", scene.url)["mirrors"] == would["mirrors"]
     assert len(scene.objects("manifests")) == count - 1
