@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import lzma
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from portus.reach.mirror.mirror import Mirror, models
 from portus.reach.mirror.objects import FORMAT_VERSION
-from portus.reach.pools import restore
+from portus.reach.pools.mirrored import load_version
 from tests.golden.describe import Describer
 from tests.golden.mirrors import KEY, MODEL
 from tests.simulation.model_store import ModelStore
@@ -46,8 +45,6 @@ def test_a_golden_mirror_holds_what_was_mirrored(path: Path, kind: str) -> None:
     assert [each.metrics for each in state.versions] == [{"loss": 0.5}]
     for each in state.versions:
         mirror.check(each, lambda _: None)
-    with contextlib.closing(mirror.open(state.versions)) as pool:
-        for entry in pool.catalogue().entries():
-            found = Describer().describe(restore.load(pool, entry, weights_only=False))
-            assert found == golden["states"][str(entry.info.step)]
-            assert entry.info.metrics == {"loss": 1.0 / entry.info.step}
+        found = Describer().describe(load_version(mirror, each, weights_only=False))
+        assert found == golden["states"][str(each.step)]
+        assert mirror.manifest(each).info.metrics == {"loss": 1.0 / each.step}

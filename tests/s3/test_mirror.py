@@ -27,7 +27,7 @@ from portus.reach.mirror.bucket import Bucket, BucketTimeouts
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import Removed
-from portus.reach.pools import restore
+from portus.reach.pools.mirrored import load_version
 from tests.s3.server import Server
 from tests.simulation.proxy import ConnectionCut, Request, RequestFault, RequestProxy
 from tests.unit.client.same import assert_same
@@ -120,10 +120,8 @@ def assert_loads(url: str, steps: list[int]) -> None:
         mirror = Mirror(store, MODEL)
         versions = mirror.read().versions
         assert [each.step for each in versions] == steps
-        with contextlib.closing(mirror.open(versions)) as pool:
-            for entry, step in zip(pool.catalogue().entries(), steps, strict=True):
-                assert_same(restore.load(pool, entry), state_of(step))
         for added, step in zip(versions, steps, strict=True):
+            assert_same(load_version(mirror, added), state_of(step))
             [[file]] = mirror.manifest(added).manifest.files
             assert_same(torch.load(io.BytesIO(store.get(f"{MODEL}/{file.name}"))), state_of(step))
 

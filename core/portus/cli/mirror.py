@@ -26,10 +26,11 @@ from portus.errors import CorruptionError, StaleError, UsageError, printable
 from portus.reach.index.place import Place, local_path
 from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.fetching import missing
-from portus.reach.mirror.files import MirroredFiles, UploadedFile, digest_of
+from portus.reach.mirror.files import MirroredFiles, UploadedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
 from portus.reach.mirror.objects import Added, Filed
+from portus.reach.mirror.whole import digest_of
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.mirror import claim, claim_files, retried, term_of
 from portus.reach.places.version import OpenVersion

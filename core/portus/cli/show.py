@@ -23,6 +23,7 @@ from portus.cli.output import (
 from portus.cli.pools import allow, open_places, table_document, version_document
 from portus.cli.trees import batches_of
 from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec
 from portus.reach.format.arrays import ArrayShape
 from portus.reach.format.layout import RecordKind
@@ -32,7 +33,6 @@ from portus.reach.index.records import VersionEntry, VersionRecord, decode_layou
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.version import OpenVersion
 from portus.reach.pools.contents import Storages
-from portus.reach.pools.version_file import VersionFile
 from portus.reach.shards.metadata_file import NAME as METADATA
 from portus.reach.shards.rank_file import DISTCP
 
@@ -91,26 +91,27 @@ def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
 
 
 def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
+    info = found.info
     with found.opened() as opened:
-        if not isinstance(opened, OpenVersion):
+        output.line(f"{found.name} in {found.place}")
+        if found.path:
             sizes = {name: file.size for name, file in opened.files.items()}
-            output.line(f"{found.name} in {found.place}")
             output.table(("FILE", ">SIZE"), [(name, size_text(sizes[name])) for name in sizes])
             return {
                 **_identity(found),
                 "files": [{"name": name, "size": size} for name, size in sizes.items()],
             }
-        reader, current, record = opened.reader, opened.entry, opened.record
-        table, unique = opened.table, found.unique()
-        old = record.storages["born"] < record.info.commit
-        shared = int(record.storages["length"][old].sum())
-        directory = None if table is None else table.directory or None
-        info = found.info
-        told = f", of which {size_text(shared)} shared with older versions" if shared else ""
-        storages = count_text(len(record.storages), "storage")
-        output.line(f"{found.name} in {found.place}")
+        directory, unique, told, about = None, None, "", dict[str, Json]()
+        if isinstance(opened, OpenVersion):
+            record, unique = opened.record, found.unique()
+            directory = None if opened.table is None else opened.table.directory or None
+            old = record.storages["born"] < record.info.commit
+            shared = int(record.storages["length"][old].sum())
+            told = f" in {count_text(len(record.storages), 'storage')}"
+            told += f", of which {size_text(shared)} shared with older versions" if shared else ""
+            about = {"shared": shared, "unique": unique, "directory": directory}
         output.line(f"saved   {moment_text(info.time_ns)} ({age_text(info.time_ns)})")
-        output.line(f"size    {size_text(info.size)} in {storages}{told}")
+        output.line(f"size    {size_text(info.size)}{told}")
         if unique is not None:
             output.line(f"unique  {size_text(unique)}, which no other version has")
         output.line(f"id      {info.id}, commit {info.commit}, token {info.token.hex()}")
@@ -121,14 +122,10 @@ def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
             output.line(f"metrics {scores}")
         if directory:
             output.line(f"at      {directory}")
-        document: dict[str, Json] = {
-            **_identity(found),
-            "shared": shared,
-            "unique": unique,
-            "directory": directory,
-        }
-        if table is None:
-            return {**document, **_show_leaves(reader, current, record, output)}
+        document = {**_identity(found), **about}
+        if isinstance(opened, OpenVersion) and opened.table is None:
+            shown = _show_leaves(opened.reader, opened.entry, opened.record, output)
+            return {**document, **shown}
         files_shown = [_show_file(name, file, output) for name, file in opened.files.items()]
         return {**document, "files": list[Json](files_shown)}
 
@@ -137,7 +134,7 @@ def _identity(found: StoredCheckpoint) -> dict[str, Json]:
     return {**version_document(found.info), "pool": found.place.path}
 
 
-def _show_file(name: str, file: VersionFile, output: Output) -> dict[str, Json]:
+def _show_file(name: str, file: OpenFile, output: Output) -> dict[str, Json]:
     """Show a file of a version; of one of a sharded checkpoint nothing but its size."""
     from portus.reach.leaving.outline import outline_in  # and torch with it
 

@@ -19,6 +19,7 @@ import pytest
 import xxhash
 
 from portus.engine.format.checksum import UNIT
+from portus.engine.loading.open_file import OpenFile
 from portus.errors import CorruptionError, UsageError
 from portus.reach.formats.safetensors import NamedTensor, safetensors_image
 from portus.reach.index.check import Severity
@@ -236,10 +237,10 @@ def save(
     return {name: assembled(tensors) for name, tensors in files.items()}
 
 
-def read(file: object) -> bytes:
-    """Return all bytes of a ``ReadableFile``."""
-    data = bytearray(file.size)  # type: ignore[attr-defined]
-    file.load(0, memoryview(data))  # type: ignore[attr-defined]
+def read(file: OpenFile) -> bytes:
+    """Return all bytes of a file."""
+    data = bytearray(file.size)
+    file.load(0, memoryview(data))
     return bytes(data)
 
 

@@ -27,6 +27,7 @@ from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.records import VersionEntry
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
+from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.hosted import HostStore
 from portus.reach.mirror.log import SupersededError
@@ -35,7 +36,7 @@ from portus.reach.mirror.objects import GONE_MAX, STRIDE, Added, Removed
 from portus.reach.mirror.pieces import ALONE
 from portus.reach.mirror.store import Buffer, ListedObject
 from portus.reach.pools import restore
-from portus.reach.versions.transfer import transferred
+from portus.reach.pools.mirrored import load_version
 from portus.testing.hosting import serving, url
 from tests.simulation.model_store import ModelStore
 
@@ -102,7 +103,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield made
 
 
-def test_what_is_mirrored_loads_by_whatever_reads_a_pool(tmp_path: Path) -> None:
+def test_what_is_mirrored_loads_straight_from_there(tmp_path: Path) -> None:
     states: list[dict[str, object]] = [state_of(1, BIG), state_of(2, 100), {"step": 3}, {}]
     run = Run(tmp_path, states)
     run.claim()
@@ -115,9 +116,8 @@ def test_what_is_mirrored_loads_by_whatever_reads_a_pool(tmp_path: Path) -> None
         read: list[int] = []
         other.check(each, read.append)
         assert sum(read) == each.size
-    with contextlib.closing(other.open(versions)) as pool:
-        for entry, state in zip(pool.catalogue().entries(), states, strict=True):
-            assert same(restore.load(pool, entry), state)
+    for each, state in zip(versions, states, strict=True):
+        assert same(load_version(other, each), state)
     run.reader.close()
 
 
@@ -127,8 +127,8 @@ def test_a_fresh_node_s_own_pool_is_filled_from_the_mirror_alone(tmp_path: Path)
     added = run.copy(1)
     run.reader.close()
     writer = new_pool()
-    with contextlib.closing(Mirror(run.bucket, MODEL).open([added])) as pool:
-        record = transferred(pool, 1, writer, Stop())
+    with Mirror(run.bucket, MODEL).opened(added) as opened:
+        record = fetch_version(opened, writer)
     assert record.info.token == added.token
     [entry] = writer.catalogue().entries()
     assert same(restore.load(writer, entry), state_of(2, BIG))
@@ -162,9 +162,9 @@ def test_units_arrive_while_the_pool_grows_and_each_range_once(tmp_path: Path) -
     writer, store = new_pool(Growing(DATA_START)), Told(run.bucket.objects)
     advanced: list[int] = []
     asked: list[int] = []
-    with contextlib.closing(Mirror(store, MODEL).open([added])) as pool:
+    with Mirror(store, MODEL).opened(added) as opened:
         arrived.clear()
-        transferred(pool, 1, writer, Stop(), advanced.append)
+        fetch_version(opened, writer, advanced.append)
     assert sum(asked) == sum(advanced) == added.size, "bytes were asked for more than once"
     assert len(asked) <= 2 * (len(state)) + 1, "each storage, and what is between them"
     [entry] = writer.catalogue().entries()
@@ -181,8 +181,8 @@ def test_a_unit_goes_to_several_places_where_a_pool_has_no_room_in_one(run: Run)
     for extents in taken[::2]:
         writer.release(extents)
     size = writer.medium.size
-    with contextlib.closing(Mirror(run.bucket, MODEL).open([added])) as pool:
-        record = transferred(pool, 1, writer, Stop())
+    with Mirror(run.bucket, MODEL).opened(added) as opened:
+        record = fetch_version(opened, writer)
     assert len(record.extents) > int((record.storages["length"] > 0).sum()), "nothing is split"
     assert writer.medium.size == size
     [entry] = writer.catalogue().entries()
@@ -198,9 +198,11 @@ def test_a_damaged_unit_is_not_stored_and_nothing_is_committed(run: Run) -> None
         damaged = bytes([data[0] ^ 1]) + data[1:]
         run.bucket.objects[name] = damaged, modified
         writer = new_pool()
-        pool = Mirror(run.bucket, MODEL).open([added])
-        with contextlib.closing(pool), pytest.raises(CorruptionError, match="a unit is damaged"):
-            transferred(pool, 1, writer, Stop())
+        with (
+            Mirror(run.bucket, MODEL).opened(added) as opened,
+            pytest.raises(CorruptionError, match="a unit is damaged"),
+        ):
+            fetch_version(opened, writer)
         assert not list(writer.catalogue().entries())
         whole = bytearray(writer.medium.size)
         writer.medium.load(0, memoryview(whole))
@@ -215,9 +217,8 @@ def test_a_pool_that_cannot_grow_ends_the_fetching(run: Run) -> None:
     added = run.copy(0)
     writer = new_pool()
     writer.max_bytes = writer.medium.size
-    pool = Mirror(run.bucket, MODEL).open([added])
-    with contextlib.closing(pool), pytest.raises(MediumError) as raised:
-        transferred(pool, 1, writer, Stop())
+    with Mirror(run.bucket, MODEL).opened(added) as opened, pytest.raises(MediumError) as raised:
+        fetch_version(opened, writer)
     assert raised.value.errno == errno.ENOSPC
     assert not list(writer.catalogue().entries())
     writer.close()
@@ -308,9 +309,7 @@ def outcome(run: Run) -> str:
         newest = mirror.read().newest
         if newest is None:
             return "an error"
-        with contextlib.closing(mirror.open([newest])) as pool:
-            [entry] = pool.catalogue().entries()
-            found = restore.load(pool, entry)
+        found = load_version(mirror, newest)
     except (CorruptionError, UsageError):
         return "an error"
     assert same(found, state_of(newest.step))
@@ -320,13 +319,10 @@ def outcome(run: Run) -> str:
 def test_only_the_ranges_of_what_is_asked_for_are_read(run: Run) -> None:
     run.claim()
     added = run.copy(0)
-    with contextlib.closing(run.mirror.open([added])) as pool:
-        run.bucket.counts.clear()
-        [entry] = pool.catalogue().entries()
-        found = restore.load(pool, entry, "small*")
+    run.bucket.counts.clear()
+    found = load_version(run.mirror, added, "small*")
     assert same(found, {"small": state_of(1)["small"]})
-    assert run.bucket.counts.keys() == {"get_range"}
-    assert run.bucket.counts["get_range"] <= 50 + 2  # these, the table, and what is around
+    assert run.bucket.counts == {"get": 1, "get_range": 2}, "what is around, on both sides"
 
 
 def test_a_key_is_needed_where_one_was_used_and_nothing_else_passes(run: Run) -> None:
@@ -367,7 +363,7 @@ def test_what_is_removed_is_deleted_a_day_later_and_what_is_shared_stays(run: Ru
     first, second = run.copy(0), run.copy(1)
     run.mirror.note([Removed(first.token)])
     assert run.mirror.collect().objects == 0
-    with contextlib.closing(run.mirror.open([second])):
+    with run.mirror.opened(second):
         assert same(loaded_by(run, first), state_of(1)), "who began before finds it"
     run.bucket.now += 90_000
     run.mirror.note([Removed(bytes(16))])  # the time of the store is that of an entry
@@ -425,8 +421,8 @@ def test_what_is_mended_from_a_fresh_node_s_pool_keeps_its_place_in_the_history(
     added = [run.copy(index) for index in range(3)]
     writer = new_pool()
     other = Mirror(run.bucket, MODEL)
-    with contextlib.closing(other.open([added[2]])) as pool:
-        transferred(pool, 1, writer, Stop())
+    with other.opened(added[2]) as opened:
+        fetch_version(opened, writer)
     for name in list(run.bucket.objects):
         if added[2].manifest in name:
             del run.bucket.objects[name]
@@ -443,9 +439,7 @@ def test_what_is_mended_from_a_fresh_node_s_pool_keeps_its_place_in_the_history(
 
 
 def loaded_by(run: Run, added: Added) -> object:
-    with contextlib.closing(run.mirror.open([added])) as pool:
-        [entry] = pool.catalogue().entries()
-        return restore.load(pool, entry)
+    return load_version(run.mirror, added)
 
 
 def test_an_old_version_that_is_mirrored_late_is_not_the_newest(run: Run) -> None:
@@ -527,10 +521,6 @@ def test_a_shelf_which_changes_in_place_is_refused(tmp_path: Path) -> None:
         mirror.claim("a test", POOL, 0)
         with pytest.raises(UsageError, match=r"changes in place \(a shelf\)"):
             mirror.copy(reader, entry.info.id, Stop())
-        writer = new_pool()
-        with pytest.raises(UsageError, match=r"changes in place \(a shelf\)"):
-            transferred(reader, entry.info.id, writer, Stop())
-        writer.close()
 
 
 def test_what_is_damaged_is_found_and_sent_again_and_nothing_else(run: Run) -> None:
@@ -574,8 +564,7 @@ def test_small_storages_are_read_together(
     monkeypatch.setattr("portus.reach.mirror.mirror.fetch", counted)
     added = run.copy(0)
     assert sorted(fetched) == [1, 500], "those, and what is around them"
-    with run.mirror.opened_as(added) as (reader, entry):
-        assert same(restore.load(reader, entry), state)
+    assert same(load_version(run.mirror, added), state)
     run.reader.close()
 
 

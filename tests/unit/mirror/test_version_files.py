@@ -22,14 +22,15 @@ from portus.engine.loading.checkpoint_file import verify_file
 from portus.errors import CorruptionError, MediumError, TransportError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.reader import PoolReader
+from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
 from portus.reach.pools import restore
+from portus.reach.pools.mirrored import load_version
 from portus.reach.training.safetensors import Safetensors
 from portus.reach.training.training_files import TrainingFiles
-from portus.reach.versions.transfer import transferred
 from tests.simulation.model_store import ModelStore
 from tests.unit.client.pools.scene import stored
 from tests.unit.client.same import assert_same
@@ -133,8 +134,8 @@ def test_a_fresh_pool_gets_all_of_it(scene: Scene, in_pieces: bool) -> None:
     writer = new_pool()
     for added in scene.copy():
         assert len(scene.objects()) == (0 if in_pieces else 4) or added.step < 3
-        with scene.of_mirror().opened_as(added) as (reader, entry):
-            transferred(reader, entry.info.id, writer, Stop())
+        with scene.of_mirror().opened(added) as opened:
+            fetch_version(opened, writer)
     assert portus.check(writer) == []
     first, second, third = writer.catalogue().entries()
     assert_same(restore.load(writer, first), state(1))
@@ -268,8 +269,7 @@ def test_a_file_that_is_called_as_what_is_beside_another_has_an_object_of_its_ow
         [entry] = reader.catalogue().entries()
         added = mirror.copy(reader, entry.info.id, Stop()).added
     assert mirror.damaged(added, Stop()) == frozenset()
-    with mirror.opened_as(added) as (mirrored, there):
-        assert_same(restore.load(mirrored, there), states)
+    assert_same(load_version(mirror, added), states)
 
 
 def test_collecting_again_after_it_was_given_up_deletes_nothing_of_who_took_over(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
+from portus.engine.copying.segments import Column
 from portus.engine.image.stored import Read
 from portus.engine.media.base import Medium
 from portus.engine.media.process import Descriptor
@@ -29,6 +30,9 @@ class DiskFile:
     def extents(self, offset: int, length: int) -> Sequence[Extent]:
         return (Extent(offset, length),)
 
+    def announce(self, offset: Column, length: Column) -> None:
+        """Do nothing: the system reads ahead."""
+
     def load(self, offset: int, target: memoryview) -> None:
         self.medium.load(offset, target)
 
@@ -48,6 +52,9 @@ class OpenFile(Protocol):
 
     def extents(self, offset: int, length: int) -> Sequence[Extent]:
         """Return where on the medium the bytes of a storage are."""
+
+    def announce(self, offset: Column, length: Column) -> None:
+        """Say which ranges are read next, in which order: a file elsewhere may read ahead."""
 
     def load(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``; all of it is in the file."""

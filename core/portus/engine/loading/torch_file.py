@@ -164,6 +164,9 @@ class _Verified(StoredBytes):
         """Storages that were asked for, by the address that they were to be read to."""
         self._starts: Final = found.offset[order]
         self._ends: Final = self._starts + found.length[order]
+        # torch asks for storages in the order of their keys.
+        next_ = [at for at in filled.tolist() if wanted is None or found.keys[at] in wanted]
+        file.announce(found.offset[next_], found.length[next_])
 
     def readable(self) -> bool:
         return True

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import xxhash
+import numpy as np
 
 from portus.engine.copying.segments import Stop
-from portus.engine.media.file_calls import write_all
-from portus.errors import CorruptionError, MediumError, PortusError, StaleError, printable
+from portus.errors import CorruptionError, PortusError, StaleError, printable
 from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import (
     AGAIN,
     DIGEST_SUFFIX,
@@ -27,6 +27,7 @@ from portus.reach.mirror.objects import (
     LOG,
     QUOTED,
     Filed,
+    FileObject,
     State,
     Unfiled,
     file_name,
@@ -34,14 +35,12 @@ from portus.reach.mirror.objects import (
 )
 from portus.reach.mirror.opening import configured_key
 from portus.reach.mirror.store import FileStore, MissingError
-from portus.reach.mirror.whole import check_file, named, put_file
+from portus.reach.mirror.whole import check_file, named, put_file, read_at
 from portus.reach.mirror.writer import GRACE_S
-from portus.reach.versions.parallel import in_any_order
+from portus.reach.versions.packed import PackedFile
 
 PIECE: Final = 16 << 20
-"""Bytes that are read, or asked for, at once."""
-
-_ABREAST: Final = 4
+"""Bytes that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,9 @@ class UploadedFile:
     def opened(cls, number: int, path: str, time_ns: int) -> UploadedFile:
         """Return the open file ``number``, which nobody else writes to."""
         size = os.fstat(number).st_size
-        return cls(size, time_ns, lambda at, length: _read(number, at, length, path), lambda: True)
+        return cls(
+            size, time_ns, lambda at, length: read_at(number, at, length, path), lambda: True
+        )
 
 
 class MirroredFiles:
@@ -187,36 +188,27 @@ class MirroredFiles:
             self._store.delete(found)
         return len(found)
 
-    def load(self, filed: Filed, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` of a file; nothing is compared."""
-        self._store.get_range(self._prefix + filed.name, offset, target)
+    def open(self, filed: Filed) -> ObjectFile:
+        """Return a file, open for reading; close it. Its loads raise ``CorruptionError`` if it is
+        not there (any more): then ``read`` says what is."""
+        own = PackedFile(filed.path, filed.size, *(np.zeros((2, 0), np.int64)))
+        objects = [FileObject(filed.name, filed.size, filed.digest)]
+
+        def load(name: str, start: int, into: memoryview) -> None:
+            try:
+                self._store.get_range(self._prefix + name, start, into)
+            except MissingError as error:
+                raise CorruptionError(f"{self._name}: {name} is missing") from error
+
+        return ObjectFile(self._name, own, objects, load)
 
     def fetch(self, filed: Filed, number: int, advanced: Callable[[int], None]) -> None:
-        """Write a file into the open and empty file ``number``, verified. advanced: told of bytes.
-
-        Raises ``CorruptionError`` if it is not there as it was uploaded, or was replaced
-        meanwhile: then ``read`` says by what.
-        """
-
-        def get(start: int) -> None:
-            data = bytearray(min(PIECE, filed.size - start))
-            self._store.get_range(self._prefix + filed.name, start, memoryview(data))
-            _write(number, memoryview(data), start, filed.path)
-            advanced(len(data))
-
-        try:
-            in_any_order(get, range(0, filed.size, PIECE), _ABREAST)
-        except MissingError as error:
-            raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
-        arrived = digest_of(number, filed.size, filed.path)
-        if arrived != filed.digest:
-            raise CorruptionError(
-                f"{self._name}: {filed.name}: expected the digest {filed.digest.hex()}, found "
-                f"{arrived.hex()}"
-            )
+        """Write a file into the open and empty file ``number``, as ``ObjectFile.write`` does."""
+        self.open(filed).write(number, filed.path, advanced)
 
     def check(self, filed: Filed, advanced: Callable[[int], None]) -> None:
-        """Read all of a file, and what is beside it. Raises as ``fetch``."""
+        """Read all of a file, and what is beside it. Raises ``CorruptionError`` if one of them is
+        not there as it was uploaded."""
         name = self._prefix + filed.name
         with named(self._name):
             check_file(self._store, name, filed.size, filed.digest, advanced)
@@ -236,33 +228,3 @@ class MirroredFiles:
             self._store.delete(
                 [self._prefix + name + more for name in names for more in ("", DIGEST_SUFFIX)]
             )
-
-
-def digest_of(number: int, size: int, path: str) -> bytes:
-    """Return the xxh3_128 of ``size`` bytes of an open file. Raises ``StaleError`` if it is shorter
-    and ``MediumError``. path: for messages."""
-    hasher = xxhash.xxh3_128()
-    for start in range(0, size, PIECE):
-        hasher.update(_read(number, start, min(PIECE, size - start), path))
-    return hasher.digest()
-
-
-def _read(number: int, start: int, length: int, path: str) -> bytes:
-    try:
-        data = os.pread(number, length, start)
-    except OSError as error:
-        raise MediumError(
-            error.errno, f"{printable(path)}: cannot be read: {error.strerror}"
-        ) from error
-    if len(data) < length:
-        raise StaleError(f"{printable(path)}: it became shorter while it was fetched")
-    return data
-
-
-def _write(number: int, data: memoryview, start: int, path: str) -> None:
-    try:
-        write_all(number, data, start)
-    except OSError as error:
-        raise MediumError(
-            error.errno, f"{printable(path)}: cannot be written: {error.strerror}"
-        ) from error

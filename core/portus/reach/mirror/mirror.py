@@ -15,12 +15,12 @@ import numpy as np
 from portus.engine.copying.local import fetch
 from portus.engine.copying.segments import Stop, cut
 from portus.engine.format.checksum import UNIT, digest, unit_counts
-from portus.errors import CorruptionError, PortusError, StaleError, printable
+from portus.errors import CorruptionError, PortusError, StaleError, UsageError, printable
 from portus.reach.format.layout import RecordKind
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.mirror.image import ABREAST, MirroredPool
+from portus.reach.index.records import VersionRecord
 from portus.reach.mirror.log import KnownLog, MirrorLog
+from portus.reach.mirror.object_file import ABREAST, ObjectFile
 from portus.reach.mirror.objects import (
     LOG,
     WHO_SIZE_MAX,
@@ -53,7 +53,6 @@ from portus.reach.mirror.writer import GRACE_S, Freed, Version, Writer, read_man
 from portus.reach.versions.buffers import Rooms
 from portus.reach.versions.parallel import abreast, in_any_order
 from portus.reach.versions.parts import shared, sources
-from portus.reach.versions.transfer import unchanging
 
 _log: Final = logging.getLogger("portus")
 _T = TypeVar("_T")
@@ -69,9 +68,28 @@ class MirroringCost:
     put_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpenMirrored:
+    """A version that is open for reading. ``parts``: all of its bytes, its files in their order."""
+
+    version: Mirrored
+    parts: Sequence[ObjectFile]
+
+    def files(self) -> dict[str, ObjectFile]:
+        """The files by their names. Raises ``UsageError`` for a version of something else, such as
+        tables."""
+        if not self.version.has_files:
+            raise UsageError(
+                f"{self.parts[0].info.name}: step {self.version.info.step} of model "
+                f"{self.version.info.model!r} has no files: portus pull brings it into a pool of "
+                "this machine, where it is read"
+            )
+        return {each.file.name: each for each in self.parts}
+
+
 class Mirror:
     """See the module. Whoever made the store closes it. One thread at a time, but for ``read`` and
-    ``open``; an object that reads may be another one than the object that writes.
+    ``opened``; an object that reads may be another one than the object that writes.
 
     All raise what the store raises, and ``UsageError`` if the mirror needs a key, or a newer Portus
     wrote it.
@@ -183,26 +201,28 @@ class Mirror:
     def manifest(self, added: Added) -> Mirrored:
         """What is mirrored of a version, and where. Raises ``CorruptionError``, or ``StaleError``
         if it was removed meanwhile: read the log again."""
-        with self._meanwhile([added]):
+        with self._meanwhile(added):
             return self._perform(read_manifest(self._seal, self.model, added.manifest))
 
-    def open(self, versions: Sequence[Added]) -> PoolReader:
-        """A pool of these versions, oldest first, to be loaded, checked or transferred from. Its
-        loads raise as ``manifest``. Whoever asked for it closes it."""
-        mirrored = [self.manifest(each) for each in versions]
+    @contextlib.contextmanager
+    def opened(self, added: Added) -> Iterator[OpenMirrored]:
+        """Open the files of a version for reading. Raises as ``manifest``, and so do their
+        loads."""
+        version = self.manifest(added)
 
         def load(name: str, start: int, into: memoryview) -> None:
-            with self._meanwhile(versions):
+            with self._meanwhile(added):
                 self._store.get_range(self._prefix + name, start, into)
 
-        return MirroredPool(self.name, mirrored, load)
-
-    @contextlib.contextmanager
-    def opened_as(self, added: Added) -> Iterator[tuple[PoolReader, VersionEntry]]:
-        """A version, and a pool that has it alone. Raises as ``open``."""
-        with contextlib.closing(self.open([added])) as reader:
-            [entry] = reader.catalogue().entries()
-            yield reader, entry
+        files = [
+            ObjectFile(self.name, file, objects, load)
+            for file, objects in zip(version.files, version.manifest.files, strict=True)
+        ]
+        try:
+            yield OpenMirrored(version, files)
+        finally:
+            for each in files:
+                each.close()
 
     def suspects(self) -> list[Added]:
         """The versions that lack an object, or whose manifest is damaged: by lists, and a read of
@@ -224,13 +244,13 @@ class Mirror:
         with contextlib.closing(abreast(found, objects, ABREAST)) as names:
             damaged = frozenset(name for name in names if name is not None)
         if damaged:
-            self._require([added])
+            self._require(added)
         return damaged
 
     def check(self, added: Added, advanced: Advanced) -> None:
         """Raise ``CorruptionError``, naming it, if an object of a version is not there as it was
         sent. Reads all of them. Raises as ``manifest``. advanced: told of bytes that were read."""
-        with self._meanwhile([added]):
+        with self._meanwhile(added):
             for each in self.manifest(added).manifest.objects().values():
                 self._check(each, advanced)
 
@@ -252,25 +272,23 @@ class Mirror:
             check(self._store, self._prefix + each.name, each.size, each.digest, advanced)
 
     @contextlib.contextmanager
-    def _meanwhile(self, versions: Sequence[Added]) -> Iterator[None]:
+    def _meanwhile(self, added: Added) -> Iterator[None]:
         """What is missing was removed meanwhile, or is lost."""
         try:
             yield
         except (MissingError, CorruptionError) as error:
-            self._require(versions)
+            self._require(added)
             if isinstance(error, CorruptionError):
                 raise
             raise CorruptionError(f"{self.name}: {error}, and a version needs it") from error
 
-    def _require(self, versions: Sequence[Added]) -> None:
-        """Raise ``StaleError`` if one of them is there no more."""
-        there = {each.manifest for each in self.read().versions}
-        for each in versions:
-            if each.manifest not in there:
-                raise StaleError(
-                    f"{self.name}: step {each.step} of model {self.model!r} was removed while "
-                    "it was read; load the newest again"
-                )
+    def _require(self, added: Added) -> None:
+        """Raise ``StaleError`` if a version is there no more."""
+        if all(each.manifest != added.manifest for each in self.read().versions):
+            raise StaleError(
+                f"{self.name}: step {added.step} of model {self.model!r} was removed while "
+                "it was read; load the newest again"
+            )
 
     def _perform(
         self, steps: Steps[_T], source: _Source | None = None, stop: Stop | None = None
@@ -329,6 +347,18 @@ class Mirror:
             put.done = True
 
         in_any_order(put_one, puts, ABREAST)
+
+
+def unchanging(record: VersionRecord) -> VersionRecord:
+    """Return ``record``, of a version that stays as it was committed. Raises ``UsageError`` for one
+    with a log: what it is now is in its log as well."""
+    if record.log is not None:
+        info = record.info
+        raise UsageError(
+            f"model {info.model!r}, step {info.step} changes in place (a shelf); it cannot be "
+            "copied to a mirror"
+        )
+    return record
 
 
 def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:

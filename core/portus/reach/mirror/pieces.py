@@ -16,6 +16,7 @@ import numpy as np
 
 from portus.engine.copying.segments import Column, Digests
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
+from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError
 from portus.reach.mirror.objects import FileObject, Key, Manifest
 from portus.reach.versions.packed import PackedFile, decode_table
@@ -134,6 +135,27 @@ class Mirrored:
         if sizes != [each.size for each in files]:
             raise CorruptionError(f"{where}: its objects are not as long as its files")
         return cls(manifest, lengths, digests, files)
+
+    @property
+    def has_files(self) -> bool:
+        """False for a version of something else, such as tables: its one file is its storages."""
+        return decode_table(self.manifest.tree) is not None
+
+    @property
+    def info(self) -> VersionInfo:
+        """What is known of it."""
+        said = self.manifest
+        return VersionInfo(
+            model=said.model,
+            id=said.id,
+            commit=said.commit,
+            step=said.step,
+            token=said.token,
+            time_ns=said.time_ns,
+            size=said.size,
+            inexact=said.inexact,
+            metrics=dict(said.metrics),
+        )
 
 
 _SUM_MAX: Final = float(1 << 62)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
 from portus.engine.format.checksum import UNIT, digest
-from portus.errors import CorruptionError
+from portus.engine.media.file_calls import write_all
+from portus.errors import CorruptionError, MediumError, StaleError, printable
 from portus.reach.mirror.objects import DIGEST_SUFFIX, digest_line
 from portus.reach.mirror.store import FileStore, MissingError, Store
 
@@ -70,6 +72,39 @@ def check_piece(store: Store, name: str, size: int, sent: bytes, advanced: Advan
         raise CorruptionError(f"{name}: expected {size} bytes, found {len(data)}")
     if (found := digest(data)) != sent:
         raise CorruptionError(f"{name}: expected the digest {sent.hex()}, found {found.hex()}")
+
+
+def digest_of(number: int, size: int, path: str, start: int = 0) -> bytes:
+    """Return the xxh3_128 of ``size`` bytes of an open file, from ``start`` on. Raises as
+    ``read_at``."""
+    hasher = xxhash.xxh3_128()
+    for at in range(start, start + size, UNIT):
+        hasher.update(read_at(number, at, min(UNIT, start + size - at), path))
+    return hasher.digest()
+
+
+def read_at(number: int, start: int, length: int, path: str) -> bytes:
+    """Return bytes of an open file. path: for messages. Raises ``StaleError`` if it is shorter, and
+    ``MediumError``."""
+    try:
+        data = os.pread(number, length, start)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot be read: {error.strerror}"
+        ) from error
+    if len(data) < length:
+        raise StaleError(f"{printable(path)}: it became shorter while it was read")
+    return data
+
+
+def write_at(number: int, data: memoryview, start: int, path: str) -> None:
+    """Write to an open file. path: for messages. Raises ``MediumError``."""
+    try:
+        write_all(number, data, start)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot be written: {error.strerror}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
+from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import VersionInfo
 from portus.errors import PortusError, UsageError
 from portus.reach.index.check import Finding
@@ -67,21 +68,11 @@ class Usage:
         return max(0, self.size - self.kept)
 
 
-class ReadableFile(Protocol):
-    """A file of ``size`` bytes that can be read."""
-
-    @property
-    def size(self) -> int: ...
-
-    def load(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``; all of it is in the file."""
-
-
 class OpenCheckpoint(Protocol):
     """A checkpoint that is open for reading, and stays as it is meanwhile."""
 
     @property
-    def files(self) -> Mapping[str, ReadableFile]:
+    def files(self) -> Mapping[str, OpenFile]:
         """Return the files by their names; none if it has something else, such as tables."""
 
     def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final, TypeVar
 
@@ -19,6 +20,7 @@ from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
+from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import FACTS_MAX, Added, Filed, Removed, State
 from portus.reach.mirror.writer import Freed
 from portus.reach.places.base import (
@@ -36,7 +38,6 @@ from portus.reach.places.base import (
     Verdict,
     adding,
 )
-from portus.reach.places.version import OpenVersion, opened_version
 
 Result = TypeVar("Result")
 
@@ -79,12 +80,9 @@ class MirroredVersion(StoredCheckpoint):
         self._added: Final = added
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[OpenVersion]:
-        with (
-            self._mirror.opened_as(self._added) as (reader, entry),
-            opened_version(reader, entry) as opened,
-        ):
-            yield opened
+    def opened(self) -> Iterator[OpenObjects]:
+        with self._mirror.opened(self._added) as opened:
+            yield OpenObjects(opened.files())
 
     def check(self, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of the objects of the version."""
@@ -118,8 +116,9 @@ class MirroredFile(StoredCheckpoint):
         return {"object": self.filed.name, "digest": self.filed.digest.hex()}
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[OpenObject]:
-        yield OpenObject(self._files, self.filed)
+    def opened(self) -> Iterator[OpenObjects]:
+        with contextlib.closing(self._files.open(self.filed)) as file:
+            yield OpenObjects({os.path.basename(self.filed.path): file})
 
     def check(self, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of the file."""
@@ -127,30 +126,18 @@ class MirroredFile(StoredCheckpoint):
         verdict.versions = 1
 
 
-class OpenObject:
-    """See ``OpenCheckpoint``: one file, and ``ReadableFile``: that file."""
+@dataclass(frozen=True, slots=True)
+class OpenObjects:
+    """See ``OpenCheckpoint``: files in a store."""
 
-    def __init__(self, files: MirroredFiles, filed: Filed) -> None:
-        self._mirrored: Final = files
-        self._filed: Final = filed
-
-    @property
-    def size(self) -> int:
-        return self._filed.size
-
-    @property
-    def files(self) -> Mapping[str, OpenObject]:
-        return {os.path.basename(self._filed.path): self}
-
-    def load(self, offset: int, target: memoryview) -> None:
-        self._mirrored.load(self._filed, offset, target)
+    files: Mapping[str, ObjectFile]
 
     def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
         if name not in self.files:
-            raise UsageError(f"there is no file {name!r} in {self._filed.path}")
+            raise UsageError(f"there is no file {name!r} here; there are {[*self.files]!r:.500}")
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            self._mirrored.fetch(self._filed, number, advanced)
+            self.files[name].write(number, name, advanced)
             os.fsync(number)
         finally:
             os.close(number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from portus.engine.loading.patterns import Patterns
 from portus.errors import CorruptionError, UsageError
@@ -10,6 +10,7 @@ from portus.reach.mirror.address import EXPECTED, is_store
 from portus.reach.mirror.fetching import place_of
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors, meant
+from portus.reach.mirror.objects import Added
 from portus.reach.pools import restore
 from portus.reach.pools.view import again
 
@@ -57,9 +58,17 @@ def _load(mirror: Mirror, step: int | None, names: Patterns) -> object:
         if failure is not None:
             restore.say_fallen_back(mirror.name, failure, added.step, added.commit)
         try:
-            with mirror.opened_as(added) as (reader, entry):
-                return restore.load(reader, entry, names)
+            return load_version(mirror, added, names)
         except CorruptionError as error:
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def load_version(mirror: Mirror, added: Added, names: Patterns = None, **settings: Any) -> object:
+    """Load a version of a mirror: of several files a dict, by their names. settings: those of
+    ``restore.load_files``. Raises as that and ``Mirror.opened``, and ``UsageError`` for a version
+    without files."""
+    with mirror.opened(added) as opened:
+        found = restore.load_files(opened.files(), opened.version.info, names, **settings)
+    return found if len(found) > 1 else next(iter(found.values()))

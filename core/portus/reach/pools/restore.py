@@ -147,7 +147,7 @@ def load(
     """
     with files_opened(pool, entry) as files:
         if files:
-            found = _loaded(files, entry.info, names, verify=verify, **settings)
+            found = load_files(files, entry.info, names, verify=verify, **settings)
             return found if len(files) > 1 else next(iter(found.values()))
     keep = matcher(names)
     state = _load(pool, entry, keep, verify)
@@ -238,7 +238,7 @@ def load_file_of(
     with files_opened(pool, entry, name) as files:
         if not files:
             raise CorruptionError(f"{named(entry.info)}: has no file {name!r}")
-        found = _loaded(
+        found = load_files(
             files,
             entry.info,
             None,
@@ -312,16 +312,16 @@ def restore_into(
     return Restored(current.info, missing, unexpected)
 
 
-def _loaded(
+def load_files(
     files: Mapping[str, OpenFile],
     info: VersionInfo,
     names: Patterns,
     *,
-    verify: bool,
+    verify: bool = True,
     weights_only: bool | None = None,
     map_location: Any = "cpu",
 ) -> dict[str, object]:
-    """What is in the files of a version, by their names."""
+    """What is in the files of a version, by their names. Raises as ``load``."""
     settings: dict[str, object] = {"map_location": map_location}
     if weights_only is not None:
         settings["weights_only"] = weights_only

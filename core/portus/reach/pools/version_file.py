@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.local import fetch
-from portus.engine.copying.segments import Sources, Stop
+from portus.engine.copying.segments import Column, Sources, Stop
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError
 from portus.reach.format.layout import RecordKind
@@ -49,6 +49,9 @@ class VersionFile:
         for storage, inside, size in self._spans.within(offset, length):
             found += part(self._extents_of(storage), inside, inside + size)
         return found
+
+    def announce(self, offset: Column, length: Column) -> None:
+        """Do nothing: a pool is near."""
 
     def load(self, offset: int, target: memoryview) -> None:
         for storage, inside, size in self._spans.within(offset, len(target)):

@@ -1,0 +1,292 @@
+"""``ObjectFile``: a file in a store, open for reading by ranges of its objects.
+
+What is around the storages of a file, and small storages between, is read at once and kept. Larger
+storages are read ahead, several ranges at a time, once it is known which are wanted. Nothing here
+is believed: whoever reads ranges compares the digests in the file. ``write`` compares the digests
+of the objects.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from portus.engine.copying.local import best_engine
+from portus.engine.copying.segments import Column, Digests, Segments, Sources, Stop, cut, memory
+from portus.engine.format.checksum import UNIT
+from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
+from portus.engine.spec import Extent
+from portus.errors import CorruptionError, MediumError
+from portus.reach.mirror.objects import FileObject
+from portus.reach.mirror.whole import digest_of, write_at
+from portus.reach.versions.packed import PackedFile
+from portus.reach.versions.parallel import abreast, in_any_order
+
+Load = Callable[[str, int, memoryview], None]
+"""Fills memory from a byte of an object on. Raises what a load raises."""
+
+ABREAST: Final = 4
+"""Requests that are under way at once."""
+
+_SMALL_ABREAST: Final = 16
+"""The same for requests that are small: an answer is waited for, not its bytes."""
+
+_SMALL: Final = 2 << 20
+"""Bytes of a request, on average, below which it counts as small."""
+
+_GAP: Final = 256 << 10
+"""Bytes between two ranges that are read with them, rather than ask twice."""
+
+_CHECKED: Final = 4 * UNIT
+"""Bytes in memory while they are only compared."""
+
+_Range = tuple[int, int]
+"""Of a file: its first byte, and the one behind its last."""
+
+
+class ObjectFile(ReadOnlyMedium):
+    """See the module, and ``OpenFile``. One thread at a time, but for ``read``."""
+
+    number: Final = None
+
+    def __init__(
+        self, name: str, file: PackedFile, objects: Sequence[FileObject], load: Load
+    ) -> None:
+        """Asks nothing. name: of the store, for messages. objects: ``file``, end to end."""
+        self._name: Final = name
+        self._load: Final = load
+        self.file: Final = file
+        self._objects: Final = objects
+        sizes = np.array([0, *(each.size for each in objects)], np.int64)
+        self._starts: Final[list[int]] = np.cumsum(sizes).tolist()
+        spans = file.spans()
+        is_kept = (spans.storage == len(file.length)) & (spans.length > 0) & (spans.length <= UNIT)
+        self._kept: Final = _joined(
+            zip(spans.begin[is_kept].tolist(), spans.length[is_kept].tolist(), strict=True)
+        )
+        """What is read at once."""
+        self._bytes: dict[_Range, memoryview] = {}
+        """The same, once it was read."""
+        self._ahead: _Ahead | None = None
+
+    @property
+    def info(self) -> MediumInfo:
+        return MediumInfo(MediumKind.MIRROR, self._name, 1, volatile=False, writable=False)
+
+    @property
+    def medium(self) -> ObjectFile:
+        return self
+
+    @property
+    def size(self) -> int:
+        return self.file.size
+
+    @property
+    def poisoned(self) -> bool:
+        """False: nobody stores to it."""
+        return False
+
+    def extents(self, offset: int, length: int) -> Sequence[Extent]:
+        return (Extent(offset, length),)
+
+    def announce(self, offset: Column, length: Column) -> None:
+        """Read these ranges ahead, in this order."""
+        self.close()
+        ranges = zip(offset.tolist(), length.tolist(), strict=True)
+        self._ahead = _Ahead(
+            self.read,
+            [
+                (start, min(start + UNIT, begin + size))
+                for begin, size in ranges
+                if self._kept_at(begin) is None
+                for start in range(begin, begin + size, UNIT)
+            ],
+        )
+
+    def load(self, offset: int, target: memoryview) -> None:
+        view = target.cast("B")
+        while view:
+            taken = self._take(offset, view)
+            offset, view = offset + taken, view[taken:]
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` by requests of its own. Thread-safe."""
+        number = bisect.bisect_right(self._starts, offset) - 1
+        while target:
+            inside = offset - self._starts[number]
+            part = target[: self._objects[number].size - inside]
+            self._load(self._objects[number].name, inside, part)
+            offset, target, number = offset + len(part), target[len(part) :], number + 1
+
+    def fetch(self, targets: Sources, stop: Stop) -> Digests:
+        """See ``Distant``."""
+        segments, digests = cut(targets)
+        self._expect(segments)
+        self._fill(segments, digests, stop)
+        return digests
+
+    def check(self, sources: Sources, stop: Stop) -> Digests:
+        """See ``Distant``: through memory here, since a store has no digests of its own to rely
+        on."""
+        segments, digests = cut(sources)
+        self._expect(segments)
+        room = np.empty(min(_CHECKED, segments.size), np.uint8)
+        for batch in segments.batches(_CHECKED):
+            place = room.ctypes.data + np.cumsum(batch.length) - batch.length
+            self._fill(replace(batch, address=place), digests, stop)
+        return digests
+
+    def write(self, number: int, path: str, advanced: Callable[[int], None]) -> None:
+        """Write all of it to the open and empty file ``number``, verified. path: for messages.
+        advanced: told of bytes. Raises ``CorruptionError`` if an object is not as it was sent."""
+
+        def get(start: int) -> None:
+            data = memoryview(bytearray(min(UNIT, self.size - start)))
+            self.read(start, data)
+            write_at(number, data, start, path)
+            advanced(len(data))
+
+        in_any_order(get, range(0, self.size, UNIT), ABREAST)
+        for each, start in zip(self._objects, self._starts, strict=False):
+            found = digest_of(number, each.size, path, start)
+            if found != each.digest:
+                raise CorruptionError(
+                    f"{self._name}: {each.name}: expected the digest {each.digest.hex()}, found "
+                    f"{found.hex()}"
+                )
+
+    def close(self) -> None:
+        """End what is read ahead. The store is its owner's."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _refused(self) -> MediumError:
+        return MediumError(errno.EROFS, f"{self._name}: a mirror is written by its writer alone")
+
+    def _expect(self, segments: Segments) -> None:
+        """Have these segments read ahead, unless they are."""
+        offsets = [each for each in segments.offset.tolist() if self._kept_at(each) is None]
+        if offsets and (self._ahead is None or not all(map(self._ahead.has, offsets))):
+            self.announce(segments.offset, segments.length)
+
+    def _fill(self, segments: Segments, digests: Digests, stop: Stop) -> None:
+        """Load segments to their addresses, and hash them there."""
+        columns = (segments.address, segments.offset, segments.length)
+        for address, offset, length in zip(*(each.tolist() for each in columns), strict=True):
+            stop.check()
+            self.load(offset, memory(address, length))
+        best_engine().move(segments, None, digests, stop)
+
+    def _take(self, offset: int, view: memoryview) -> int:
+        """Fill the beginning of ``view`` from ``offset``; how many bytes."""
+        kept = self._kept_at(offset)
+        if kept is not None:
+            self._read_kept()
+            return _copied(self._bytes[kept], offset - kept[0], view)
+        after = bisect.bisect(self._kept, (offset, offset))
+        if after < len(self._kept):
+            view = view[: self._kept[after][0] - offset]
+        taken = 0 if self._ahead is None else self._ahead.take(offset, view)
+        if not taken:
+            self.read(offset, view)
+        return taken or len(view)
+
+    def _kept_at(self, offset: int) -> _Range | None:
+        """What is read at once and has that byte."""
+        before = bisect.bisect(self._kept, (offset, self.size)) - 1
+        found = self._kept[before] if before >= 0 else (0, 0)
+        return found if offset < found[1] else None
+
+    def _read_kept(self) -> None:
+        def read(part: _Range) -> None:
+            room = np.empty(part[1] - part[0], np.uint8).data
+            self.read(part[0], room)
+            self._bytes[part] = room
+
+        missing = [part for part in self._kept if part not in self._bytes]
+        in_any_order(read, missing, _count(missing))
+
+
+class _Ahead:
+    """Ranges of a file that are read before they are asked for. Whoever takes them in another order
+    than they were announced gets nothing for some, and reads these otherwise."""
+
+    def __init__(self, read: Callable[[int, memoryview], None], ranges: Sequence[_Range]) -> None:
+        self._read: Final = read
+        self._ranges: Final = ranges
+        self._order: Final = sorted((each, number) for number, each in enumerate(ranges))
+        self._free: Final[list[memoryview]] = []
+        """Memory to use again."""
+        self._arriving: Final = abreast(self._arrived, ranges, _count(ranges))
+        self._now = -1
+        """The number of the range that arrived last."""
+        self._data = memoryview(b"")
+
+    def has(self, offset: int) -> bool:
+        """True if that byte is still to be taken."""
+        return self._number(offset) >= max(0, self._now)
+
+    def take(self, offset: int, view: memoryview) -> int:
+        """Fill the beginning of ``view`` from ``offset``; how many bytes, 0 if that byte was not
+        announced or is gone."""
+        number = self._number(offset)
+        while number > self._now:
+            if len(self._data):
+                self._free.append(self._data)
+            arrived = next(self._arriving, None)
+            if arrived is None:
+                return 0  # one before failed, which was raised
+            self._data, self._now = arrived, self._now + 1
+        if number < 0 or number < self._now:
+            return 0
+        start, end = self._ranges[number]
+        return _copied(self._data[: end - start], offset - start, view)
+
+    def close(self) -> None:
+        """Ask for no more, and wait until what was asked for is there."""
+        self._arriving.close()
+
+    def _number(self, offset: int) -> int:
+        """The number of the range that has a byte; -1 for none."""
+        before = bisect.bisect(self._order, ((offset, 1 << 62), 0)) - 1
+        (start, end), number = self._order[before] if before >= 0 else ((0, 0), -1)
+        return number if start <= offset < end else -1
+
+    def _arrived(self, part: _Range) -> memoryview:
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = np.empty(UNIT, np.uint8).data
+        self._read(part[0], room[: part[1] - part[0]])
+        return room
+
+
+def _joined(parts: Iterable[tuple[int, int]]) -> list[_Range]:
+    """Ranges that hold all parts (begin, length), which are in order: those near each other
+    together, unless that is more than a unit."""
+    found: list[_Range] = []
+    for begin, length in parts:
+        start, end = found[-1] if found else (0, -_GAP - 1)
+        if begin <= end + _GAP and begin + length <= start + UNIT:
+            found[-1] = start, begin + length
+        else:
+            found.append((begin, begin + length))
+    return found
+
+
+def _count(ranges: Sequence[_Range]) -> int:
+    """How many of these are read at once."""
+    size = sum(end - start for start, end in ranges)
+    return ABREAST if size >= _SMALL * len(ranges) else _SMALL_ABREAST
+
+
+def _copied(data: memoryview, start: int, view: memoryview) -> int:
+    """Fill the beginning of ``view`` from byte ``start`` of ``data``; how many bytes."""
+    part = np.frombuffer(data[start : start + len(view)], np.uint8)
+    np.frombuffer(view[: len(part)], np.uint8)[:] = part  # by numpy: it lets other threads run
+    return len(part)

@@ -1,0 +1,241 @@
+"""Files in a store, read by ranges of their objects."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from portus.engine.copying.segments import Sources, Stop
+from portus.engine.format.checksum import UNIT, digest
+from portus.engine.pipeline.draft import Labels
+from portus.errors import CorruptionError, TransportError, UsageError
+from portus.reach.mirror.fetching import fetch_version
+from portus.reach.mirror.folder import Folder
+from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.object_file import ObjectFile
+from portus.reach.mirror.objects import Added, FileObject
+from portus.reach.pools import restore
+from portus.reach.pools.mirrored import load_version
+from portus.reach.versions.packed import PackedFile
+from portus.reach.versions.pool_draft import PoolDraft
+from tests.simulation.model_store import ModelStore
+from tests.unit.mirror.test_mirror import MODEL, Run, new_pool, same
+
+MIB = 1 << 20
+
+
+class Watched(Folder):
+    """Keeps which bytes were asked for. A large request waits until so many are under way."""
+
+    def __init__(self, root: Path, together: int = 1) -> None:
+        super().__init__(str(root))
+        self.asked: list[tuple[int, int]] = []
+        self.fails_after = 1 << 62
+        self._guard = threading.Lock()
+        self._together = together
+        self._under_way = 0
+        self._met = threading.Event()
+
+    def get_range(self, name: str, start: int, into: memoryview) -> None:
+        with self._guard:
+            self.asked.append((start, into.nbytes))
+            self._under_way += into.nbytes >= MIB
+            if self._under_way >= self._together:
+                self._met.set()
+            if len(self.asked) > self.fails_after:
+                raise TransportError("the line is dead")
+        assert into.nbytes < MIB or self._met.wait(60), "one is asked for after another"
+        super().get_range(name, start, into)
+        with self._guard:
+            self._under_way -= into.nbytes >= MIB
+
+    def assert_asked_once(self, size: int) -> None:
+        """All ranges together are the ``size`` bytes of the file, without an overlap."""
+        ends = [0]
+        for start, length in sorted(self.asked):
+            assert start == ends[-1], "asked for twice, or not at all"
+            ends.append(start + length)
+        assert ends[-1] == size
+
+
+def copied(path: Path, state: dict[str, object]) -> Added:
+    """Mirror a state to the folder ``bucket``, as one file."""
+    run = Run(path, [state])
+    with contextlib.closing(run.reader):
+        mirror = Mirror(Folder(str(path / "bucket")), MODEL)
+        mirror.claim("a test", bytes(16), 0)
+        return mirror.copy(run.reader, run.entries[0].info.id, Stop()).added
+
+
+@pytest.mark.parametrize("together", [2, 4])
+def test_a_load_asks_for_each_byte_once_and_for_several_storages_together(
+    tmp_path: Path, together: int
+) -> None:
+    state: dict[str, object] = {f"{n}": torch.rand(MIB) for n in range(12)}
+    state["long"] = torch.rand(UNIT // 2)
+    state["small"] = [torch.rand(n) for n in range(30)]
+    added = copied(tmp_path, state)
+    store = Watched(tmp_path / "bucket", together)
+    assert same(load_version(Mirror(store, MODEL), added), state)
+    store.assert_asked_once(added.size)
+
+
+def test_thousands_of_small_tensors_are_asked_for_once_by_few_requests(tmp_path: Path) -> None:
+    state: dict[str, object] = {f"{n}": torch.full((9,), float(n)) for n in range(3000)}
+    added = copied(tmp_path, state)
+    store = Watched(tmp_path / "bucket")
+    assert same(load_version(Mirror(store, MODEL), added), state)
+    assert store.asked == [(0, added.size)]
+    store.asked.clear()
+    writer = new_pool()
+    with Mirror(store, MODEL).opened(added) as opened:
+        fetch_version(opened, writer)
+    assert store.asked == [(0, added.size)]
+    [entry] = writer.catalogue().entries()
+    assert same(restore.load(writer, entry), state)
+    writer.close()
+
+
+def test_of_what_is_not_wanted_no_large_storage_is_read(tmp_path: Path) -> None:
+    state: dict[str, object] = {f"{n}": torch.rand(MIB) for n in range(8)}
+    added = copied(tmp_path, state)
+    store = Watched(tmp_path / "bucket")
+    found = load_version(Mirror(store, MODEL), added, ["3", "5"])
+    assert same(found, {"3": state["3"], "5": state["5"]})
+    assert sum(length for _, length in store.asked) < 2 * 4 * MIB + 50_000
+
+
+@pytest.mark.parametrize("after", [2, 5, 12])
+def test_a_request_that_fails_ends_a_load_and_leaves_no_thread(tmp_path: Path, after: int) -> None:
+    added = copied(tmp_path, {f"{n}": torch.rand(MIB) for n in range(12)})
+    store = Watched(tmp_path / "bucket")
+    store.fails_after = after
+    before = threading.active_count()
+    with pytest.raises(TransportError, match="the line is dead"):
+        load_version(Mirror(store, MODEL), added)
+    assert threading.active_count() == before
+
+
+def made(chance: random.Random) -> tuple[bytes, PackedFile, list[FileObject]]:
+    """A file with storages and gaps of all sizes, cut into objects anywhere."""
+    offset, length, at = [], [], 0
+    for _ in range(chance.randrange(1, 8)):
+        at += chance.choice([0, 0, 1, 64, 5000, 300_000])
+        size = chance.choice([0, 1, 100, 100, 400_000, 400_000, 500_000, UNIT + 9])
+        offset.append(at)
+        length.append(size)
+        at += size
+    data = chance.randbytes(at + chance.choice([0, 10, 400_000]))
+    order = chance.sample(range(len(offset)), len(offset))
+    columns = np.array([[each[n] for n in order] for each in (offset, length)], np.int64)
+    cuts = sorted({0, len(data), *(chance.randrange(len(data) + 1) for _ in range(3))})
+    objects = [
+        FileObject(f"{start}", end - start, digest(data[start:end]))
+        for start, end in itertools.pairwise(cuts)
+    ]
+    return data, PackedFile("a", len(data), *columns), objects
+
+
+def opened(data: bytes, file: PackedFile, objects: list[FileObject]) -> ObjectFile:
+    def load(name: str, start: int, into: memoryview) -> None:
+        at = int(name) + start
+        into[:] = data[at : at + len(into)]
+
+    return ObjectFile("a store", file, objects, load)
+
+
+def test_in_whatever_order_ranges_are_announced_and_loaded_they_are_those_of_the_file(
+    seed: int, tmp_path: Path
+) -> None:
+    chance, loads = random.Random(seed), 0
+    for _ in range(6):
+        data, file, objects = made(chance)
+        with contextlib.closing(opened(data, file, objects)) as found:
+            for _ in range(8):
+                some = chance.sample(range(len(file.length)), len(file.length))
+                some = [n for n in some if file.length[n]]
+                if chance.random() < 0.4:
+                    found.announce(file.offset[some], file.length[some])
+                for n in [*some, *chance.sample(some, len(some) // 2)]:
+                    start = int(file.offset[n]) + chance.choice([0, 0, -1, 1])
+                    start = min(max(0, start), len(data) - 1)
+                    size = min(int(file.length[n]) + chance.choice([0, 0, 30]), len(data) - start)
+                    target = bytearray(size)
+                    found.load(start, memoryview(target))
+                    assert target == data[start : start + size]
+                    loads += 1
+        path = tmp_path / "whole"
+        with open(path, "w+b") as out:
+            found.write(out.fileno(), "whole", lambda _: None)
+        assert path.read_bytes() == data
+    assert loads > 50
+
+
+def test_fetch_and_check_give_the_digests_of_what_is_there(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(6):
+        data, file, objects = made(chance)
+        room = np.zeros(max(1, int(file.length.sum())), np.uint8)
+        place = room.ctypes.data + np.cumsum(file.length) - file.length
+        targets = Sources(
+            address=place, length=file.length, extent_offset=file.offset, extent_length=file.length
+        )
+        expected = [
+            digest(data[start + at : start + at + min(UNIT, length - at)])
+            for start, length in zip(file.offset.tolist(), file.length.tolist(), strict=True)
+            for at in range(0, max(1, length), UNIT)
+        ]
+        with contextlib.closing(opened(data, file, objects)) as found:
+            for call in (found.fetch, found.check):
+                assert [row.tobytes() for row in call(targets, Stop())] == expected
+        storages = zip(file.offset.tolist(), file.length.tolist(), strict=True)
+        whole = b"".join(data[start : start + length] for start, length in storages)
+        assert room[: len(whole)].tobytes() == whole
+
+
+def test_a_file_that_was_damaged_or_cut_is_not_written_without_an_error(tmp_path: Path) -> None:
+    data, file, objects = made(random.Random(3))
+    for at in (0, len(data) // 2, len(data) - 1):
+        damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with open(tmp_path / "whole", "w+b") as out, pytest.raises(CorruptionError, match="digest"):
+            opened(damaged, file, objects).write(out.fileno(), "whole", lambda _: None)
+
+
+@pytest.fixture
+def of_tables() -> Iterator[Mirror]:
+    """The mirror of one version that has no files."""
+    writer, mirror = new_pool(), Mirror(ModelStore(), MODEL)
+    storages = [np.arange(1000), np.zeros(0, np.int64), np.arange(3_000_000)]
+    lengths = np.array([each.nbytes for each in storages], np.int64)
+    draft = PoolDraft(writer, lengths)
+    draft.copy(np.arange(3), np.array([each.ctypes.data for each in storages]), Stop())
+    labels = Labels(model=MODEL, step=7, token=b"t" * 16, layout=b"some", tree=b"tables")
+    record = draft.commit(labels, None, ()).record
+    draft.release()
+    mirror.claim("a test", bytes(16), 0)
+    mirror.copy(writer, record.info.id, Stop())
+    yield mirror
+    writer.close()
+
+
+def test_a_version_without_files_is_pulled_and_an_error_says_so(of_tables: Mirror) -> None:
+    [added] = of_tables.read().versions
+    with pytest.raises(UsageError, match=r"step 7 .* has no files: portus pull brings it"):
+        load_version(of_tables, added)
+    of_tables.check(added, lambda _: None)
+    writer = new_pool()
+    with of_tables.opened(added) as opened_:
+        record = fetch_version(opened_, writer)
+    [third] = record.storage_extents(2)
+    found = np.zeros(3_000_000, np.int64)
+    writer.medium.load(third.offset, found.data.cast("B"))
+    assert np.array_equal(found, np.arange(3_000_000))
+    writer.close()
