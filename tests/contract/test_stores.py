@@ -88,7 +88,7 @@ class TestHost(StoreContract):
             return None
 
     def write_behind(self, name: str, data: bytes) -> None:
-        self.behind.put(name, [data])
+        self.behind.put(name, data)
 
 
 class TestModelStore(StoreContract):

@@ -34,7 +34,7 @@ def test_the_format_of_the_day_has_a_golden_mirror() -> None:
 def test_a_golden_mirror_holds_what_was_mirrored(path: Path, kind: str) -> None:
     golden, bucket = content(path), ModelStore()
     for name, data in golden["objects"][kind].items():
-        bucket.put(name, [bytes.fromhex(data)])
+        bucket.put(name, bytes.fromhex(data))
     key = KEY if kind == "keyed" else None
     assert list(models(bucket, key=key)) == [MODEL]
     mirror = Mirror(bucket, MODEL, key=key)

@@ -17,7 +17,7 @@ from typing import Final
 
 from portus.engine.format.checksum import digest
 from portus.errors import TransportError, UsageError
-from portus.reach.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.names import checked_name, checked_prefix, short, writable_bytes
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
 from portus.reach.mirror.pieces import WantedObject
 from portus.reach.mirror.requests import (
@@ -30,7 +30,7 @@ from portus.reach.mirror.requests import (
     PutObjects,
     Request,
 )
-from portus.reach.mirror.store import Buffer, ListedObject, MissingError
+from portus.reach.mirror.store import ListedObject, MissingError
 
 Objects = dict[str, tuple[bytes, float]]
 _WHERE: Final = "a model of a store"
@@ -52,9 +52,8 @@ class ModelStore:
         self._guard: Final = threading.Lock()
         self._is_closed = False
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, data: bytes) -> None:
         self._asked("put", name)
-        data = b"".join(bytes_of(part, _WHERE) for part in parts)
         with self._guard:
             self.objects[name] = data, self.now
 
@@ -188,7 +187,7 @@ class Unsure:
             put.done = True
 
     def _put(self, name: str, data: bytes) -> None:
-        self._change(lambda: self.bucket.put(name, [data]))
+        self._change(lambda: self.bucket.put(name, data))
 
     def _delete(self, name: str) -> None:
         self._change(lambda: self.bucket.delete([name]))

@@ -112,7 +112,6 @@ LARGE = {
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
     "reach/index/records": "encoding and decoding of each record, side by side",
-    "reach/mirror/copier: Copier": "what a host's mirror does next, under one lock",
     "reach/mirror/mirror": "one model's mirror: each use is a few lines over its requests",
     "reach/mirror/objects": "every object that a mirror may have",
     "engine/pipeline/run: Save": "the stages of one save, under one lock",
@@ -120,7 +119,6 @@ LARGE = {
     "companions/shelf/shelf: Shelf": "most methods are those of a mapping",
     "companions/shelf/store": "one transaction on a pool, from its begin to its recovery",
     "testing/contract": "the contract of a medium, shipped for others to inherit",
-    "testing/stores: StoreContract": "each method is a test of the contract",
     "reach/transport/host": "a client's connections to one host",
     "reach/transport/host: Links": "each request that any connection may take",
     "reach/transport/stream": "one framing: its two ends are read together",

@@ -32,7 +32,7 @@ from portus.reach.mirror.mirrors import Mirrors
 from portus.reach.mirror.objects import Added, Filed
 from portus.reach.mirror.whole import digest_of
 from portus.reach.places.base import StoredCheckpoint
-from portus.reach.places.mirror import claim, claim_files, retried, term_of
+from portus.reach.places.mirror import claim, retried, term_of
 from portus.reach.places.version import OpenVersion
 
 _Versions = dict[bytes, StoredCheckpoint]
@@ -189,7 +189,7 @@ def _repaired(mirror: Mirror, added: Added, local: _Versions) -> str:
 
 def _repaired_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
     try:
-        mirrored.check(filed, lambda _: None)
+        mirrored.check_file(filed, lambda _: None)
     except CorruptionError:
         if mirrored.read().file(filed.path) != filed:
             return "removed"
@@ -204,8 +204,8 @@ def _repaired_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
 
 
 def _mend_file(mirrored: MirroredFiles, filed: Filed, source: UploadedFile) -> bool:
-    claim_files(mirrored, "mirror repair")
-    return mirrored.mend(filed, source, Stop())
+    claim(mirrored, "mirror repair")
+    return mirrored.mend_file(filed, source, Stop())
 
 
 def _mend(mirror: Mirror, added: Added, found: StoredCheckpoint) -> None:

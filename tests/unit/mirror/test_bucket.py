@@ -37,7 +37,7 @@ from tests.unit.daemon.test_main import certificate
 QUICK = BucketTimeouts(connect_s=1, request_s=1, retries=0, retry_s=1)
 CANARY = "canary-5f2e9c"
 CALLS: dict[str, Callable[[Store], object]] = {
-    "put": lambda store: store.put("a", [b"x", b"y"]),
+    "put": lambda store: store.put("a", b"xy"),
     "create": lambda store: store.create("a", b"x"),
     "get": lambda store: store.get("a"),
     "get a": lambda store: store.get_range("a", 0, memoryview(bytearray(1))),
@@ -234,7 +234,7 @@ def test_contents_are_in_the_signature_unless_tls_vouches_for_them(
         thread.start()
         store = Bucket(parse("s3://bucket/runs"), QUICK)
         try:
-            store.put("a", [b"contents"])
+            store.put("a", b"contents")
             assert store.create("b", b"contents")
         finally:
             store.close()

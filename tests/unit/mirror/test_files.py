@@ -170,7 +170,7 @@ def test_what_a_superseded_writer_overwrites_is_never_taken_for_the_file(
     other.claim("another", bytes(16))
     with pytest.raises(SupersededError):
         put(files, tmp_path / "last.ckpt")
-    store.put("run/files/last.ckpt", [os.urandom(1000)])  # it was under way
+    store.put("run/files/last.ckpt", os.urandom(1000))  # it was under way
     with pytest.raises(CorruptionError, match="expected the digest"):
         fetched(other, "last.ckpt", tmp_path / "back")
 
@@ -234,10 +234,10 @@ def test_a_damaged_file_is_told(
     if damage == "missing":
         store.delete([name])
     elif damage == "short":
-        store.put(name, [bytes(data[:-1])])
+        store.put(name, bytes(data[:-1]))
     else:
         data[-1] ^= 1
-        store.put(name, [bytes(data)])
+        store.put(name, bytes(data))
     with pytest.raises(CorruptionError):
         fetched(files, "a.ckpt", tmp_path / "back")
 
@@ -276,9 +276,9 @@ def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
 ) -> None:
     made(tmp_path / "a.ckpt", 10)
     put(files, tmp_path / "a.ckpt")
-    store.put("run/files/stray.ckpt", [b"x"])
-    store.put("run/mine.txt", [b"not of Portus"])
-    store.put("files/mine.txt", [b"not of Portus"])
+    store.put("run/files/stray.ckpt", b"x")
+    store.put("run/mine.txt", b"not of Portus")
+    store.put("files/mine.txt", b"not of Portus")
     assert files.sweep() == 0
     monkeypatch.setattr("portus.reach.mirror.files.GRACE_S", -10.0)
     assert files.sweep() == 1
@@ -333,10 +333,10 @@ def test_a_check_finds_whatever_happens_to_a_file_or_to_its_digest(
     name = f"run/{said.name}{beside}"
     data = store.get(name)
     for damaged in (data[:-1], data + b"x", bytes([data[0] ^ 1]) + data[1:], b"", None):
-        store.put(name, [damaged]) if damaged is not None else store.delete([name])
+        store.put(name, damaged) if damaged is not None else store.delete([name])
         with pytest.raises(CorruptionError, match=name):
-            files.check(said, lambda _: None)
-    store.put(name, [data])
+            files.check_file(said, lambda _: None)
+    store.put(name, data)
     read: list[int] = []
-    files.check(said, read.append)
+    files.check_file(said, read.append)
     assert sum(read) == 1000

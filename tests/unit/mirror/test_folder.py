@@ -47,7 +47,7 @@ def test_a_name_is_made_after_its_bytes_are_durable_and_told_after_it_is(
     if verb == "link":
         assert store.create("log/1", b"x")
     else:
-        store.put("log/1", [b"x"])
+        store.put("log/1", b"x")
     (data,) = (number for number, each in enumerate(events) if f"fsync {root}/{PARTIAL}/" in each)
     named = events.index(f"{verb} {root}/log/1")
     assert data < named < len(events) - 1
@@ -68,7 +68,7 @@ def test_a_loser_syncs_the_directory_too(tmp_path: Path, events: list[str]) -> N
 
 
 def test_what_writers_that_were_killed_left_is_removed_after_a_day(tmp_path: Path) -> None:
-    Folder(str(tmp_path)).put("a", [b"x"])
+    Folder(str(tmp_path)).put("a", b"x")
     for name, age_s in (("old", PARTIAL_S_MAX + 60), ("young", PARTIAL_S_MAX - 60)):
         path = tmp_path / PARTIAL / name
         path.write_bytes(b"half")
@@ -76,7 +76,7 @@ def test_what_writers_that_were_killed_left_is_removed_after_a_day(tmp_path: Pat
         os.utime(path, (moment, moment))
     store = Folder(str(tmp_path))
     assert [each.name for each in store.list("")] == ["a"]
-    store.put("b", [b"x"])
+    store.put("b", b"x")
     assert os.listdir(tmp_path / PARTIAL) == ["young"]
     assert [each.name for each in store.list("")] == ["a", "b"]
 
@@ -156,17 +156,17 @@ def test_a_full_disk_or_a_server_that_is_away_keeps_no_run_from_beginning(
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UsageError, match="file"):
-        Folder(str(tmp_path / "file" / "below")).put("a", [b"x"])
+        Folder(str(tmp_path / "file" / "below")).put("a", b"x")
 
 
 def test_a_directory_that_goes_away_is_told_in_the_same_words_each_time(tmp_path: Path) -> None:
     store = Folder(str(tmp_path / "mirror"))
-    store.put("a", [b"x"])
+    store.put("a", b"x")
     (tmp_path / "mirror").rename(tmp_path / "away")
     said = set()
     for _ in range(3):
         with pytest.raises(MediumError) as failed:
-            store.put("b", [b"x"])
+            store.put("b", b"x")
         said.add(str(failed.value))
     [text] = said
     assert f"{tmp_path}/mirror/{PARTIAL}: cannot create a file in: No such file" in text

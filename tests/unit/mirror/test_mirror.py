@@ -34,7 +34,7 @@ from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror, models
 from portus.reach.mirror.objects import GONE_MAX, STRIDE, Added, Removed
 from portus.reach.mirror.pieces import ALONE
-from portus.reach.mirror.store import Buffer, ListedObject
+from portus.reach.mirror.store import ListedObject
 from portus.reach.pools import restore
 from portus.reach.pools.mirrored import load_version
 from portus.testing.hosting import serving, url
@@ -249,11 +249,11 @@ def test_what_arrived_before_a_failure_is_not_sent_again(run: Run) -> None:
     class Failing(ModelStore):
         puts_left = 2
 
-        def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        def put(self, name: str, data: bytes) -> None:
             if not self.puts_left:
                 raise TransportError("the line is dead")
             self.puts_left -= 1
-            super().put(name, parts)
+            super().put(name, data)
 
     bucket = Failing()
     mirror = Mirror(bucket, MODEL)
@@ -478,8 +478,8 @@ def test_the_models_of_a_store_are_found_by_a_list_each_and_a_long_name_by_a_rea
     names = ["a", "a-b", "a.b", "a/rank-0-of-2", "a/rank-1-of-2", "b" * 200, "z"]
     for name in names:
         Mirror(run.bucket, name).claim("a test", POOL, 0)
-        run.bucket.put(f"{name[0]}.txt", [b"somebody else's"])
-        run.bucket.put(f"{name[0]}/of-another/program", [b""])
+        run.bucket.put(f"{name[0]}.txt", b"somebody else's")
+        run.bucket.put(f"{name[0]}/of-another/program", b"")
     run.claim()
     run.copy(0)
     run.bucket.counts.clear()

@@ -131,23 +131,26 @@ class TenantMirror:
                 self.claimed(model)
             return
         for model in sorted({*own, *there}):
-            copier = self._copier(model, there.get(model, 0))
+            copier = self._made(model, there.get(model, 0))
             try:
-                copier.begin(Joined(model, self._writer))
+                copier.begin()
             except UnwritableError:
                 raise  # it is so of all models
             except UsageError as error:
                 self._refused[model] = str(error)
                 tell(logging.ERROR, "log", f"{self._tenant}: {error}")
+            else:
+                self._copiers[model] = copier
 
     def claimed(self, model: str) -> None:
         """Somebody is about to save it. Raises ``UsageError`` if it went on elsewhere."""
         why = self._refused.get(model)
         if why is not None:
             raise UsageError(why)
-        copier = self._copier(model)
-        if not copier.has_begun:
-            copier.follow(Joined(model, self._writer))
+        with self._guard:
+            if model not in self._copiers:
+                self._copiers[model] = self._made(model)
+                self._copiers[model].wake()
 
     def changed(self, changed: Collection[str]) -> None:
         """Something of these models was committed, or let go of, or what holds it."""
@@ -188,19 +191,9 @@ class TenantMirror:
         with self._guard:
             return list(self._copiers.values())
 
-    def _copier(self, model: str, newest: int | None = None) -> Copier:
-        with self._guard:
-            copier = self._copiers.get(model)
-            if copier is None:
-                copier = self._copiers[model] = Copier(
-                    self._store,
-                    self.name,
-                    model,
-                    wait_s=0,
-                    turn=self._turns,
-                    newest=newest,
-                )
-            return copier
+    def _made(self, model: str, newest: int | None = None) -> Copier:
+        joined = Joined(model, self._writer)
+        return Copier(self._store, self.name, joined, turn=self._turns, newest=newest)
 
     def _yield_space(self) -> bool:
         ended = [copier.yield_space() for copier in self._all()]

@@ -21,8 +21,8 @@ from portus.engine.media.base import MediumKind
 from portus.errors import MediumError, UsageError
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
-from portus.reach.mirror.store import Buffer, ListedObject, MissingError, Store
+from portus.reach.mirror.names import checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.store import ListedObject, MissingError, Store
 
 MEMORY: Final = "memory:"
 """How the place of a host begins whose pools are in its memory."""
@@ -41,8 +41,8 @@ class MemoryStore:
         self._names: Final[list[str]] = []
         self._objects: Final[dict[str, tuple[bytes, float]]] = {}
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        self._keep(name, b"".join(bytes_of(part, self._name) for part in parts), fresh=False)
+    def put(self, name: str, data: bytes) -> None:
+        self._keep(name, data, fresh=False)
 
     def create(self, name: str, data: bytes) -> bool:
         return self._keep(name, data, fresh=True)
@@ -129,11 +129,9 @@ class Objects:
             if not (fresh and name in self._known()):
                 self._reserve(name, len(data))
         if fresh:
-            made = self.store.create(name, data)
-        else:
-            self.store.put(name, [data])
-            made = True
-        return made
+            return self.store.create(name, data)
+        self.store.put(name, data)
+        return True
 
     def delete(self, names: Sequence[str]) -> None:
         """See ``Store.delete``."""
@@ -173,8 +171,7 @@ class _Below:
         self._objects: Final = objects
         self._prefix: Final = prefix
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        data = b"".join(bytes_of(part, name) for part in parts)
+    def put(self, name: str, data: bytes) -> None:
         self._objects.put(self._prefix + name, data, fresh=False)
 
     def create(self, name: str, data: bytes) -> bool:

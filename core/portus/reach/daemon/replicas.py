@@ -104,7 +104,7 @@ class Replica:
         if other is not None:
             for model in writer.catalogue().models:
                 if not self._has_log(model):
-                    self._made(model).follow(self._pool_of(model))
+                    self._made(model).wake()
 
     def claimed(self, model: str) -> None:
         """A client is about to save it, over one connection more. When the first one does, the
@@ -207,7 +207,7 @@ class Replica:
             return
         leader = self._made(model)
         try:
-            why_not = leader.lead(self._pool_of(model))
+            why_not = leader.lead()
         except BaseException:
             self._let_append(model)
             raise
@@ -219,12 +219,13 @@ class Replica:
             tell(logging.ERROR, "replica_away", text, tenant=self._tenant, model=model)
 
     def _made(self, model: str) -> Leader:
+        joined = _Following(model, self._writer, self._tenant)
         if self._other is None or self._has_log(model):
-            store, turn = self._objects.below(REPLICA), contextlib.nullcontext()
-            leader = Leader(store, "the log on this host", model, turn, is_home=True)
+            store, name = self._objects.below(REPLICA), "the log on this host"
+            leader = Leader(store, name, joined, contextlib.nullcontext(), is_home=True)
         else:
             store, turns = self._other.store(self._tenant), self._other.turns
-            leader = Leader(store, self.name, model, turns, is_home=False)
+            leader = Leader(store, self.name, joined, turns, is_home=False)
         with self._guard:
             self._leaders[model] = leader
         return leader
@@ -240,9 +241,6 @@ class Replica:
     def _let_append(self, model: str) -> None:
         with self._placing:
             self._led.discard(prefix_of(model))
-
-    def _pool_of(self, model: str) -> _Following:
-        return _Following(model, self._writer, self._tenant)
 
     def _lock_of(self, model: str) -> threading.Lock:
         with self._guard:
@@ -266,7 +264,7 @@ class _Following(Follower):
 
     def shed(self, versions: Collection[VersionInfo]) -> None:
         steps = ", ".join(str(info.step) for info in versions)
-        text = f"{self._tenant}: model {self._model!r}: steps {steps} do not count any more"
+        text = f"{self._tenant}: model {self.model!r}: steps {steps} do not count any more"
         tell(logging.WARNING, "retired", f"{text}: it went on elsewhere meanwhile")
         self.writer.retire({info.id for info in versions})
 

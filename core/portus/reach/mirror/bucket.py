@@ -3,10 +3,6 @@
 Theory. obstore waits in Rust, and nothing of Python ends that. So each call is a task of an event
 loop, in a thread of the store's own: ``close`` cancels the tasks, which drops their requests.
 
-A buffer that obstore was given is not copied; what it holds when it goes over the wire is what is
-stored. A request that was given up may go on for a moment, so ``put`` gives each part as a view of
-its own, and returns when no view is held any more.
-
 S3 lets a signature have the SHA-256 of what is sent, which costs three times what sending it does.
 TLS vouches for the same bytes, so it is left out there; plain HTTP has nothing else.
 
@@ -20,7 +16,6 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-import time
 import weakref
 from collections.abc import (
     AsyncIterator,
@@ -43,14 +38,13 @@ from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, meant
 from portus.reach.mirror.names import (
-    bytes_of,
     checked_name,
     checked_prefix,
     is_name,
     short,
     writable_bytes,
 )
-from portus.reach.mirror.store import Buffer, ListedObject
+from portus.reach.mirror.store import ListedObject
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -58,8 +52,6 @@ if TYPE_CHECKING:
 PAGE_ENTRIES: Final = 1000
 """Of a list: what one request brings, at S3."""
 
-_RELEASE_S_MAX: Final = 60.0
-_RELEASE_POLL_S: Final = 0.002
 _SINGLY: Final = (StoreKind.GOOGLE, StoreKind.AZURE)
 """A missing object is an error of these, which ends a deletion of many."""
 
@@ -113,10 +105,9 @@ class Bucket:
     def __repr__(self) -> str:
         return f"Bucket({str(self._address)!r})"
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, data: bytes) -> None:
         path = checked_name(name, self._address)
-        views = [bytes_of(part, self._address) for part in parts]
-        self._ask("put", name, lambda: self._put(path, views))
+        self._ask("put", name, lambda: self._put(path, data))
 
     def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
         path = checked_name(name, self._address)
@@ -224,15 +215,8 @@ class Bucket:
         waited = self._patience.connect_s, self._patience.request_s
         return meant(error, FailedCall(self._address, operation, name, *waited))
 
-    async def _put(self, path: str, views: Sequence[memoryview]) -> None:
-        if self._address.kind is StoreKind.MEMORY:  # it would keep the buffers themselves
-            await self._obstore.put_async(self._store, path, b"".join(views), use_multipart=False)
-            return
-        given = views[0] if len(views) == 1 else list(views)
-        try:
-            await self._obstore.put_async(self._store, path, given, use_multipart=False)
-        finally:
-            await _released(views)
+    async def _put(self, path: str, data: bytes) -> None:
+        await self._obstore.put_async(self._store, path, data, use_multipart=False)
 
     async def _put_stream(self, path: str, parts: Iterable[bytes], size: int) -> None:
         """Upload an object in several parts, which become one object once all of them are there."""
@@ -309,24 +293,6 @@ async def _next_page(stream: Any) -> Sequence[Any]:
     except StopAsyncIteration:
         return ()
     return page
-
-
-async def _released(views: Sequence[memoryview]) -> None:
-    """Wait until nobody holds a buffer of ours any more."""
-    until = time.monotonic() + _RELEASE_S_MAX
-    for view in views:
-        while not _release(view):
-            if time.monotonic() > until:
-                raise RuntimeError("obstore holds memory of a request that has ended")
-            await asyncio.sleep(_RELEASE_POLL_S)
-
-
-def _release(view: memoryview) -> bool:
-    try:
-        view.release()
-    except BufferError:
-        return False
-    return True
 
 
 def _several(paths: Sequence[str]) -> str:

@@ -1,5 +1,5 @@
 """The copier of a mirror: what is committed to a pool is copied behind whoever saves, and a pool
-that is new is filled from the mirror. Runs have one each, storage hosts one for each model.
+that is new is filled from the mirror. Storage hosts have one for each model.
 
 There is one thread. It copies the newest version that is not mirrored yet, then older ones, as long
 as the pool has them. What it copies it pins, as any reader does; a save that finds no room has it
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -52,35 +52,27 @@ class Copier(Behind):
     """Copies what is committed of one model to its mirror. Thread-safe but for ``begin``."""
 
     _advice = (
-        "To resume from the mirror, move this pool away; to resume from here, use another mirror, "
-        "or mirror='none'"
+        "To resume from the mirror, move this pool away; to resume from here, use another mirror"
     )
-    _instead = "or name another mirror"
-    """What else to do about a mirror that cannot be written."""
 
     def __init__(
         self,
         store: Store,
         address: str,
-        model: str,
+        joined: Joined,
         *,
-        wait_s: float,
         turn: AbstractContextManager[object] = _AT_ANY_TIME,
         newest: int | None = None,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
-        """Take the parameters of ``Behind``, and some more. turn: entered while it copies, for
-        several that share a store. newest: as for ``Mirror``."""
-        super().__init__(store, address, model, wait_s=wait_s, pause_max_s=pause_max_s)
+        """Take the parameters of ``Behind``, and some more. joined: the pool to copy from. turn:
+        entered while it copies, for several that share a store. newest: as for ``Mirror``."""
+        super().__init__(store, address, joined.model, wait_s=0, pause_max_s=pause_max_s)
+        self._joined: Final = joined
         self._turn: Final = turn
         self._mirror: Final = Mirror(
-            self._store,
-            model,
-            key=configured_key(),
-            name=self.address,
-            newest=newest,
+            store, joined.model, key=configured_key(), name=address, newest=newest
         )
-        self._joined: Joined | None = None
         self._collecting: Stop | None = None
         self._collected_s: float | None = None
         """When it was tried last, here or by who had the term before; None: not yet asked."""
@@ -92,89 +84,63 @@ class Copier(Behind):
 
     # Before the first save.
 
-    def begin(self, joined: Joined) -> None:
-        """Copy from the pool ``joined`` from now on. Blocks while versions are fetched.
+    def begin(self) -> None:
+        """Fill the pool if it is behind, claim the mirror, and copy from now on. Once, or ``wake``
+        does it later, for a mirror that has nothing of this model, or cannot be asked. Blocks
+        while versions are fetched.
 
         Raises ``UsageError`` if the pool's history continued elsewhere, for wrong credentials and
         the like, and if the mirror may be read, not written; ``TransportError`` if the store cannot
         be asked and the pool is empty: then nobody knows if there is something to continue from.
         """
-        if self._joined is None:
-            self._begin(joined)
-        self.follow(joined)
-
-    @property
-    def has_begun(self) -> bool:
-        """True once there is a pool that is copied."""
-        return self._joined is not None
-
-    def follow(self, joined: Joined) -> None:
-        """Copy from ``joined`` as ``begin`` does, but ask nobody: for a mirror that has nothing of
-        this model, or cannot be asked."""
-        with self._changed:
-            self._joined = joined
-            if self._copying is not None:
-                self._copying.set()
-        self.wake()
-
-    def _begin(self, joined: Joined) -> None:
+        joined = self._joined
         own = joined.infos()
         try:
             state = self._mirror.read()
             newest = state.newest
-            if newest is not None and self._is_behind(state, newest, joined, own):
-                self._fill(state, joined)
+            if newest is not None and self._is_behind(state, newest, own):
+                self._fill(state)
                 joined.since = joined.writer.catalogue().root.sequence
         except (TransportError, MediumError) as error:
             if not own:
                 raise
             self._say(error)
         else:
-            self._claim_once(joined, state)
+            self._written()
+        self.wake()
 
-    def _claim_once(self, joined: Joined, state: State) -> None:
-        """Claim it for the run that begins, unless it did so already for this pool, as ``state``
-        says. Raises as ``_written``."""
-        uuid, own = joined.writer.superblock.uuid, self._mirror.state
-        if self._mirror.is_claimed and state.writer == own.writer and own.terms[-1].pool == uuid:
-            self._claimed(joined)
-        else:
-            self._written(lambda: self._claim(joined))
-
-    def _written(self, claim: Callable[[], object]) -> None:
+    def _written(self) -> None:
         """The first write to the mirror. Raises ``UsageError`` if that is not allowed. If the store
         does not answer, or is full, the thread tries again."""
         try:
-            claim()
+            self._claim()
         except (TransportError, MediumError) as error:
             self._say(error)
         except UnwritableError as error:
             raise UnwritableError(
                 f"{self.address}: nothing can be mirrored there: {READ_ALONE}: {error}. Expected "
-                f"a mirror that this process may write to: give it that right, {self._instead}"
+                "a mirror that this process may write to: give it that right, or name another "
+                "mirror"
             ) from error
 
-    def _is_behind(
-        self, state: State, newest: Added, joined: Joined, own: Sequence[VersionInfo]
-    ) -> bool:
+    def _is_behind(self, state: State, newest: Added, own: Sequence[VersionInfo]) -> bool:
         """True if the pool is to be filled from the mirror. Raises ``UsageError`` if it has what
         the mirror has not, of a history that was left behind."""
-        if not joined.is_behind(state, own):
+        if not self._joined.is_behind(state, own):
             return False
         if {info.token for info in own} <= {each.token for each in state.versions}:
             return True  # it has nothing of its own
-        raise self._elsewhere(newest, joined, own)
+        raise self._elsewhere(newest, own)
 
-    def _elsewhere(
-        self, newest: Added, joined: Joined, own: Sequence[VersionInfo]
-    ) -> ElsewhereError:
+    def _elsewhere(self, newest: Added, own: Sequence[VersionInfo]) -> ElsewhereError:
         return ElsewhereError(
-            f"{joined.name}: model {self._model!r} went on elsewhere: the newest that "
+            f"{self._joined.name}: model {self._model!r} went on elsewhere: the newest that "
             f"{self.address} has is step {newest.step}, of another pool, and the newest here "
             f"is step {own[-1].step if own else None}. {self._advice}"
         )
 
-    def _fill(self, state: State, joined: Joined) -> None:
+    def _fill(self, state: State) -> None:
+        joined = self._joined
         found = missing(state, joined.infos())
         if found:
             _log.warning(
@@ -189,11 +155,6 @@ class Copier(Behind):
         self._unread.update({each.token for each in found} - {each.token for each in done})
 
     # While it saves.
-
-    def wake(self) -> None:
-        """Wake the thread, as ``Behind.wake`` does; do nothing before there is a pool."""
-        if self._joined is not None:
-            super().wake()
 
     def yield_space(self) -> bool:
         """A save finds no room: end the upload, whose version may hold some. True if there was one;
@@ -215,16 +176,10 @@ class Copier(Behind):
                 self._collecting.set()  # the next run does that
         super().finish(wait_s)
 
-    def ended(self) -> None:
-        """Return when the thread has ended, as ``Behind.ended`` does; then no pool is joined."""
-        super().ended()
-        self._joined = None
-
     def unmirrored(self) -> list[VersionInfo]:
         """The versions of the pool that are not mirrored, oldest commit first."""
-        joined = self._joined
         there = {each.token for each in self._mirror.state.versions}
-        return [each for each in (joined.infos() if joined else ()) if each.token not in there]
+        return [each for each in self._joined.infos() if each.token not in there]
 
     def _left(self) -> str:
         """What is not mirrored, in words; nothing if all is."""
@@ -239,35 +194,30 @@ class Copier(Behind):
     # The thread.
 
     def _catch_up(self) -> None:
-        joined = self._joined
-        assert joined is not None
         with self._turn:
-            self._catch_up_with(joined)
+            self._mirror_all()
 
     def _passed_by(self) -> None:
-        joined = self._joined
-        if joined is not None:
-            joined.since = joined.writer.catalogue().root.sequence
+        self._joined.since = self._joined.writer.catalogue().root.sequence
 
-    def _catch_up_with(self, joined: Joined) -> None:
-        """Mirror what is not there, until all is."""
-        if not (joined.is_claimed and self._mirror.is_claimed):
-            self._claim(joined)
+    def _mirror_all(self) -> None:
+        if not self._mirror.is_claimed:
+            self._claim()
         while True:  # ends: each turn but the last mirrors something
-            state, infos = self._mirror.state, joined.infos()
+            state, infos = self._mirror.state, self._joined.infos()
             there = {each.token for each in state.versions} | self._skipped
             missing = [info for info in infos if info.token not in there]
             new = missing[-1] if missing else None
             facts = self._facts(state, infos)
             if new is not None:
-                self._copy(joined, new, facts)
+                self._copy(new, facts)
             elif facts:
                 self._mirror.note(facts)
             else:
-                self._collect(joined)
+                self._collect()
                 return
 
-    def _collect(self, joined: Joined) -> None:
+    def _collect(self) -> None:
         """All is mirrored: once a day, by the clocks of those who had the term, mend what the store
         lost, and delete what nobody needs any more. Whether that can be done changes nothing of
         what is mirrored; so what fails is tried a day later."""
@@ -280,7 +230,7 @@ class Copier(Behind):
                 return
             self._collecting = stop
         try:
-            self._mend(joined)
+            self._mend()
             self._mirror.collect(stop=stop)
             self._uncollected = ""
         except (SupersededError, StoppedError):
@@ -304,7 +254,8 @@ class Copier(Behind):
         age_s = (time.time_ns() - self._mirror.state.collected_ns) / 1e9
         return now_s - age_s if 0 <= age_s < _COLLECT_S else None
 
-    def _mend(self, joined: Joined) -> None:
+    def _mend(self) -> None:
+        joined = self._joined
         for added in self._mirror.suspects():
             info = next((each for each in joined.infos() if each.token == added.token), None)
             if info is None:
@@ -314,7 +265,7 @@ class Copier(Behind):
                     self.address,
                 )
                 continue
-            with self._uploading_of(joined) as stop:
+            with self._uploading() as stop:
                 count = self._mirror.mend(added, joined.reader_of(info), info.id, stop)
             if count:
                 _log.error(
@@ -323,41 +274,31 @@ class Copier(Behind):
                     self.address,
                 )
 
-    def _claim(self, joined: Joined) -> None:
+    def _claim(self) -> None:
         """Raises ``ElsewhereError`` if the mirror is ahead of the pool: what it has would go. The
         store may not have answered when the pool was joined."""
-        state, own = self._mirror.read(), joined.infos()
-        if state.newest is not None and joined.is_behind(state, own):
-            raise self._elsewhere(state.newest, joined, own)
-        self._take_term(joined)
+        state, own = self._mirror.read(), self._joined.infos()
+        if state.newest is not None and self._joined.is_behind(state, own):
+            raise self._elsewhere(state.newest, own)
+        self._take_term()
 
-    def _take_term(self, joined: Joined, at: int | None = None) -> None:
+    def _take_term(self, at: int | None = None) -> None:
+        joined = self._joined
         self._mirror.claim(who(), joined.writer.superblock.uuid, joined.since, at=at)
-        self._claimed(joined)
-
-    def _claimed(self, joined: Joined) -> None:
-        joined.is_claimed, self._collected_s = True, None
+        self._collected_s = None
         newest = self._mirror.state.newest
         if newest is not None:
             self._mirrored_ns = max(self._mirrored_ns, newest.time_ns)
 
-    def _copy(self, joined: Joined, info: VersionInfo, facts: Sequence[Fact]) -> None:
+    def _copy(self, info: VersionInfo, facts: Sequence[Fact]) -> None:
         try:
-            with self._uploading_of(joined) as stop:
-                self._mirror.copy(joined.reader_of(info), info.id, stop, facts)
+            with self._uploading() as stop:
+                self._mirror.copy(self._joined.reader_of(info), info.id, stop, facts)
             self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
             self._has_copied = True
         except CorruptionError as error:
             self._skipped.add(info.token)
             _log.error("portus: step %d is not mirrored: %s", info.step, error)
-
-    @contextlib.contextmanager
-    def _uploading_of(self, joined: Joined) -> Iterator[Stop]:
-        """``_uploading``, unless the run goes on in another pool."""
-        with self._uploading() as stop:
-            if joined is not self._joined:
-                raise StoppedError("the run continues in another pool")
-            yield stop
 
     def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
         """What is to be said besides: which versions go."""
@@ -370,11 +311,10 @@ class Joined:
     """A pool that versions of a model are copied from."""
 
     def __init__(self, model: str, writer: PoolWriter) -> None:
+        self.model: Final = model
         self.writer: Final = writer
         self.since = writer.catalogue().root.sequence
         """Its newest commit when it was joined."""
-        self.is_claimed = False
-        self._model: Final = model
 
     @property
     def name(self) -> str:
@@ -388,12 +328,8 @@ class Joined:
 
     def infos(self) -> list[VersionInfo]:
         """The versions of the model, oldest commit first."""
-        listed = self.writer.catalogue().models.get(self._model)
+        listed = self.writer.catalogue().models.get(self.model)
         return [entry.info for entry in listed.versions] if listed else []
-
-    def has_pool(self, uuid: bytes) -> bool:
-        """True if it is this one."""
-        return self.writer.superblock.uuid == uuid
 
     def reader_of(self, info: VersionInfo) -> PoolReader:
         """The pool, if it has this version. Raises ``StaleError``."""

@@ -28,10 +28,8 @@ from portus.reach.mirror.objects import (
     QUOTED,
     Filed,
     FileObject,
-    State,
     Unfiled,
     file_name,
-    prefix_of,
 )
 from portus.reach.mirror.opening import configured_key
 from portus.reach.mirror.store import FileStore, MissingError
@@ -62,38 +60,13 @@ class UploadedFile:
         )
 
 
-class MirroredFiles:
-    """See the module. Whoever made the store closes it. One thread at a time.
-
-    All raise what the store raises, and as ``Mirror``.
-    """
+class MirroredFiles(Mirror):
+    """See the module. One thread at a time. All raise as those of ``Mirror`` do."""
 
     def __init__(self, store: FileStore, model: str, name: str) -> None:
         """Asks nothing. name: of the store, for messages."""
-        self._store: Final = store
-        self._prefix: Final = prefix_of(model)
-        self._name: Final = name
-        self._mirror: Final = Mirror(store, model, key=configured_key(), name=name)
-
-    @property
-    def state(self) -> State:
-        """What the log said when this object last claimed it or said something."""
-        return self._mirror.state
-
-    @property
-    def is_claimed(self) -> bool:
-        """True from a claim until it was found to be superseded."""
-        return self._mirror.is_claimed
-
-    def read(self) -> State:
-        """Return what the log says now."""
-        return self._mirror.read()
-
-    def claim(self, who: str, run: bytes, *, passing: bool = False) -> State:
-        """Claim the mirror: from now on only what this process says counts. run: 16 bytes, the
-        identity of the run on this machine. passing: until a run that mirrors there takes it
-        back."""
-        return self._mirror.claim(who, run, 0, passing=passing)
+        super().__init__(store, model, key=configured_key(), name=name)
+        self._files: Final = store
 
     def upload(
         self, path: str, file: UploadedFile, step: int, stop: Stop, *, term: int | None = None
@@ -104,7 +77,7 @@ class MirroredFiles:
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file was written to meanwhile.
         """
-        self._mirror.require()
+        self.require()
         replaced = self.state.file(path)
         name = file_name(path, "" if replaced is None else replaced.name)
         size = file.size
@@ -118,7 +91,7 @@ class MirroredFiles:
                 yield data
                 stop.add(len(data))
 
-        sent = put_file(self._store, self._prefix + name, pieces(), size)
+        sent = put_file(self._files, self._prefix + name, pieces(), size)
         if not file.is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         return Filed(
@@ -139,7 +112,7 @@ class MirroredFiles:
         self._say([*files, *map(Unfiled, gone)])
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
-    def mend(self, filed: Filed, file: UploadedFile, stop: Stop) -> bool:
+    def mend_file(self, filed: Filed, file: UploadedFile, stop: Stop) -> bool:
         """Upload again a file that is not there as it was uploaded; ``file`` has its bytes. False
         if it does not count any more. It is uploaded twice: what counts is never written over, and
         in the end it has its name again. Raises as ``upload``, and ``StaleError`` if the bytes are
@@ -159,7 +132,7 @@ class MirroredFiles:
         """Say that the link at ``path`` leads to ``target``, which is relative to it."""
         before = self.state.file(path)
         said = Filed(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
-        self._mirror.note([said])
+        self.note([said])
         if before is not None and not before.link:
             self._sweep_away([before.name])
 
@@ -198,25 +171,25 @@ class MirroredFiles:
             try:
                 self._store.get_range(self._prefix + name, start, into)
             except MissingError as error:
-                raise CorruptionError(f"{self._name}: {name} is missing") from error
+                raise CorruptionError(f"{self.name}: {name} is missing") from error
 
-        return ObjectFile(self._name, own, objects, load)
+        return ObjectFile(self.name, own, objects, load)
 
     def fetch(self, filed: Filed, number: int, advanced: Callable[[int], None]) -> None:
         """Write a file into the open and empty file ``number``, as ``ObjectFile.write`` does."""
         self.open(filed).write(number, filed.path, advanced)
 
-    def check(self, filed: Filed, advanced: Callable[[int], None]) -> None:
+    def check_file(self, filed: Filed, advanced: Callable[[int], None]) -> None:
         """Read all of a file, and what is beside it. Raises ``CorruptionError`` if one of them is
         not there as it was uploaded."""
         name = self._prefix + filed.name
-        with named(self._name):
+        with named(self.name):
             check_file(self._store, name, filed.size, filed.digest, advanced)
 
     def _say(self, facts: Sequence[Filed | Unfiled]) -> None:
         """Note facts, by one entry of the log if it has room."""
         for start in range(0, len(facts), FACTS_MAX):
-            self._mirror.note(facts[start : start + FACTS_MAX])
+            self.note(facts[start : start + FACTS_MAX])
 
     def _sweep_away(self, names: Sequence[str]) -> None:
         """Delete what does not count any more. What fails is done by ``sweep``, a day later."""

@@ -22,14 +22,13 @@ from portus.engine.media.file_calls import file_error
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.media.local import LocalFiles
 from portus.reach.mirror.names import (
-    bytes_of,
     checked_name,
     checked_prefix,
     is_name,
     short,
     writable_bytes,
 )
-from portus.reach.mirror.store import Buffer, ListedObject, MissingError
+from portus.reach.mirror.store import ListedObject, MissingError
 
 PARTIAL: Final = ".partial"
 """Below the root: what is being written."""
@@ -68,10 +67,10 @@ class Folder:
     def __repr__(self) -> str:
         return f"Folder({self._root!r})"
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        self.put_stream(name, [bytes_of(part, self) for part in parts], 0)
+    def put(self, name: str, data: bytes) -> None:
+        self.put_stream(name, [data], len(data))
 
-    def put_stream(self, name: str, parts: Iterable[Buffer], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
         with self._translated():
             target = self._path(name)
             with self._written(parts) as partial:
@@ -155,7 +154,7 @@ class Folder:
         return os.path.join(self._root, checked_name(name, self))
 
     @contextlib.contextmanager
-    def _written(self, parts: Iterable[Buffer]) -> Iterator[str]:
+    def _written(self, parts: Iterable[bytes]) -> Iterator[str]:
         """A file of ``parts``, synced, under a name that is gone at the end."""
         home = os.path.join(self._root, PARTIAL)
         is_first = home not in self._safe
@@ -269,7 +268,7 @@ def _make_directory(path: str) -> None:
         os.mkdir(path)
 
 
-def _write(number: int, parts: Iterable[Buffer]) -> None:
+def _write(number: int, parts: Iterable[bytes]) -> None:
     for part in parts:
         view, done = memoryview(part), 0
         while done < len(view):

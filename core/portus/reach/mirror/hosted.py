@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from portus.errors import StaleError, TransportError, UsageError
-from portus.reach.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
-from portus.reach.mirror.store import Buffer, ListedObject, MissingError
+from portus.reach.mirror.names import checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.store import ListedObject, MissingError
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import ProtocolError, Said, column
@@ -46,10 +46,8 @@ class HostStore:
         self._used: Final[set[Link]] = set()
         self._closed = False
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        only = parts[0] if len(parts) == 1 else None
-        data = [bytes_of(part, self._address) for part in parts]
-        self._place(name, only if isinstance(only, bytes) else b"".join(data), fresh=False)
+    def put(self, name: str, data: bytes) -> None:
+        self._place(name, data, fresh=False)
 
     def create(self, name: str, data: bytes) -> bool:
         return self._place(name, data, fresh=True)

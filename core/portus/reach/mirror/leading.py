@@ -52,21 +52,22 @@ class Leader(Copier):
         self,
         store: Store,
         name: str,
-        model: str,
+        joined: Follower,
         turn: AbstractContextManager[object],
         *,
         is_home: bool,
     ) -> None:
         """name: of the host that has the log. is_home: it is this host: whatever it told of is
         in the log, so what else its pool has does not count."""
-        super().__init__(store, name, model, wait_s=0, turn=turn, pause_max_s=PAUSE_MAX_S)
+        super().__init__(store, name, joined, turn=turn, pause_max_s=PAUSE_MAX_S)
+        self._following: Final = joined
         self.is_home: Final = is_home
         self.why_over = ""
         """Why nothing that is committed here counts any more; empty while it may."""
         self._is_wanted = False
         self._tries = 0
 
-    def lead(self, joined: Follower) -> str:
+    def lead(self) -> str:
         """Take the lead before the claim is granted. Return "" if the term is taken; else why the
         log cannot be asked: the pool has versions, and the term is taken once the log answers.
 
@@ -75,17 +76,17 @@ class Leader(Copier):
         to be behind; ``BusyError`` if somebody saves the model at the other host.
         """
         self._is_wanted = True
-        own = joined.infos()
+        own = self._joined.infos()
         try:
             state = self._mirror.read()
         except TransportError as error:
             if not own:
                 raise
-            self.follow(joined)
+            self.wake()
             return str(error)
-        while not self._has_led(joined, state):
+        while not self._has_led(state):
             state = self._mirror.read()
-        self.follow(joined)
+        self.wake()
         return ""
 
     def told(self, token: bytes) -> None:
@@ -117,8 +118,9 @@ class Leader(Copier):
         if self.why_over:
             raise StaleError(self.why_over)
 
-    def _has_led(self, joined: Follower, state: State) -> bool:
+    def _has_led(self, state: State) -> bool:
         """False if somebody else said something meanwhile."""
+        joined = self._following
         newest, own = state.newest, joined.infos()
         if newest is not None and joined.is_behind(state, own):
             there = {each.token for each in state.versions}
@@ -128,10 +130,10 @@ class Leader(Copier):
                 raise StaleError(self._went_on(state, newest, foreign))
             if foreign:
                 joined.shed(foreign)
-            self._fill(state, joined)
+            self._fill(state)
         joined.since = joined.writer.catalogue().root.sequence
         try:
-            self._take_term(joined, at=state.number)
+            self._take_term(at=state.number)
         except StaleError:
             return False
         except BusyError as error:
@@ -150,22 +152,22 @@ class Leader(Copier):
             f"{self._model}@STEP --force` each"
         )
 
-    def _claim(self, joined: Joined) -> None:
+    def _claim(self) -> None:
         """Take the term on the thread: the log could not be asked when the model was claimed, or
         nobody has claimed it yet."""
-        state, own = self._mirror.read(), joined.infos()
+        state, own, joined = self._mirror.read(), self._joined.infos(), self._joined
         uuid = joined.writer.superblock.uuid
         if state.newest is not None and joined.is_behind(state, own):
-            raise self._elsewhere(state.newest, joined, own)
+            raise self._elsewhere(state.newest, own)
         if not self._is_wanted and state.terms and state.terms[-1].pool != uuid:
             raise ElsewhereError(
                 f"model {self._model!r} was saved last by {state.who}; it is copied from here once "
                 "somebody claims it here"
             )
-        self._take_term(joined, at=state.number)
+        self._take_term(at=state.number)
 
-    def _take_term(self, joined: Joined, at: int | None = None) -> None:
-        super()._take_term(joined, at)
+    def _take_term(self, at: int | None = None) -> None:
+        super()._take_term(at)
         with self._changed:
             self._changed.notify_all()
 

@@ -136,14 +136,21 @@ class Mirror:
         return state
 
     def claim(
-        self, who: str, pool: bytes, commit: int, *, passing: bool = False, at: int | None = None
+        self,
+        who: str,
+        pool: bytes,
+        commit: int = 0,
+        *,
+        passing: bool = False,
+        at: int | None = None,
     ) -> State:
         """Take the term; whoever had it is superseded.
 
-        When a run is opened, before its first commit; when its pool has a successor; and again
-        after ``SupersededError`` with ``passing``. who: for messages. pool, commit: the identity of
-        the pool, and its newest commit. passing: to remove and to collect alone. at: the number of
-        the log's newest entry, as the caller read it; raises ``StaleError`` if there are others.
+        When a run is opened, before its first commit; and again after ``SupersededError`` with
+        ``passing``. who: for messages. pool, commit: the identity of the pool, and its newest
+        commit; or the identity of a run of files. passing: to remove and to collect alone. at: the
+        number of the log's newest entry, as the caller read it; raises ``StaleError`` if there are
+        others.
         """
         claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
         writer = os.urandom(WRITER_SIZE)
@@ -340,7 +347,7 @@ class Mirror:
         def put_one(put: PutObject) -> None:
             name = self._prefix + put.name
             if isinstance(put.content, bytes):
-                self._store.put(name, [put.content])
+                self._store.put(name, put.content)
             else:
                 assert source is not None
                 put.content.there = source.put(put.content, name, self._store)
@@ -440,7 +447,7 @@ class _Source:
             sent = put_file(store, name, _in_parts(self._bytes(wanted)), wanted.size)
         else:
             data = b"".join(self._bytes(wanted))
-            store.put(name, [data])
+            store.put(name, data)
             sent = digest(data)
         self.objects += 1
         self.put_bytes += wanted.size

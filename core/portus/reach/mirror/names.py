@@ -6,7 +6,6 @@ import re
 from typing import Final
 
 from portus.errors import CorruptionError, UsageError
-from portus.reach.mirror.store import Buffer
 
 NAME_SIZE_MAX: Final = 900
 """Less than the least that a store allows (1,024 bytes, Google and S3), for the prefix."""
@@ -38,21 +37,14 @@ def checked_prefix(prefix: str, where: object) -> str:
     return checked_name(prefix[:-1], where)
 
 
-def bytes_of(part: Buffer, where: object) -> memoryview:
-    """A view of ``part``, of its own. Raises ``UsageError`` for memory with gaps."""
-    view = memoryview(part)
-    if not view.c_contiguous:
-        raise UsageError(f"{where}: expected contiguous memory, found strides {view.strides}")
-    return view.cast("B")
-
-
 def writable_bytes(into: memoryview, start: int, where: object) -> memoryview:
     """A view of ``into``, of its own, to be filled from byte ``start`` of an object on. Raises
     ``UsageError``."""
-    view = bytes_of(into, where)
-    if view.readonly or start < 0:
-        raise UsageError(f"{where}: expected memory to write to, and an offset of 0 or more")
-    return view
+    if into.readonly or not into.c_contiguous or start < 0:
+        raise UsageError(
+            f"{where}: expected memory to write to, without gaps, and an offset of 0 or more"
+        )
+    return into.cast("B")
 
 
 def short(what: str, start: int, expected: int, found: int) -> CorruptionError:

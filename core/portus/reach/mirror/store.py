@@ -28,9 +28,6 @@ from typing import Protocol, runtime_checkable
 
 from portus.errors import PortusError, UsageError
 
-Buffer = bytes | bytearray | memoryview
-"""Contiguous bytes; a view is of unsigned bytes, in one dimension."""
-
 
 class MissingError(PortusError):
     """An error: the store has no object of that name."""
@@ -53,14 +50,12 @@ class ListedObject:
 class Store(Protocol):
     """See the module. Whoever opened it closes it."""
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Make ``parts``, end to end, the object of that name, whatever it was before. The caller
-        leaves them as they are until this returns or raises."""
+    def put(self, name: str, data: bytes) -> None:
+        """Make ``data`` the object of that name, whatever it was before."""
 
     def create(self, name: str, data: bytes) -> bool:
         """The same, if there is no such object yet; False, and nothing changes, if there is one. It
-        may be what an earlier, or a repeated, request of the same caller made. For small ones: what
-        is sent is held in memory."""
+        may be what an earlier, or a repeated, request of the same caller made."""
 
     def get(self, name: str) -> bytes:
         """All of an object."""
@@ -87,5 +82,6 @@ class FileStore(Store, Protocol):
     """A store of objects of any size."""
 
     def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
-        """Make ``parts`` an object, as ``put`` does, but ask for each part when it is needed; about
-        ``size`` bytes in all. What asking raises is raised, and nothing has changed then."""
+        """Make ``parts``, end to end, an object, as ``put`` does, but ask for each part when it is
+        needed; about ``size`` bytes in all. What asking raises is raised, and nothing has changed
+        then."""

@@ -29,7 +29,7 @@ def put_file(store: FileStore, name: str, parts: Iterable[bytes], size: int) -> 
             yield part
 
     store.put_stream(name, hashed(), size)
-    store.put(name + DIGEST_SUFFIX, [digest_line(name, hasher.digest())])
+    store.put(name + DIGEST_SUFFIX, digest_line(name, hasher.digest()))
     return hasher.digest()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,6 +14,7 @@ from portus.engine.spec import VersionInfo
 from portus.errors import PortusError, UsageError
 from portus.reach.index.place import Place
 from portus.reach.mirror.address import StoreKind, parse
+from portus.reach.mirror.behind import who
 from portus.reach.mirror.fetching import missing
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
@@ -50,16 +50,7 @@ _TRIES: Final = 20
 
 def claim(mirror: Mirror, command: str) -> State:
     """Take the term for what a command does; a run that mirrors there takes it back."""
-    return mirror.claim(_who(command), _NO_POOL, 0, passing=True)
-
-
-def claim_files(files: MirroredFiles, command: str) -> State:
-    """Take the term for what a command does with files of a run, which takes it back."""
-    return files.claim(_who(command), _NO_POOL, passing=True)
-
-
-def _who(command: str) -> str:
-    return f"portus {command}: pid {os.getpid()} on {platform.node()}"
+    return mirror.claim(f"portus {command}: {who()}", _NO_POOL, passing=True)
 
 
 def retried(act: Callable[[], Result]) -> Result:
@@ -122,7 +113,7 @@ class MirroredFile(StoredCheckpoint):
 
     def check(self, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of the file."""
-        self._files.check(self.filed, adding(progress, self.filed.size))
+        self._files.check_file(self.filed, adding(progress, self.filed.size))
         verdict.versions = 1
 
 
@@ -258,5 +249,5 @@ def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:
 
 
 def _remove_files(files: MirroredFiles, paths: Sequence[str]) -> None:
-    files.claim(_who("rm"), _NO_POOL, passing=True)
+    claim(files, "rm")
     files.remove(paths)

@@ -393,7 +393,7 @@ def test_a_command_that_passes_by_takes_nothing_away(bucket: Bucket, tmp_path: P
     run.save("1.ckpt", 1).wait()
     until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
     passing = MirroredFiles(bucket.store, "run", "bucket")
-    passing._mirror.claim("a command", bytes(16), 0, passing=True)
+    passing.claim("a command", bytes(16), passing=True)
     run.save("2.ckpt", 2).wait()
     run.files.close()
     assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2}
@@ -466,11 +466,11 @@ def test_a_damaged_file_of_the_mirror_is_left_out_and_said(
     for step in (1, 2):
         run.save(f"{step}.ckpt", step).wait()
     run.files.close()
-    bucket.store.put("run/files/ckpt/2.ckpt", [b"damaged"])
+    bucket.store.put("run/files/ckpt/2.ckpt", b"damaged")
     shutil.rmtree(tmp_path / "run")
     assert Run(bucket, tmp_path / "run").fetch().here() == {"1.ckpt"}
     assert "ckpt/2.ckpt" in caplog.text
-    bucket.store.put("run/files/ckpt/1.ckpt", [b"damaged"])
+    bucket.store.put("run/files/ckpt/1.ckpt", b"damaged")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(CorruptionError):
         Run(bucket, tmp_path / "run").fetch()
@@ -662,7 +662,7 @@ def test_a_checkpointer_that_cannot_fetch_leaves_nothing_open(
 ) -> None:
     with portus.Checkpointer("run", mirror=bucket.address) as checkpointer:
         checkpointer.save({"step": 1}, 1)
-    bucket.store.put("run/files/step-00000001.pt", [b"damaged"])
+    bucket.store.put("run/files/step-00000001.pt", b"damaged")
     shutil.rmtree("run")
     with pytest.raises(CorruptionError):
         portus.Checkpointer("run", mirror=bucket.address)
@@ -702,7 +702,7 @@ def test_a_run_without_the_right_to_delete_starts_and_mirrors(
 
     monkeypatch.setattr("portus.reach.mirror.files.GRACE_S", -10.0)
     monkeypatch.setattr(bucket.store, "delete", delete)
-    bucket.store.put("run/files/stray.ckpt", [b"x"])
+    bucket.store.put("run/files/stray.ckpt", b"x")
     run = Run(bucket, tmp_path / "run").begin()
     run.save("1.ckpt", 1).wait()
     run.save("2.ckpt", 2).wait()
