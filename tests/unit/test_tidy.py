@@ -112,7 +112,6 @@ LARGE = {
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
     "reach/index/records": "encoding and decoding of each record, side by side",
-    "reach/mirror/mirror": "one model's mirror: each use is a few lines over its requests",
     "reach/mirror/objects": "every object that a mirror may have",
     "engine/pipeline/run: Save": "the stages of one save, under one lock",
     "reach/protocol/messages": "every message, declared in one place",

@@ -561,7 +561,7 @@ def test_small_storages_are_read_together(
         fetched.append(len(targets.length))
         return fetch(medium, targets, stop)
 
-    monkeypatch.setattr("portus.reach.mirror.mirror.fetch", counted)
+    monkeypatch.setattr("portus.reach.versions.file_bytes.fetch", counted)
     added = run.copy(0)
     assert sorted(fetched) == [1, 500], "those, and what is around them"
     assert same(load_version(run.mirror, added), state)

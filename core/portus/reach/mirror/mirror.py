@@ -8,13 +8,12 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
-from portus.engine.copying.local import fetch
-from portus.engine.copying.segments import Stop, cut
-from portus.engine.format.checksum import UNIT, digest, unit_counts
+from portus.engine.copying.segments import Stop
+from portus.engine.format.checksum import UNIT, digest
 from portus.errors import CorruptionError, PortusError, StaleError, UsageError, printable
 from portus.reach.format.layout import RecordKind
 from portus.reach.index.reader import PoolReader
@@ -50,9 +49,8 @@ from portus.reach.mirror.requests import (
 from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Store
 from portus.reach.mirror.whole import Advanced, check_file, check_piece, named, put_file
 from portus.reach.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
-from portus.reach.versions.buffers import Rooms
+from portus.reach.versions.file_bytes import FileBytes
 from portus.reach.versions.parallel import abreast, in_any_order
-from portus.reach.versions.parts import shared, sources
 
 _log: Final = logging.getLogger("portus")
 _T = TypeVar("_T")
@@ -181,8 +179,11 @@ class Mirror:
         """
         with reader.pinned(version) as entry:
             source = _Source(reader, unchanging(reader.record(entry)), stop)
-            wanted = source.version(in_pieces=not isinstance(self._store, FileStore))
-            added = self._perform(self._writer.add(wanted, facts, damaged), source)
+            try:
+                wanted = source.version(in_pieces=not isinstance(self._store, FileStore))
+                added = self._perform(self._writer.add(wanted, facts, damaged), source)
+            except CorruptionError as error:
+                raise CorruptionError(f"{error}; it is not mirrored") from error
             return MirroringCost(added, source.objects, source.put_bytes)
 
     def require(self) -> None:
@@ -389,153 +390,55 @@ def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
 _AFTER_SLASH: Final = chr(ord("/") + 1)
 
 
-class _Part(NamedTuple):
-    """Bytes of a unit, from its byte ``start`` on. ``row``: which unit of the version."""
-
-    row: int
-    start: int
-    length: int
-
-
 class _Source:
-    """The bytes of a pinned version, as its files, in memory of their own: sent from a mapping, a
-    bad sector would be SIGBUS."""
+    """The bytes of a pinned version, as the objects that its files are."""
 
     def __init__(self, reader: PoolReader, record: VersionRecord, stop: Stop) -> None:
         self._reader: Final = reader
         self._info: Final = record.info
-        self._stop: Final = stop
         self._layout: Final = bytes(reader.payload(record.layout, RecordKind.LAYOUT))
         self._tree: Final = bytes(reader.payload(record.tree, RecordKind.TREE))
-        self._lengths: Final = record.storages["length"].astype(np.int64)
         where = f"{reader.medium.info.name}: {self._info.model}@{self._info.step}"
-        self._files: Final = files_in(self._tree, self._lengths, where)
-        group = shared(record, np.arange(len(self._lengths)))
-        nowhere = np.zeros(len(self._lengths), np.int64)
-        self._segments, _ = cut(sources(nowhere, self._lengths, group.extents))
-        self._digests: Final = group.digests
-        counts = unit_counts(self._lengths)
-        self._first: Final = np.cumsum(counts) - counts
-        storages = sum(len(each.length) for each in self._files)
-        self._first_around: Final = int(np.append(self._first, len(self._digests))[storages])
-        """The first unit of what is around storages."""
-        self._rooms: Final = Rooms(UNIT)
-        self._spans: Final = [each.spans() for each in self._files]
-        self._kept: Final[dict[int, bytes]] = {}
-        """Units of what is around storages, which is asked for in small parts."""
+        files = files_in(self._tree, record.storages["length"].astype(np.int64), where)
+        self._bytes: Final = FileBytes(reader, record, files, stop)
         self.objects = 0
         self.put_bytes = 0
 
     def version(self, *, in_pieces: bool) -> Version:
         """What there is to mirror."""
-        pieces = [self._cut(number) for number in range(len(self._files))] if in_pieces else None
+        files = self._bytes.files
         return Version(
             info=self._info,
             pool=self._reader.superblock.uuid,
-            lengths=self._lengths,
-            digests=self._digests,
+            lengths=self._bytes.lengths,
+            digests=self._bytes.digests,
             layout=self._layout,
             tree=self._tree,
-            files=self._files,
-            pieces=pieces,
+            files=files,
+            pieces=[self._cut(number) for number in range(len(files))] if in_pieces else None,
         )
 
     def put(self, wanted: WantedObject, name: str, store: Store) -> FileObject:
         """Put an object of the version, and what is beside it; what was put. name: of the object in
         the store."""
+        data = self._bytes.read(wanted.number, wanted.start, wanted.size)
         if isinstance(store, FileStore):
-            sent = put_file(store, name, _in_parts(self._bytes(wanted)), wanted.size)
+            sent = put_file(store, name, _in_parts(data), wanted.size)
         else:
-            data = b"".join(self._bytes(wanted))
-            store.put(name, data)
-            sent = digest(data)
+            piece = b"".join(data)
+            store.put(name, piece)
+            sent = digest(piece)
         self.objects += 1
         self.put_bytes += wanted.size
         return FileObject(wanted.name, wanted.size, sent)
 
-    def _storages(self, number: int) -> tuple[int, int]:
-        """The first storage of a file, and that of the bytes around them."""
-        before = sum(len(each.length) for each in self._files[:number])
-        return before, sum(len(each.length) for each in self._files) + number
-
     def _cut(self, number: int) -> list[Piece]:
         """The pieces of a file."""
-        first, around = self._storages(number)
-        file = self._files[number]
-        ends = np.append(self._first, len(self._digests))
-        rows = slice(int(ends[first]), int(ends[first + len(file.length)]))
-        digests = [each.tobytes() for each in self._digests[rows]]
-        return pieces_of(file, digests, lambda at, size: self._around(around, at, size))
-
-    def _bytes(self, wanted: WantedObject) -> Iterator[memoryview]:
-        """The bytes of an object, end to end, each verified."""
-        first, around = self._storages(wanted.number)
-        file = self._files[wanted.number]
-        spans = self._spans[wanted.number]
-        batch: list[_Part] = []
-        size = 0
-        for storage, inside, length in spans.within(wanted.start, wanted.size):
-            index = around if storage == len(file.length) else first + storage
-            for part in self._parts(index, inside, length):
-                if batch and size + part.length > UNIT:
-                    yield from self._read(batch)
-                    batch, size = [], 0
-                batch.append(part)
-                size += part.length
-        yield from self._read(batch)
-
-    def _around(self, index: int, start: int, length: int) -> bytes:
-        """Some of the bytes around storages."""
-        return b"".join(self._read([*self._parts(index, start, length)]))
-
-    def _parts(self, index: int, inside: int, length: int) -> Iterator[_Part]:
-        """Some bytes of a storage by the units that have them."""
-        while length:
-            unit, start = divmod(inside, UNIT)
-            taken = min(UNIT - start, length)
-            yield _Part(int(self._first[index]) + unit, start, taken)
-            inside += taken
-            length -= taken
-
-    def _read(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
-        """Parts, ``UNIT`` bytes together at most, each verified. The units of storages are read by
-        one call, and each is one part. Raises ``StoppedError``."""
-        self._stop.check()
-        rows = [each.row for each in parts if each.row < self._first_around]
-        data, at = memoryview(self._units(rows)), 0
-        for each in parts:
-            if each.row < self._first_around:
-                yield data[at : at + each.length]
-                at += each.length
-            else:
-                yield memoryview(self._kept_unit(each.row))[each.start : each.start + each.length]
-
-    def _kept_unit(self, row: int) -> bytes:
-        """A unit of bytes around storages, verified; the last few are kept."""
-        found = self._kept.get(row)
-        if found is None:
-            found = self._units([row])
-            if len(self._kept) >= ABREAST:
-                self._kept.clear()
-            self._kept[row] = found
-        return found
-
-    def _units(self, rows: Sequence[int]) -> bytes:
-        """Units end to end, verified, ``UNIT`` bytes together at most."""
-        if not rows:
-            return b""
-        source, expected = self._segments.of_units(np.array(rows)), self._digests[rows]
-        with self._rooms.lent(source.size) as room:
-            place = room.ctypes.data + np.cumsum(source.length) - source.length
-            found = fetch(self._reader.medium, source.laid(place), self._stop)
-            for bad in np.flatnonzero((found != expected).any(axis=1))[:1].tolist():
-                raise CorruptionError(
-                    f"{self._reader.medium.info.name}: model {self._info.model!r}, step "
-                    f"{self._info.step}: a unit is damaged: expected digest "
-                    f"{expected[bad].tobytes().hex()}, found {found[bad].tobytes().hex()}; it is "
-                    "not mirrored"
-                )
-            return bytes(room.data)
+        digests = [each.tobytes() for each in self._bytes.digests_of(number)]
+        around = self._bytes.around
+        return pieces_of(
+            self._bytes.files[number], digests, lambda at, size: around(number)[at : at + size]
+        )
 
 
 def _in_parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:

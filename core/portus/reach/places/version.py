@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from portus.engine.copying.segments import Stop
 from portus.errors import CorruptionError, UsageError
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.media.local import LocalFiles
-from portus.reach.pools.contents import Storages
 from portus.reach.pools.version_file import VersionFile, file_in, table_of
+from portus.reach.versions.file_bytes import FileBytes
 from portus.reach.versions.packed import FileTable
 
 
@@ -44,23 +45,16 @@ class OpenVersion:
         if name not in names:
             raise UsageError(f"there is no file {name!r} in this version; it has {names!r:.500}")
         number = names.index(name)
-        file, storages = files[number], Storages(self.reader, self.record)
-        counts = [len(each.length) for each in files]
-        first, around = sum(counts[:number]), sum(counts) + number
+        found = FileBytes(self.reader, self.record, files, Stop())
         try:
-            outside = b"".join(map(bytes, storages.read(around, 0, file.around)))
             with open(path, "wb") as out:
-                for storage, inside, length in file.spans().within(0, file.size):
-                    if storage == counts[number]:
-                        out.write(outside[inside : inside + length])
-                    else:
-                        for piece in storages.read(first + storage, inside, inside + length):
-                            out.write(piece)
-                    advanced(length)
+                for piece in found.read(number, 0, files[number].size):
+                    out.write(piece)
+                    advanced(len(piece))
                 out.flush()
                 os.fsync(out.fileno())
         except CorruptionError as error:
-            raise CorruptionError(f"{file.name}: {error}") from error
+            raise CorruptionError(f"{name}: {error}") from error
 
 
 @contextlib.contextmanager

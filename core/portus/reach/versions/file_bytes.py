@@ -1,0 +1,110 @@
+"""``FileBytes``: the files of a version of a pool, as bytes that were verified: what an export
+writes, and what a mirror is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from portus.engine.copying.local import fetch
+from portus.engine.copying.segments import Column, Digests, Stop, cut, owners, unit_spans
+from portus.engine.format.checksum import UNIT, unit_counts
+from portus.errors import CorruptionError
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionRecord
+from portus.reach.versions.buffers import Rooms
+from portus.reach.versions.packed import PackedFile
+from portus.reach.versions.parts import shared, sources
+
+
+class FileBytes:
+    """See the module. They are in memory of their own: read through a mapping, a bad sector would
+    be SIGBUS. What is around the storages of a file is kept once it was read."""
+
+    def __init__(
+        self, reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], stop: Stop
+    ) -> None:
+        """The version is pinned meanwhile."""
+        self._reader: Final = reader
+        self._record: Final = record
+        self._stop: Final = stop
+        self.files: Final = files
+        self.lengths: Final = record.storages["length"].astype(np.int64)
+        group = shared(record, np.arange(len(self.lengths)))
+        nowhere = np.zeros(len(self.lengths), np.int64)
+        self._segments, _ = cut(sources(nowhere, self.lengths, group.extents))
+        self.digests: Final = group.digests
+        counts = unit_counts(self.lengths)
+        self._first: Final[Column] = np.append(np.cumsum(counts) - counts, len(self.digests))
+        """The first unit of each storage, and how many there are."""
+        self._sizes: Final[list[int]] = unit_spans(nowhere, self.lengths)[1].tolist()
+        self._rooms: Final = Rooms(UNIT)
+        self._spans: Final = [each.spans() for each in files]
+        self._kept: Final[dict[int, bytes]] = {}
+
+    def digests_of(self, number: int) -> Digests:
+        """The digests of the units of the storages of a file."""
+        before = sum(len(each.length) for each in self.files[:number])
+        return self.digests[
+            int(self._first[before]) : int(self._first[before + len(self.files[number].length)])
+        ]
+
+    def around(self, number: int) -> bytes:
+        """The bytes around the storages of a file. Raises as ``read``."""
+        if number not in self._kept:
+            index = sum(len(each.length) for each in self.files) + number
+            rows = range(int(self._first[index]), int(self._first[index + 1]))
+            self._kept[number] = b"".join(self._units([row]) for row in rows if self._sizes[row])
+        return self._kept[number]
+
+    def read(self, number: int, start: int, size: int) -> Iterator[memoryview]:
+        """A range of a file that has whole units, in pieces: ``UNIT`` bytes are read at once.
+        Raises ``CorruptionError``, ``StoppedError``, and what the medium raises."""
+        file = self.files[number]
+        before = sum(len(each.length) for each in self.files[:number])
+        parts: list[int | memoryview] = []
+        """Units by their rows, and what is around storages."""
+        held = 0
+        for storage, inside, length in self._spans[number].within(start, size):
+            if storage == len(file.length):
+                parts.append(memoryview(self.around(number))[inside : inside + length])
+                continue
+            first = int(self._first[before + storage])
+            for row in range(first + inside // UNIT, first - (-(inside + length) // UNIT)):
+                if held + self._sizes[row] > UNIT:
+                    yield from self._together(parts)
+                    parts, held = [], 0
+                parts.append(row)
+                held += self._sizes[row]
+        yield from self._together(parts)
+
+    def _together(self, parts: Sequence[int | memoryview]) -> Iterator[memoryview]:
+        """Some parts, whose units are read by one call."""
+        data = memoryview(self._units([each for each in parts if isinstance(each, int)]))
+        for each in parts:
+            if isinstance(each, int):
+                yield data[: self._sizes[each]]
+                data = data[self._sizes[each] :]
+            else:
+                yield each
+
+    def _units(self, rows: Sequence[int]) -> bytes:
+        """Units end to end, verified, ``UNIT`` bytes together at most."""
+        self._stop.check()
+        if not rows:
+            return b""
+        source, expected = self._segments.of_units(np.array(rows)), self.digests[rows]
+        with self._rooms.lent(source.size) as room:
+            place = room.ctypes.data + np.cumsum(source.length) - source.length
+            found = fetch(self._reader.medium, source.laid(place), self._stop)
+            for bad in np.flatnonzero((found != expected).any(axis=1))[:1].tolist():
+                info, row = self._record.info, rows[bad]
+                raise CorruptionError(
+                    f"{self._reader.medium.info.name}: model {info.model!r}, step {info.step}: a "
+                    f"unit is damaged, {self._sizes[row]} bytes of storage "
+                    f"{int(owners(self.lengths)[row])}: expected digest "
+                    f"{expected[bad].tobytes().hex()}, found {found[bad].tobytes().hex()}"
+                )
+            return bytes(room.data)
