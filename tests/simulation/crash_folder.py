@@ -300,12 +300,10 @@ class CrashFolder:
                 (source[0].node, source[1], None),
             )
 
-    def unlink(self, directory: OpenFile, name: str) -> bool:
+    def unlink(self, directory: OpenFile, name: str) -> None:
         """See ``System``."""
-        if name not in self._nodes[directory.node].names:
-            return False
-        self._change(f"unlink {name}", (directory.node, name, None))
-        return True
+        if name in self._nodes[directory.node].names:
+            self._change(f"unlink {name}", (directory.node, name, None))
 
     def remove_folder(self, directory: OpenFile, name: str) -> bool:
         """See ``System``."""

@@ -14,6 +14,7 @@ from portus.engine.format.checksum import unit_counts
 from portus.engine.image.image import Image, Literal
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import DESCRIPTOR64, archive_name, torch_image
+from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.state.pickling import pickle_state, torch_format
 from portus.errors import CorruptionError, UsageError
 
@@ -128,3 +129,25 @@ def test_digests_of_the_wrong_number_are_refused() -> None:
         image.literals(np.zeros((2, 16), np.uint8), np.zeros(1, np.uint32))
     with pytest.raises(UsageError, match="expected 1, found 2"):
         image.literals(np.zeros((1, 16), np.uint8), np.zeros(2, np.uint32))
+
+
+def test_each_byte_that_says_what_a_record_is_must_be_that_of_the_directory(
+    tmp_path: Path,
+) -> None:
+    """A stock file has no digests: what is before its records is compared with its directory."""
+    path = tmp_path / "stock.pt"
+    torch.save({"x": torch.arange(10.0)}, path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        [record] = [each for each in archive.infolist() if each.filename.endswith("data/0")]
+    header, name = record.header_offset, record.filename.encode()
+    # The signature, the flags, the method, the length of the name, the name.
+    telling = [*range(4), 6, 7, 8, 9, 26, 27, *range(30, 30 + len(name))]
+    for at in telling:
+        damaged = bytearray(data)
+        damaged[header + at] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptionError):
+            verify_file(path)
+    path.write_bytes(data)
+    assert verify_file(path) == len(data)

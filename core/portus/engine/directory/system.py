@@ -104,8 +104,8 @@ class System(Protocol[File]):
     def rename(self, source: tuple[File, str], target: tuple[File, str]) -> None:
         """Rename a file, over what is at ``target``."""
 
-    def unlink(self, directory: File, name: str) -> bool:
-        """Remove a name. False if it was not there."""
+    def unlink(self, directory: File, name: str) -> None:
+        """Remove a name, if it is there."""
 
     def remove_folder(self, directory: File, name: str) -> bool:
         """Remove a directory if it is empty. False if it is not, or not there."""
@@ -218,13 +218,9 @@ class Linux:
                 source[1], target[1], src_dir_fd=source[0].number, dst_dir_fd=target[0].number
             )
 
-    def unlink(self, directory: Descriptor, name: str) -> bool:
-        with _translated(_join(directory, name)):
-            try:
-                os.unlink(name, dir_fd=directory.number)
-            except FileNotFoundError:
-                return False
-        return True
+    def unlink(self, directory: Descriptor, name: str) -> None:
+        with _translated(_join(directory, name)), contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory.number)
 
     def remove_folder(self, directory: Descriptor, name: str) -> bool:
         with _translated(_join(directory, name)):
