@@ -58,7 +58,7 @@ class Unlockable(Linux):
 def test_a_record_that_cannot_be_locked_is_not_left_behind(tmp_path: Path) -> None:
     folder = HiddenFolder(Unlockable(), str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(MediumError, match="ENOLCK|No locks"):
+    with pytest.raises(MediumError, match="No locks"):
         folder.claim()
     assert os.listdir(tmp_path / FOLDER) == []
     assert len(os.listdir("/proc/self/fd")) <= before + 2, "the directory, and the folder in it"
