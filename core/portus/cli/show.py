@@ -86,7 +86,9 @@ def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
         versions.append({**_identity(each), "unique": unique, **table_document(table)})
     for path in dict.fromkeys(each.place.path for each in found):
         output.line(f"{model} in {path}")
-    output.table((">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "DIRECTORY"), rows)
+    heads = (">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "DIRECTORY")
+    shown = [at for at in range(len(heads)) if any(row[at] for row in rows)]
+    output.table([heads[at] for at in shown], [tuple(row[at] for at in shown) for row in rows])
     output.document({"model": model, "versions": versions})
 
 

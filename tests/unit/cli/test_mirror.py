@@ -118,6 +118,8 @@ def test_show_and_export_read_a_version_of_a_mirror_as_of_a_pool(scene: Scene) -
     [there] = portus_json("show", f"{scene.url}/net@20")["versions"]
     for name in ("model", "step", "token", "size", "files", "metrics"):
         assert there[name] == here[name], name
+    heads = portus("show", f"{scene.url}/net").out.splitlines()[1].split()
+    assert heads == ["STEP", "ID", "COMMIT", "SAVED", "SIZE"], "no empty ones"
     assert portus("export", "net@20", "here.pt").code == 0
     whole = Path("here.pt").read_bytes()
     scene.lose()

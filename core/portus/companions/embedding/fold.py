@@ -191,19 +191,8 @@ def _pieces(
             if piece and size + step > PIECE:
                 yield piece
                 piece, size = [], 0
-            piece.append(Source(address + start if step else 0, step, part_of(own, start, step)))
+            inside = tuple(part(own, start, start + step))
+            piece.append(Source(address + start if step else 0, step, inside))
             size += step
     if piece:
         yield piece
-
-
-def part_of(extents: Sequence[Extent], start: int, length: int) -> tuple[Extent, ...]:
-    """``length`` bytes of what extents hold end to end, from ``start`` on."""
-    found, position = [], 0
-    for each in extents:
-        low = max(start, position)
-        high = min(start + length, position + each.length)
-        if low < high:
-            found.append(Extent(each.offset + low - position, high - low))
-        position += each.length
-    return tuple(found)

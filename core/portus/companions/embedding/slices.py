@@ -15,7 +15,6 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from portus.companions.embedding.fold import part_of
 from portus.companions.embedding.moment import Moment
 from portus.engine.copying.segments import memory
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT
@@ -115,7 +114,7 @@ class Slices:
             if not length:
                 yield 0, Extent(0, 0), True
             for start in range(0, length, UNIT):
-                parts = part_of(own, start, min(UNIT, length - start))
+                parts = part(own, start, min(start + UNIT, length))
                 at = address + start
                 for number, extent in enumerate(parts, 1):
                     yield at, extent, number == len(parts)

@@ -280,9 +280,10 @@ class Copier(Behind):
         state, own = self._mirror.read(), self._joined.infos()
         if state.newest is not None and self._joined.is_behind(state, own):
             raise self._elsewhere(state.newest, own)
-        self._take_term()
+        self._take_term(state)
 
-    def _take_term(self, at: int | None = None) -> None:
+    def _take_term(self, state: State, at: int | None = None) -> None:
+        """Claim what says ``state``. at: as of ``Mirror.claim``."""
         joined = self._joined
         self._mirror.claim(who(), joined.writer.superblock.uuid, joined.since, at=at)
         self._collected_s = None

@@ -133,7 +133,7 @@ class Leader(Copier):
             self._fill(state)
         joined.since = joined.writer.catalogue().root.sequence
         try:
-            self._take_term(at=state.number)
+            self._take_term(state)
         except StaleError:
             return False
         except BusyError as error:
@@ -152,22 +152,14 @@ class Leader(Copier):
             f"{self._model}@STEP --force` each"
         )
 
-    def _claim(self) -> None:
-        """Take the term on the thread: the log could not be asked when the model was claimed, or
-        nobody has claimed it yet."""
-        state, own, joined = self._mirror.read(), self._joined.infos(), self._joined
-        uuid = joined.writer.superblock.uuid
-        if state.newest is not None and joined.is_behind(state, own):
-            raise self._elsewhere(state.newest, own)
-        if not self._is_wanted and state.terms and state.terms[-1].pool != uuid:
+    def _take_term(self, state: State, at: int | None = None) -> None:
+        is_own = state.terms and state.terms[-1].pool == self._joined.writer.superblock.uuid
+        if state.terms and not (self._is_wanted or is_own):
             raise ElsewhereError(
                 f"model {self._model!r} was saved last by {state.who}; it is copied from here once "
                 "somebody claims it here"
             )
-        self._take_term(at=state.number)
-
-    def _take_term(self, at: int | None = None) -> None:
-        super()._take_term(at)
+        super()._take_term(state, state.number)
         with self._changed:
             self._changed.notify_all()
 

@@ -186,7 +186,8 @@ class ObjectFile(ReadOnlyMedium):
         """Fill the beginning of ``view`` from ``offset``; how many bytes."""
         kept = self._kept_at(offset)
         if kept is not None:
-            self._read_kept()
+            if kept not in self._bytes:
+                self._read_kept()
             return _copied(self._bytes[kept], offset - kept[0], view)
         after = bisect.bisect(self._kept, (offset, offset))
         if after < len(self._kept):
