@@ -57,7 +57,9 @@ from portus.engine.fence import fence
 from portus.engine.loading.loaded import take_loaded
 from portus.engine.media.calls import marked
 from portus.engine.media.process import Descriptor
+from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveStats
+from portus.engine.pipeline.run import Save
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.index.directory import make_directory
@@ -76,6 +78,9 @@ from portus.reach.media.file import MappedFile
 from portus.reach.media.local import LocalFiles
 
 _log: Final = logging.getLogger("portus")
+
+JOURNALS: Final = "checkpoints.journal"
+"""In ``.portus``: the journals of all trainings that save files there, each a file of its own."""
 
 SIZE_MAX: Final = 1 << 20
 """Bytes of a journal; one that is longer is shortened to half of it, by its oldest saves."""
@@ -96,15 +101,17 @@ class _Asking:
     asked: Asked
     at_s: float
     work_s: float
-    file: str | None
+    file: str
 
 
-class Journal:
-    """What one ``Checkpointer`` writes down. ``asked`` and ``decided`` are called where training
-    is; ``committed`` and ``failed`` on the worker."""
+class Journal(Companion):
+    """The journal of one training, which is called ``model`` there. place: returns the directory of
+    the journal; None while there is none. It is asked again at each step and save. medium: the kind
+    that is saved to."""
 
-    def __init__(self, model: str, place: Callable[[], str | None], medium: str) -> None:
-        """place: see ``FileJournal``. medium: the kind that is saved to."""
+    def __init__(
+        self, model: str, place: Callable[[], str | None], medium: str = "pool directory"
+    ) -> None:
         self._model: Final = model
         self._place: Final = place
         self._medium: Final = medium
@@ -166,24 +173,22 @@ class Journal:
         self._is_touched = False
         self._work_ns += took_ns
         if not self.has_begun:
-            self.begin()
+            self._begin()
         page = self._page
         if page is not None:
             with contextlib.suppress(ValueError):  # closed meanwhile
                 heartbeat.beat(page, steps, at_ns, self._work_ns)
 
-    def asked(self, token: bytes, step: int, file: str | None) -> None:
-        """Note that a save of this step was requested. ``file``: the absolute path where it, or its
-        pointer, will be."""
+    def begun(self, path: str, save: Save) -> None:
         costs = self._clock.take()
         if costs is not None:
             self._step_s = costs.step_s
             self._cost_s = (self._cost_s or 0.0) + costs.cost_s
         self._number += 1
-        asked = Asked(token=token.hex(), step=step, steps=self._steps)
+        asked = Asked(token=save.token.hex(), step=save.step, steps=self._steps)
         self._is_touched = True
         self._asked[asked.token] = _Asking(
-            self._number, asked, now_ns() / 1e9, self._work_ns / 1e9, file
+            self._number, asked, now_ns() / 1e9, self._work_ns / 1e9, path
         )
         page = self._page
         if page is not None:
@@ -215,7 +220,7 @@ class Journal:
         return self._begun is not None or self._closed
 
     @marked
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """The session begins, with its page in the directory, unless it has begun, or there is no
         directory yet. On the worker too, where a save comes before all steps."""
         directory = None if self.has_begun else self._place()
@@ -246,8 +251,14 @@ class Journal:
 
     # On the worker.
 
-    def committed(self, token: bytes, stats: SaveStats) -> None:
-        """A save became a version."""
+    def over(self, save: Save) -> None:
+        self._begin()
+        if save.error is None:
+            self._committed(save.token, save.stats)
+        else:
+            self._failed(save.token, save.step, str(save.error))
+
+    def _committed(self, token: bytes, stats: SaveStats) -> None:
         found = self._asked.pop(token.hex(), None)
         if found is None or self._begun is None:
             return
@@ -269,9 +280,8 @@ class Journal:
             self._write(*self._settled(), line)
         self._written, self._cost_s = (line, stats), None
 
-    def failed(self, step: int, why: str, token: bytes | None) -> None:
-        """A save became no version. ``token``: None if it never began."""
-        found = None if token is None else self._asked.pop(token.hex(), None)
+    def _failed(self, token: bytes, step: int, why: str) -> None:
+        found = self._asked.pop(token.hex(), None)
         steps = self._steps if found is None else found.asked.steps
         if self._begun is None:
             return
@@ -329,8 +339,8 @@ class Journal:
         assert self._directory is not None
         return lines_path(self._directory, self._model)
 
-    def _seen_from_here(self, file: str | None) -> str:
-        if file is None or self._directory is None:
+    def _seen_from_here(self, file: str) -> str:
+        if not file or self._directory is None:
             return ""
         seen = os.path.relpath(file, self._directory)
         data = seen.encode("utf-8", "replace")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from portus.companions.job.file_journal import FileJournal
+from portus.companions.job.journal import Journal
 from portus.companions.job.mirroring import mirror_of
 from portus.engine.fence.fence import before_write
 from portus.engine.job.settings import Settings, SettingsDict
@@ -85,7 +85,7 @@ class PoolCheckpointer(ClosingCheckpointer):
         self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
         self._companions = []
         if self.settings.journal:
-            self._companions = [FileJournal(model, self._pool.journal, place.title)]
+            self._companions = [Journal(model, self._pool.journal, place.title)]
         self._last: SaveHandle | None = None
         self._process = os.getpid()
         self._saver = FileSaver(join(self), self.settings, destination=self._pool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from portus.companions.job.file_journal import JOURNALS, FileJournal
+from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.folder import FOLDER
 from portus.engine.job.settings import Settings
@@ -38,7 +38,7 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
         )
     if settings.journal:  # last: it observes training from now on
         at = partial(_home_in, directory, home)
-        found.insert(0, FileJournal(name, at))
+        found.insert(0, Journal(name, at))
     return found
 
 

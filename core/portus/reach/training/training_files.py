@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from portus.companions.job.file_journal import JOURNALS, FileJournal
+from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
@@ -90,7 +90,7 @@ class TrainingFiles:
         self._removed_elsewhere: Final = removed_elsewhere
         self._base: str | None = None
         self._journal_at: tuple[str, str] | None = None
-        self._journal: FileJournal | None = None
+        self._journal: Journal | None = None
         self._mirror: DirectoryMirror | None = None
         self._saver: FileSaver | None = None
         self._after: AfterCommit | None = None
@@ -416,7 +416,7 @@ class TrainingFiles:
     def _begin_journal(self) -> None:
         if self._settings.journal and self._journal is None and self._journal_at is not None:
             name, place = self._journal_at
-            self._journal = FileJournal(name, lambda: place)
+            self._journal = Journal(name, lambda: place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import portus
-from portus.companions.job.file_journal import FileJournal
-from portus.companions.job.journal import SIZE_MAX
+from portus.companions.job.journal import SIZE_MAX, Journal
 from portus.companions.journal.account import Account, account
 from portus.companions.journal.lines import Decided, Head, Saved, encoded
 from portus.engine.fence import fence
@@ -266,7 +265,7 @@ def test_a_signal_while_the_session_begins_is_told_that_it_cannot_save_to_a_pool
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         run.go(3)
-        with at("call", FileJournal.begun, lambda: signal.raise_signal(signal.SIGUSR1)):
+        with at("call", Journal.begun, lambda: signal.raise_signal(signal.SIGUSR1)):
             run.go(3)
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -349,7 +348,7 @@ def test_a_journal_stays_small(tmp_path: Path, run: Training) -> None:
 def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     run.go(3)
     (journal,) = run.checkpointer._companions
-    assert isinstance(journal, FileJournal)
+    assert isinstance(journal, Journal)
     called: set[str] = set()
 
     def note(_: object, event: str, function: object) -> None:
@@ -360,7 +359,7 @@ def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     sys.setprofile(note)
     try:
         for _ in range(200):
-            journal._journal._after_step(run.optimizer)
+            journal._after_step(run.optimizer)
     finally:
         sys.setprofile(None)
         gc.enable()
