@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from portus.companions.loaders.seeded import SeededDataset as SeededDataset
     from portus.companions.run import Run as Run
     from portus.companions.shelf.shelf import Shelf as Shelf
-    from portus.engine.checkpointer import Checkpointer as Checkpointer
     from portus.engine.job.settings import Settings as Settings
     from portus.engine.job.settings import SettingsDict as SettingsDict
     from portus.engine.loading.checkpoint_file import read_note as read_note
     from portus.engine.media.calls import is_nested as is_nested
+    from portus.engine.paths.checkpointer import Checkpointer as Checkpointer
     from portus.engine.paths.face import load as load
     from portus.engine.paths.face import save as save
     from portus.engine.pipeline.handle import SaveHandle as SaveHandle
@@ -74,7 +74,7 @@ _MODULE_OF: Final = {
     "AbandonedError": "portus.errors",
     "BusyError": "portus.errors",
     "Cadence": "portus.companions.job.cadence",
-    "Checkpointer": "portus.engine.checkpointer",
+    "Checkpointer": "portus.engine.paths.checkpointer",
     "CorruptionError": "portus.errors",
     "DataCursor": "portus.companions.loaders.cursor",
     "Finding": "portus.reach.index.findings",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portus.engine.checkpointer import Checkpointer
+from portus.engine.paths.checkpointer import Checkpointer
 from portus.testing.nursery import Say
 from tests.crash.saver import Training
 from tests.unit.client.same import assert_same

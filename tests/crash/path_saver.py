@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from portus.engine.checkpointer import Checkpointer
+from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.face import load, save
 from portus.testing.nursery import Say
 from tests.crash.saver import Training

@@ -21,8 +21,9 @@ from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restored import Restored
 from portus.engine.media import calls
-from portus.engine.paths.closing import AccompaniedRequest, ClosingCheckpointer
+from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join, recover_left
+from portus.engine.paths.request import AccompaniedRequest
 from portus.engine.paths.saver import FileSaver
 from portus.engine.paths.step_files import StepFiles
 from portus.engine.pipeline.companions import Companion
@@ -50,7 +51,7 @@ _TRIES: Final = 5
 """A load starts again when what it found was removed under it, this often."""
 
 
-class DirectoryCheckpointer(ClosingCheckpointer):
+class DirectoryCheckpointer(Checkpointer):
     """See ``Checkpointer``. Several in one directory, in one process or more, do not disturb each
     other, but each removes what its own ``keep`` lets go of."""
 
@@ -67,7 +68,7 @@ class DirectoryCheckpointer(ClosingCheckpointer):
         path: str = extension(PATH_OF)(directory)
         _refuse_names(path, model)
         self._keep: Final = Keep.of(keep)
-        self.settings: Final = _checked(path, Settings(**settings))
+        self.settings: Final = Settings(**settings)
         """How it saves and loads."""
         self._files: Final = StepFiles(path)
         made: Sequence[Companion] = extension(COMPANIONS)(path, self.settings)
@@ -255,16 +256,3 @@ def _refuse_names(path: str, model: str) -> None:
             f"model: {where} is a directory, which has the checkpoints of one run; found "
             f"{model!r:.200}. Name a directory for each run, without model="
         )
-
-
-def _checked(path: str, settings: Settings) -> Settings:
-    """Refuse what only pools have."""
-    where = printable(path)
-    if settings.max_bytes is not None:
-        raise UsageError(
-            f"max_bytes: {where} is a directory of files, which has no largest size; keep= says "
-            "how many checkpoints stay"
-        )
-    if settings.durable != 1:
-        raise UsageError(f"durable: {where} is a directory; only storage hosts have copies")
-    return settings

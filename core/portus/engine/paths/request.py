@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import FileContents
 from portus.engine.state.pickling import pickle_state
@@ -55,6 +56,30 @@ class SaveRequest:
 
     def over(self, save: Save) -> None:
         """Note that the save has ended, and how. On the worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccompaniedRequest(SaveRequest):
+    """The request of a save that ``companions`` are told of. path: where it goes, absolute; empty
+    for a version in a pool that has no pointer."""
+
+    companions: Sequence[Companion]
+    path: str = ""
+
+    def make_room(self) -> bool:
+        return any(each.yield_space() for each in self.companions)
+
+    def begun(self, save: Save) -> None:
+        for each in self.companions:
+            each.begun(self.path, save)
+
+    def committed(self, save: Save) -> None:
+        for each in self.companions:
+            each.committed(self.path, save)
+
+    def over(self, save: Save) -> None:
+        for each in self.companions:
+            each.over(save)
 
 
 class ToSave(NamedTuple):

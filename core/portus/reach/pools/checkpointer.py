@@ -18,8 +18,9 @@ from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restored import Restored
 from portus.engine.media import calls
-from portus.engine.paths.closing import AccompaniedRequest, ClosingCheckpointer
+from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join
+from portus.engine.paths.request import AccompaniedRequest
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.settings.keep import Keep, checked_metrics
@@ -43,7 +44,7 @@ _log: Final = logging.getLogger("portus")
 _NAME_MAX: Final = 200
 
 
-class PoolCheckpointer(ClosingCheckpointer):
+class PoolCheckpointer(Checkpointer):
     """See ``Checkpointer``. A pool has one writer process: an existing one is locked by the
     constructor, which raises ``BusyError``, naming the holder. In a signal handler that interrupted
     a call of Portus nothing can be saved: ``save`` raises ``UsageError``."""

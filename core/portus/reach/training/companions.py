@@ -10,17 +10,18 @@ from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.folder import FOLDER
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.companions import Companion
-from portus.errors import printable
+from portus.errors import UsageError, printable
 from portus.reach.training.file_mirror import DirectoryMirror
 
 
 def companions_of(directory: str, settings: Settings) -> list[Companion]:
     """Return what accompanies the saves to a directory: its journal and its mirror, if the
-    settings say so. Raises ``UsageError`` for a mirror that cannot have files."""
-    where, pool = printable(directory), printable(os.path.join(directory, "run.portus"))
-    require_mirror_of_files(
-        settings, f"{where} is a directory of files", f"save to a pool file ({pool})"
-    )
+    settings say so. Raises ``UsageError`` for a mirror that cannot have files, and for what only
+    pools have."""
+    what = f"{printable(directory)} is a directory of files"
+    refuse_settings_of_pools(settings, what)
+    pool = printable(os.path.join(directory, "run.portus"))
+    require_mirror_of_files(settings, what, f"save to a pool file ({pool})")
     name = os.path.basename(directory) or "checkpoints"
     home = os.path.join(directory, FOLDER, JOURNALS)
     found: list[Companion] = []
@@ -40,6 +41,17 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
         at = partial(_home_in, directory, home)
         found.insert(0, Journal(name, at))
     return found
+
+
+def refuse_settings_of_pools(settings: Settings, what: str) -> None:
+    """Raise ``UsageError`` for what only pools have. what: says that there are files."""
+    if settings.max_bytes is not None:
+        raise UsageError(
+            f"max_bytes: {what}, which have no largest size together; how many stay is said where "
+            "they are made, such as by keep="
+        )
+    if settings.durable != 1:
+        raise UsageError(f"durable: {what}; only storage hosts have copies")
 
 
 def _home_in(directory: str, home: str) -> str | None:

@@ -37,6 +37,7 @@ from portus.reach.index.place import Place
 from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.training.after_commit import AfterCommit, say_it_stays
+from portus.reach.training.companions import refuse_settings_of_pools
 from portus.reach.training.directories import make_directory
 from portus.reach.training.file_mirror import DirectoryMirror
 from portus.reach.training.links import replace_link
@@ -72,7 +73,7 @@ class TrainingFiles:
         rank: int | None = None,
     ) -> None:
         if pool is None:
-            _refuse_of_pools(settings)
+            refuse_settings_of_pools(settings, "checkpoints are files")
         elif pool.is_directory:
             raise UsageError(
                 f"pool: expected a device, a pool file (*.portus) or a storage host, found {pool}, "
@@ -168,6 +169,8 @@ class TrainingFiles:
         ``PortusError`` to forbid it. fenced: tensors that nobody writes before ``fence`` was
         called, beside those that an optimizer steps.
         """
+        if not files:
+            raise UsageError(f"{printable(directory)}: expected a file to save, found none")
 
         def all_ready() -> None:
             ready()
@@ -458,16 +461,6 @@ class _CheckpointRequest(_TextRequest):
             training._mirror.wake()  # links lead elsewhere now
         if training._journal is not None:
             training._journal.over(save)
-
-
-def _refuse_of_pools(settings: Settings) -> None:
-    if settings.max_bytes is not None:
-        raise UsageError(
-            "max_bytes: checkpoints are files, which have no largest size together; how many stay "
-            "is said where they are made"
-        )
-    if settings.durable != 1:
-        raise UsageError("durable: checkpoints are files; only storage hosts have copies")
 
 
 def _sync_below(directory: str) -> None:

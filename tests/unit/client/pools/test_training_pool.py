@@ -121,6 +121,13 @@ def test_until_then_there_is_what_was_there_before(scene: Scene) -> None:
         assert step_at(path) == 1
 
 
+def test_a_directory_without_a_file_is_not_saved(scene: Scene) -> None:
+    with scene.training() as files:
+        with pytest.raises(UsageError, match="expected a file to save, found none"):
+            files.save_directory(scene.path("last"), {}, 1)
+        assert not os.path.exists(scene.path("last"))
+
+
 @pytest.mark.parametrize("what", ["save", "begin"])
 def test_a_save_that_failed_leaves_no_pointer(tmp_path: Path, what: str) -> None:
     scene = Scene(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -13,10 +13,14 @@ from portus.engine.job.settings import SettingsDict
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restored import Restored
+from portus.engine.media import calls
+from portus.engine.paths.process import leave
+from portus.engine.paths.saver import FileSaver
+from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle, SaveStats
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
-from portus.errors import PortusError
+from portus.errors import PortusError, UsageError, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -50,6 +54,13 @@ class Checkpointer:
     Raises ``UsageError``, and ``BusyError``, ``MediumError`` or ``CorruptionError`` if a pool
     cannot be opened. Threads may share a ``Checkpointer``; a forked child may not use it.
     """
+
+    # Whoever extends this sets ``_is_closed`` first, to True, and the others once they are made.
+    _saver: FileSaver
+    _companions: Sequence[Companion]
+    _last: SaveHandle | None
+    _process: int
+    _is_closed: bool
 
     def __new__(
         cls: type[Own],
@@ -146,22 +157,40 @@ class Checkpointer:
         """The committed checkpoints, oldest commit first."""
         raise NotImplementedError
 
+    @calls.entry
     def fence(self) -> None:
         """Block until no save in flight reads the caller's tensors, for at most ``fence_timeout``
         seconds: then those saves are given up. Raises nothing."""
-        raise NotImplementedError
+        if self._process == os.getpid():
+            self._saver.fence()
 
+    @calls.entry
     def wait(self, timeout: float | None = None) -> None:
         """Block until every save so far is over; failures are reported as ``on_error`` says.
 
         timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out.
         """
-        raise NotImplementedError
+        self._check_process()
+        self._saver.wait(timeout)
 
+    @calls.entry
     def close(self) -> None:
         """Finish the saves in flight, and let go of everything. A second call does nothing.
         Failures that were not reported yet are reported as ``on_error`` says."""
-        raise NotImplementedError
+        if self._is_closed or self._process != os.getpid():
+            return
+        try:
+            self._saver.close()
+        except Exception:
+            self._end()
+            raise
+        self._end()  # not behind Ctrl-C: a second call closes the rest
+
+    def _end(self) -> None:
+        self._is_closed = True
+        leave(self)
+        for each in self._companions:
+            each.close()
 
     @property
     def path(self) -> str:
@@ -171,12 +200,29 @@ class Checkpointer:
     @property
     def last_stats(self) -> SaveStats | None:
         """The cost of the newest save so far; None before the first one."""
-        raise NotImplementedError
+        return None if self._last is None else self._last.stats
 
     @property
     def has_committed(self) -> bool:
         """True once a save of this object was committed."""
-        raise NotImplementedError
+        return self._saver.has_committed
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise UsageError("this Checkpointer is closed")
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise UsageError(
+                f"{printable(self.path)}: another process opened this Checkpointer; open one here"
+            )
+
+    def __del__(self) -> None:
+        try:  # at the end of an interpreter there may be no contextlib
+            self.close()
+        except (PortusError, AttributeError):
+            return
 
     def __enter__(self) -> Self:
         return self
