@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -16,12 +15,14 @@ from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import FileDraft
 
 
-class Destination(Protocol):
-    """See the module. Each ``FileSaver`` has one of its own."""
+class Destination:
+    """See the module. Each ``FileSaver`` has one of its own. With this one the files have their
+    storages, and share none; others extend it."""
 
     @property
     def kind(self) -> str:
         """The kind of medium, once this is open."""
+        return MediumKind.FILE_PLAIN.value
 
     def open(self) -> object:
         """Open it, if it is not open. Raises ``PortusError``."""
@@ -29,14 +30,17 @@ class Destination(Protocol):
     def steady(self, late: Flags, *, unchanged: bool) -> Flags:
         """Return which storages to hash before anything is copied. late: those that are copied
         late. unchanged: nothing was stepped since the last save."""
+        return np.zeros(len(late), np.bool_)
 
     def before(self, files: int) -> Previous | None:
         """Return the newest version that one of so many files may share storages with."""
+        return None
 
     def at_paths(
         self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
     ) -> Sequence[Image]:
         """Return what the files at the paths are to contain; nothing if there are to be none."""
+        return images
 
     def draft(
         self,
@@ -49,58 +53,18 @@ class Destination(Protocol):
         """Begin one save. files: the draft of what ``at_paths`` returned; released if this raises.
         make_room: asked where there is no space: True if some was given back. Raises
         ``PortusError``."""
+        assert files is not None, "there are files at the paths"
+        return files
 
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         """Note that ``draft`` was committed. steady: which storages equalled those before."""
 
     def remove(self, path: str, remove: Callable[[str], object]) -> None:
         """Remove the file at ``path``, by ``remove``, and what it alone leads to."""
+        remove(path)
 
     def failed(self, save: Save) -> None:
         """Note that a save failed. Raises nothing."""
 
     def close(self) -> None:
         """Let go of everything. A later save opens it again."""
-
-
-class Files:
-    """See ``Destination``: the files have their storages, and share none."""
-
-    kind = MediumKind.FILE_PLAIN.value
-
-    def open(self) -> None:
-        """Do nothing."""
-
-    def steady(self, late: Flags, *, unchanged: bool) -> Flags:
-        return np.zeros(len(late), np.bool_)
-
-    def before(self, files: int) -> None:
-        """Return None."""
-
-    def at_paths(
-        self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
-    ) -> Sequence[Image]:
-        return images
-
-    def draft(
-        self,
-        new: Sequence[NewFile],
-        images: Sequence[Image],
-        snapshot: Snapshot,
-        files: FileDraft | None,
-        make_room: Callable[[], bool],
-    ) -> FileDraft:
-        assert files is not None, "there are files at the paths"
-        return files
-
-    def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
-        """Do nothing."""
-
-    def remove(self, path: str, remove: Callable[[str], object]) -> None:
-        remove(path)
-
-    def failed(self, save: Save) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

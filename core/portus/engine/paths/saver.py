@@ -35,7 +35,7 @@ from portus.engine.media import calls
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.at_once import WrittenFile
-from portus.engine.paths.destination import Destination, Files
+from portus.engine.paths.destination import Destination
 from portus.engine.paths.request import (
     NewFile,
     SaveRequest,
@@ -98,7 +98,7 @@ class FileSaver:
         destination: Destination | None = None,
         raises_wrong_path: bool = False,
     ) -> None:
-        self.destination: Final = destination or Files()
+        self.destination: Final = destination or Destination()
         self.planner: Final = CopyPlanner(SnapshotMode(settings.snapshot))
         self.auditor: Final = Auditor(settings.guard)
         self.reports: Final = Reports(settings.on_error)

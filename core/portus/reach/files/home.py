@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import urllib.parse
-from typing import Final, Protocol
+from typing import Final
 
 from portus.engine.pipeline.plan import Snapshot
 from portus.errors import PortusError
@@ -39,32 +39,9 @@ Pool = PoolWriter | HostPool
 """A pool that can be saved to."""
 
 
-class Home(Protocol):
-    """See the module. Made for a place, the name of a training, the most bytes of a file, and on
-    how many machines what counts is to be."""
-
-    @staticmethod
-    def read(place: Place) -> PoolReader:
-        """Return the pool at a place, for reading. Raises what opening raises."""
-
-    def journal(self) -> str:
-        """Return the directory of its journals. Raises ``PortusError``."""
-
-    def open(self) -> Pool:
-        """Return the pool, which is made if there is none. Raises what opening raises."""
-
-    def draft(self, snapshot: Snapshot) -> PoolDraft | HostDraft:
-        """Return where a save of ``snapshot`` goes; the pool is open."""
-
-    def note_failure(self, text: str) -> None:
-        """Put on record, where ``portus ls`` finds it, which save failed. Raises nothing."""
-
-    def close(self) -> None:
-        """Close the pool. One that ``open`` made goes away again if nothing was saved to it."""
-
-
 class FileHome:
-    """A pool file of this machine, or a device."""
+    """A pool file of this machine, or a device. Made for a place, the name of a training, the most
+    bytes of a file, and on how many machines what counts is to be."""
 
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
@@ -76,12 +53,15 @@ class FileHome:
 
     @staticmethod
     def read(place: Place) -> PoolReader:
+        """Return the pool at a place, for reading. Raises what opening raises."""
         return open_reader(place.path)
 
     def journal(self) -> str:
+        """Return the directory of its journals. Raises ``PortusError``."""
         return journal_directory(self._path)
 
     def open(self) -> PoolWriter:
+        """Return the pool, which is made if there is none. Raises what opening raises."""
         self._is_made = not has_pool(self._path)
         if self._is_made:
             make_directory(os.path.dirname(self._path))
@@ -90,14 +70,17 @@ class FileHome:
         return self._writer
 
     def draft(self, snapshot: Snapshot) -> PoolDraft:
+        """Return where a save of ``snapshot`` goes; the pool is open."""
         assert self._writer is not None
         return PoolDraft(self._writer, snapshot.length)
 
     def note_failure(self, text: str) -> None:
+        """Put on record, where ``portus ls`` finds it, which save failed. Raises nothing."""
         with contextlib.suppress(PortusError):
             note_failure(self._writer, text, self._path)
 
     def close(self) -> None:
+        """Close the pool. One that ``open`` made goes away again if nothing was saved to it."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -123,8 +106,8 @@ class FileHome:
 
 
 class HostHome:
-    """A pool on a storage host. What of its runs is on this machine is in ``.portus`` in the
-    current directory."""
+    """See ``FileHome``: a pool on a storage host. What of its runs is on this machine is in
+    ``.portus`` in the current directory."""
 
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
@@ -145,7 +128,7 @@ class HostHome:
         return journal_directory(self._local)
 
     def open(self) -> HostPool:
-        """See ``Home``. The host makes it; one that cannot be reached at the start raises (V8)."""
+        """See ``FileHome``. A host that cannot be reached at the start raises (V8)."""
         self._pool = HostPool(self._address, self._model, durable=self._durable)
         return self._pool
 
@@ -163,6 +146,8 @@ class HostHome:
             pool.close()
 
 
+Home = FileHome | HostHome
+
 _NAME_MAX: Final = 200
 
 
@@ -172,8 +157,8 @@ def _of_host(address: str) -> str:
 
 
 def host_journals(host: Place, directory: str | None) -> list[str]:
-    """The directories in ``directory``, or in ``.portus``, of journals of trainers of this machine
-    that saved to the storage host."""
+    """Return the directories in ``directory``, or in ``.portus``, of journals of trainers of this
+    machine that saved to the storage host."""
     inside = local_path(directory or DEFAULT_DIRECTORY, "links")
     end = os.path.basename(journal_directory(_of_host(str(host)) + SUFFIX))
     names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []

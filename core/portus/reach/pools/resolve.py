@@ -91,9 +91,7 @@ def allow(pool: PlaceName) -> None:
 
 def load_text(text: str) -> object:
     """What ``torch.load`` gets for the string in a pointer. Raises as ``use_reference``."""
-    from portus.reach.pools.restore import (
-        load_file_of,  # it is heavy, and most programs load files
-    )
+    from portus.reach.pools.restore import load  # it is heavy, and most programs load files
 
     reference = decode_text(text)
     asked = _asked_of_torch(sys._getframe(1))
@@ -110,10 +108,10 @@ def load_text(text: str) -> object:
     return _use(
         reference,
         path,
-        lambda reader, entry, found: load_file_of(
+        lambda reader, entry, found: load(
             reader,
             entry,
-            found.part,
+            file=found.part,
             weights_only=asked_only,
             map_location="meta" if asked_meta else "cpu",
         ),

@@ -136,16 +136,20 @@ def load(
     names: Patterns = None,
     *,
     verify: bool = True,
+    file: str | None = None,
     **settings: Any,
 ) -> object:
     """The state of one version, on the CPU, in memory of its own; or the part that matches.
 
-    verify: False hands bytes out without comparing their checksums.
+    verify: False hands bytes out without comparing their checksums. file: one of its files, alone;
+    ``CorruptionError`` if there is none of that name.
 
     Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if it was
     retired meanwhile, ``MediumError``; ``UsageError`` for a pattern that matches nothing.
     """
-    with files_opened(pool, entry) as files:
+    with files_opened(pool, entry, file) as files:
+        if file is not None and not files:
+            raise CorruptionError(f"{named(entry.info)}: has no file {file!r}")
         if files:
             found = load_files(files, entry.info, names, verify=verify, **settings)
             return found if len(files) > 1 else next(iter(found.values()))
@@ -221,32 +225,6 @@ def leaves_in(pool: PoolReader, entry: VersionEntry) -> list[tuple[str, object]]
     )
     specs = {spec.name: spec for spec in opened.tensors}
     return [(path, specs.get(path, value)) for path, value in leaves(state)]
-
-
-def load_file_of(
-    pool: PoolReader,
-    entry: VersionEntry,
-    name: str,
-    *,
-    weights_only: bool | None = None,
-    map_location: str = "cpu",
-) -> object:
-    """What ``torch.load`` gives for the file ``name`` of a version, with those settings.
-
-    Raises as ``load``, and ``CorruptionError`` if there is no such file.
-    """
-    with files_opened(pool, entry, name) as files:
-        if not files:
-            raise CorruptionError(f"{named(entry.info)}: has no file {name!r}")
-        found = load_files(
-            files,
-            entry.info,
-            None,
-            verify=True,
-            weights_only=weights_only,
-            map_location=map_location,
-        )
-        return found[name]
 
 
 def verify(

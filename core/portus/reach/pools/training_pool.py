@@ -16,6 +16,7 @@ import numpy as np
 from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
+from portus.engine.paths.destination import Destination
 from portus.engine.paths.request import NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.plan import Flags, Snapshot
@@ -52,7 +53,7 @@ _NAMES_MAX: Final = 64
 """Trainings of one name that save to a storage host at once."""
 
 
-class TrainingPool:
+class TrainingPool(Destination):
     """The versions of one training in a pool, on a device or on a storage host, as a
     ``Destination``. At a checkpoint's path is a *pointer*, a small file that loads follow. A
     version stays until its last pointer is removed, or replaced, through this. A file without a

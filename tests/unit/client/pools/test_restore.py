@@ -138,9 +138,9 @@ def test_of_a_part_no_more_is_read(saved: Saved) -> None:
 
 def test_a_file_that_is_not_there_is_a_damaged_pointer(saved: Saved) -> None:
     with pytest.raises(CorruptionError, match="expected a file 'optimizer'"):
-        restore.load_file_of(saved.pool, saved.entry(3), "optimizer")
+        restore.load(saved.pool, saved.entry(3), file="optimizer")
     name = "step-00000003.pt"
-    assert same(restore.load_file_of(saved.pool, saved.entry(3), name), state(3))
+    assert same(restore.load(saved.pool, saved.entry(3), file=name), state(3))
 
 
 def test_verify_counts_each_byte_once_and_sees_each_storage(saved: Saved) -> None:
