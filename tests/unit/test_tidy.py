@@ -99,8 +99,6 @@ LARGE = {
     "reach/training/file_mirror": "what a mirror has against what a run has: both"
     " halves change under one lock",
     "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
-    "reach/training/training_files: TrainingFiles": "the face of adapters: a method"
-    " for each thing that frameworks do with a checkpoint",
     "engine/copying/local": "each way in which bytes move within a machine, side by side",
     "reach/daemon/requests/saves: SaveRequests": "a method for each message of a save",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",

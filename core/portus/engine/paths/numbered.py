@@ -23,7 +23,7 @@ from portus.engine.loading.restored import Restored
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join, recover_left
-from portus.engine.paths.request import AccompaniedRequest
+from portus.engine.paths.request import AccompaniedRequest, make_directory
 from portus.engine.paths.saver import FileSaver
 from portus.engine.paths.step_files import StepFiles
 from portus.engine.pipeline.companions import Companion
@@ -98,7 +98,7 @@ class DirectoryCheckpointer(Checkpointer):
         path, scored, number = self._files.path_of(step), checked_metrics(metrics), int(step)
         for each in self._companions:
             each.begin()
-        is_new = self._make_directory()
+        is_new = make_directory(self.path)
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
         note = self._files.note(self._last_ns, scored)
         request = _StepRequest(
@@ -153,18 +153,6 @@ class DirectoryCheckpointer(Checkpointer):
     @property
     def path(self) -> str:
         return self._files.directory
-
-    def _make_directory(self) -> bool:
-        """Make the directory, and return whether it was not there."""
-        if os.path.isdir(self.path):
-            return False
-        try:
-            os.makedirs(self.path, exist_ok=True)
-        except OSError as error:
-            raise MediumError(
-                error.errno, f"{printable(self.path)}: cannot make it: {error.strerror}"
-            ) from error
-        return True
 
     def _newest_ns(self) -> int:
         with contextlib.suppress(MediumError), PENDING.exempt():

@@ -139,6 +139,20 @@ def targets_of(files: Sequence[ToSave], *, follows_links: bool) -> list[tuple[st
     return found
 
 
+def make_directory(path: str) -> bool:
+    """Make a directory, and those above it. Return whether it was not there. Raises
+    ``MediumError``."""
+    if os.path.isdir(path):
+        return False
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot make the directory: {error.strerror}"
+        ) from error
+    return True
+
+
 def name_of(files: Sequence[NewFile]) -> str:
     """Return the name of all the files together, for messages."""
     return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)

@@ -31,6 +31,7 @@ from portus.engine.files.pending import PENDING
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.paths.request import make_directory
 from portus.engine.paths.shared import new_publisher
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
@@ -52,7 +53,6 @@ from portus.reach.mirror.objects import Filed, State
 from portus.reach.mirror.opening import check_writable, open_file_store
 from portus.reach.mirror.store import UnwritableError
 from portus.reach.mirror.waiting import bar
-from portus.reach.training.directories import make_directory
 from portus.reach.training.links import replace_link
 
 _log: Final = logging.getLogger("portus")

@@ -11,7 +11,6 @@ import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
@@ -27,7 +26,7 @@ from portus.engine.loading.loaded import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
-from portus.engine.paths.request import SaveRequest, ToSave, contents_of
+from portus.engine.paths.request import SaveRequest, ToSave, contents_of, make_directory
 from portus.engine.paths.saver import FileSaver, files_below
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.run import Save
@@ -38,7 +37,6 @@ from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.training.after_commit import AfterCommit, say_it_stays
 from portus.reach.training.companions import refuse_settings_of_pools
-from portus.reach.training.directories import make_directory
 from portus.reach.training.file_mirror import DirectoryMirror
 from portus.reach.training.links import replace_link
 from portus.reach.training.literal import LiteralContents
@@ -250,7 +248,8 @@ class TrainingFiles:
         if self._is_open() or self._pool_at is not None:
             self._opened()[1].remove(path)
             return
-        self._tell_mirror(path)
+        if self._mirror is not None:
+            self._mirror.removing(path)
         try:
             if os.path.isdir(path) and not os.path.islink(path):
                 for file in files_below(path, self._telling):
@@ -312,40 +311,29 @@ class TrainingFiles:
         """Finish what is in flight. May be used again. Raises as ``wait``."""
         if self._process != os.getpid():
             return
+        saver, after = self._saver, self._after
         try:
-            self._finish()
+            if saver is not None and after is not None:
+                try:
+                    saver.close()
+                finally:
+                    self._saver = self._after = None
+                    leave(self)
+                for path in after.left():
+                    _log.warning(
+                        "portus: %s stays: the save that was to replace it failed, or a link leads "
+                        "there",
+                        printable(path),
+                    )
         finally:
-            journal, self._journal = self._journal, None
+            journal, mirror, self._journal = self._journal, self._mirror, None
             if journal is not None:
                 journal.close()
-            self._close_mirror()
-
-    def _close_mirror(self) -> None:
-        """Wait until it has everything; Ctrl-C ends the wait, and closes it all the same."""
-        mirror = self._mirror
-        if mirror is not None:
-            try:
-                mirror.close()
-            except KeyboardInterrupt:
-                mirror.close()
-                raise
-            finally:
-                self._mirror = None
-
-    def _finish(self) -> None:
-        saver, after = self._saver, self._after
-        if saver is None or after is None:
-            return
-        try:
-            saver.close()
-        finally:
-            self._saver = self._after = None
-            leave(self)
-        for path in after.left():
-            _log.warning(
-                "portus: %s stays: the save that was to replace it failed, or a link leads there",
-                printable(path),
-            )
+            if mirror is not None:
+                try:
+                    _close(mirror)
+                finally:
+                    self._mirror = None
 
     def __del__(self) -> None:
         if getattr(self, "_saver", None) is None:  # or it was never made
@@ -368,8 +356,16 @@ class TrainingFiles:
         self._forget_parent()
         if self._saver is None or self._after is None:
             saver = FileSaver(join(self), self._settings, destination=self._destination())
-            self._after = AfterCommit(partial(self._remove, saver), saver.later)
-            self._saver = saver
+
+            def remove(path: str) -> None:
+                if self._mirror is not None:
+                    self._mirror.removing(path)
+                if os.path.isdir(path) and not os.path.islink(path):
+                    saver.remove_directory(path, self._telling)
+                else:
+                    saver.remove(path)
+
+            self._saver, self._after = saver, AfterCommit(remove, saver.later)
         return self._saver, self._after
 
     def _destination(self) -> TrainingPool | None:
@@ -382,23 +378,6 @@ class TrainingFiles:
             is_named=self._is_named,
             rank=self._rank or 0,
         )
-
-    def _remove(self, saver: FileSaver, path: str) -> None:
-        self._tell_mirror(path)
-        if os.path.isdir(path) and not os.path.islink(path):
-            saver.remove_directory(path, self._telling)
-        else:
-            saver.remove(path)
-
-    def _make_room(self) -> bool:
-        has_removed = self._after is not None and self._after.make_room()
-        has_ended = self._mirror is not None and self._mirror.yield_space()
-        return has_removed or has_ended
-
-    def _tell_mirror(self, path: str) -> None:
-        """The file at ``path`` is about to be removed."""
-        if self._mirror is not None:
-            self._mirror.removing(path)
 
     def _mirror_at(self, name: str, place: str, checkpoints: str) -> DirectoryMirror | None:
         address = mirror_of(self._settings)
@@ -441,7 +420,10 @@ class _CheckpointRequest(_TextRequest):
     path: str
 
     def make_room(self) -> bool:
-        return self.training._make_room()
+        after, mirror = self.training._after, self.training._mirror
+        has_removed = after is not None and after.make_room()
+        has_ended = mirror is not None and mirror.yield_space()
+        return has_removed or has_ended
 
     def begun(self, save: Save) -> None:
         self.training._begin_journal()
@@ -478,3 +460,12 @@ def _sync_below(directory: str) -> None:
                 raise MediumError(
                     error.errno, f"{printable(path)}: cannot sync: {error.strerror}"
                 ) from error
+
+
+def _close(mirror: DirectoryMirror) -> None:
+    """Wait until a mirror has everything. Ctrl-C ends the wait, and closes it all the same."""
+    try:
+        mirror.close()
+    except KeyboardInterrupt:
+        mirror.close()
+        raise

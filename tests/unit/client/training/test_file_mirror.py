@@ -25,7 +25,7 @@ from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.opening import open_file_store
 from portus.reach.mirror.store import FileStore, UnwritableError
 from portus.reach.training import file_mirror
-from portus.reach.training.training_files import TrainingFiles
+from portus.reach.training.training_files import TrainingFiles, _CheckpointRequest
 from tests.unit.client.stuck import until
 
 NUMBERS = itertools.count()
@@ -482,12 +482,13 @@ def test_a_full_disk_gets_the_space_of_a_removed_file_that_is_being_sent(
 ) -> None:
     run = Run(bucket, tmp_path / "run").begin()
     run.save_stuck(bucket, "1.ckpt", 1, size=16 << 20)
-    assert not run.files._make_room(), "it is there still"
+    room = _CheckpointRequest(gate=lambda: None, training=run.files, number=0, path="")
+    assert not room.make_room(), "it is there still"
     run.save("2.ckpt", 2).wait()
     run.remove("1.ckpt")
     until(lambda: run.here() == {"2.ckpt"})
     threading.Timer(0.05, bucket.gate.set).start()
-    assert run.files._make_room()
+    assert room.make_room()
     run.files.close()
     assert bucket.files() == {"ckpt/2.ckpt": 2}
 
