@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from portus.engine.media.base import MappedMedium, Medium, MediumKind
+from portus.engine.media.base import PLAIN_FILE, MappedMedium, Medium
 from portus.engine.spec import Extent
 from portus.errors import MediumError
 from portus.reach.media.dax import SpaceMedium
-from portus.reach.media.file import MappedFile, PlainFile
+from portus.reach.media.file import MAPPED_FILE, MappedFile, PlainFile
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.memory import Memory
+from portus.reach.media.memory import MEMORY, Memory
 from portus.reach.media.pool import SparseMedium
 from portus.testing.contract import (
     MappedMediumContract,
@@ -79,7 +79,7 @@ class OnDisk:
 class TestMappedFile(OnDisk, MappedMediumContract, SparseMediumContract):
     def make(self, size: int) -> MappedFile:
         medium = LocalFiles(sync=self.sync).create(self.new_path(), size)
-        if medium.info.kind is not MediumKind.FILE_MAPPED:
+        if medium.info.kind is not MAPPED_FILE:
             pytest.skip(f"the file system of {self.directory} is not one to be mapped")
         assert isinstance(medium, MappedFile)
         return medium
@@ -88,7 +88,7 @@ class TestMappedFile(OnDisk, MappedMediumContract, SparseMediumContract):
 class TestPlainFile(OnDisk, SparseMediumContract):
     def make(self, size: int) -> PlainFile:
         medium = LocalFiles(mapped=False, sync=self.sync).create(self.new_path(), size)
-        assert medium.info.kind is MediumKind.FILE_PLAIN
+        assert medium.info.kind is PLAIN_FILE
         assert type(medium) is PlainFile
         return medium
 
@@ -151,7 +151,7 @@ class TestMemory(MappedMediumContract):
 
     def test_it_is_volatile(self, medium: Medium) -> None:
         assert medium.info.volatile
-        assert medium.info.kind is MediumKind.MEMORY
+        assert medium.info.kind is MEMORY
 
 
 def test_a_store_that_was_not_persisted_waits_for_the_sync(tmp_path: Path) -> None:

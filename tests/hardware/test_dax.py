@@ -11,10 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from portus.engine.media.base import MappedMedium, Medium, MediumKind
+from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
-from portus.reach.media.dax import DaxDevice, DaxFile, device_facts, is_device, open_device
+from portus.reach.media.dax import (
+    DAX_DEVICE,
+    DAX_FILE,
+    DaxDevice,
+    DaxFile,
+    device_facts,
+    is_device,
+    open_device,
+)
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.pmem import Libpmem, processor
 from portus.reach.media.pool import SparseMedium
@@ -123,7 +131,7 @@ class TestDevdax(OnDevice):
     path = DEVDAX
 
     def test_it_survives_power_loss(self, medium: Medium) -> None:
-        assert medium.info.kind is MediumKind.DEVDAX
+        assert medium.info.kind is DAX_DEVICE
         assert not medium.info.volatile
 
 
@@ -131,7 +139,7 @@ class TestExpander(OnDevice):
     path = EXPANDER
 
     def test_without_a_namespace_it_is_volatile(self, medium: Medium) -> None:
-        assert medium.info.kind is MediumKind.DEVDAX
+        assert medium.info.kind is DAX_DEVICE
         assert medium.info.volatile
 
 
@@ -148,7 +156,7 @@ class TestFsdax(MappedMediumContract, SparseMediumContract):
         path = Path(FSDAX, f"medium {len(self.paths)}")
         medium = LocalFiles(cpu=self.cpu).create(str(path), size)
         self.paths.append(path)
-        assert medium.info.kind is MediumKind.FSDAX
+        assert medium.info.kind is DAX_FILE
         assert isinstance(medium, DaxFile)
         return medium
 

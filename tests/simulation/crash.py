@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from portus.engine.media.base import MediumInfo, MediumKind
+from portus.engine.media.base import PLAIN_FILE, MediumInfo
 from portus.engine.media.read_file import SECTOR
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
@@ -220,7 +220,7 @@ class CrashMedium:
     @property
     def info(self) -> MediumInfo:
         """See ``Medium``."""
-        return MediumInfo(MediumKind.FILE_PLAIN, self._path, SECTOR, False, self._writable)
+        return MediumInfo(PLAIN_FILE, self._path, SECTOR, False, self._writable)
 
     @property
     def size(self) -> int:

@@ -195,7 +195,7 @@ def measure(place: str, size: int) -> Speeds:
         speed = {call: int(size / statistics.median(took_s[call][1:])) for call in calls}
         return Speeds(
             place=place,
-            medium=info.kind.value,
+            medium=info.kind.name,
             granularity=info.granularity,
             volatile=info.volatile,
             save=speed.get(save, 0),

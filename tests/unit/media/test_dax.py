@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from portus.engine.media.addresses import AddressRange
-from portus.engine.media.base import MediumKind
+from portus.engine.media.base import PLAIN_FILE
 from portus.engine.media.file_system import FileSystemTraits
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import PAGE, Extent
@@ -26,6 +26,7 @@ from portus.reach.media.dax import (
     is_device,
     open_device,
 )
+from portus.reach.media.file import MAPPED_FILE
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.pmem import processor
 
@@ -69,7 +70,7 @@ def test_a_libpmem_that_is_told_to_flush_nothing_is_refused(
 
 def test_an_ordinary_file_is_not_taken_for_persistent_memory(directory: Path) -> None:
     medium = LocalFiles().create(str(directory / "file"), 4096)
-    assert medium.info.kind in (MediumKind.FILE_MAPPED, MediumKind.FILE_PLAIN)
+    assert medium.info.kind in (MAPPED_FILE, PLAIN_FILE)
     medium.close()
     descriptor = Descriptor(str(directory / "file"), os.O_RDWR)
     assert not accepts_map_sync(descriptor)

@@ -20,12 +20,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from portus.engine.media.base import Medium, MediumKind
+from portus.engine.media.base import PLAIN_FILE, Medium
 from portus.engine.media.file_system import FileSystemTraits
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
-from portus.reach.media.file import UNCACHED, WRITEBACK_MIN, MappedFile, PlainFile, UncachedFile
+from portus.reach.media.file import (
+    MAPPED_FILE,
+    UNCACHED,
+    WRITEBACK_MIN,
+    MappedFile,
+    PlainFile,
+    UncachedFile,
+)
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.memory import Memory
 from portus.testing.contract import assert_raises, load
@@ -70,7 +77,7 @@ def test_a_full_file_system_refuses_growth_and_nothing_changes(
 ) -> None:
     directory = mount(kind)
     medium = make(directory / "pool", 5 * MIB + 1, mapped=mapped)
-    assert medium.info.kind is (MediumKind.FILE_MAPPED if mapped else MediumKind.FILE_PLAIN)
+    assert medium.info.kind is (MAPPED_FILE if mapped else PLAIN_FILE)
     medium.store(5 * MIB - 4, b"older")
     medium.persist([Extent(0, 5 * MIB + 1)])
     free, allocated = free_bytes(directory), os.stat(medium.path).st_blocks * 512
@@ -363,9 +370,9 @@ medium.persist([Extent(0, 10)])
 
 def test_addresses_are_taken_sparingly_under_a_limit(directory: Path) -> None:
     path = directory / "pool"
-    assert run(UNDER_A_LIMIT, str(path), str(8 << 30)) == "FILE_MAPPED\n"
+    assert run(UNDER_A_LIMIT, str(path), str(8 << 30)) == "file, mapped\n"
     path.unlink()
-    assert run(UNDER_A_LIMIT, str(path), str(128 * MIB)) == "FILE_MAPPED\nnot grown\n"
+    assert run(UNDER_A_LIMIT, str(path), str(128 * MIB)) == "file, mapped\nnot grown\n"
 
 
 @pytest.mark.parametrize("mapped", [True, False])

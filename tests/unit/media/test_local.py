@@ -18,9 +18,10 @@ import pytest
 
 from portus.engine.media import linux
 from portus.engine.media.addresses import AddressRange
-from portus.engine.media.base import MappedMedium, MediumKind
+from portus.engine.media.base import PLAIN_FILE, MappedMedium
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
+from portus.reach.media.file import MAPPED_FILE
 from portus.reach.media.local import LocalFiles
 from portus.testing.contract import assert_errno, load
 from tests.unit.conftest import SMALL_BYTES, Mount
@@ -66,7 +67,7 @@ def test_the_file_system_chooses_the_medium(
         medium = (
             LocalFiles().open(path, writable=True) if round_ else LocalFiles().create(path, 5000)
         )
-        kind = MediumKind.FILE_MAPPED if mapped else MediumKind.FILE_PLAIN
+        kind = MAPPED_FILE if mapped else PLAIN_FILE
         assert (medium.info.kind, medium.info.volatile) == (kind, volatile)
         assert isinstance(medium, MappedMedium) == mapped
         medium.store(1, b"stored")
@@ -82,7 +83,7 @@ def test_holes_are_filled_before_a_file_is_mapped(mount: Mount, kind: str) -> No
     path.write_bytes(b"data")
     os.truncate(path, 4 << 20)
     medium = LocalFiles().open(str(path), writable=True)
-    assert medium.info.kind is MediumKind.FILE_MAPPED
+    assert medium.info.kind is MAPPED_FILE
     assert os.stat(path).st_blocks * 512 >= 4 << 20
     assert load(medium, 0, 5) == b"data\0"
     assert medium.size == 4 << 20
@@ -97,7 +98,7 @@ def test_a_file_whose_holes_cannot_be_filled_is_not_mapped(
     path.write_bytes(b"data")
     os.truncate(path, SMALL_BYTES * 2)
     medium = LocalFiles().open(str(path), writable=True)
-    assert medium.info.kind is MediumKind.FILE_PLAIN
+    assert medium.info.kind is PLAIN_FILE
     assert f"{path}: cannot fill holes" in caplog.text
     medium.store(0, b"new ")
     assert_errno(errno.ENOSPC, lambda: medium.store(4096, bytes(SMALL_BYTES * 2 - 4096)))
@@ -118,7 +119,7 @@ def test_a_reader_is_plain_and_knows_that_memory_is_volatile(directory: Path) ->
     path = str(directory / "pool")
     with_writer = LocalFiles().create(path, 10)
     reader = LocalFiles().open(path, writable=False)
-    assert reader.info.kind is MediumKind.FILE_PLAIN
+    assert reader.info.kind is PLAIN_FILE
     assert reader.info.volatile == with_writer.info.volatile
     reader.close()
     with_writer.close()
@@ -131,7 +132,7 @@ def test_what_cannot_be_mapped_is_written_to_without(
     LocalFiles().create(path, 64 << 20).close()
     with addresses_left(32 << 20):
         medium = LocalFiles().open(path, writable=True)
-    assert medium.info.kind is MediumKind.FILE_PLAIN
+    assert medium.info.kind is PLAIN_FILE
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert path in caplog.text
     assert "ulimit -v" in caplog.text

@@ -19,25 +19,30 @@ outside the medium. ``load`` and ``store`` may be called from several threads on
 from __future__ import annotations
 
 import abc
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from portus.engine.spec import Extent
 from portus.errors import MediumError
 
 
-class MediumKind(enum.Enum):
-    """How bytes reach the medium."""
+@dataclass(frozen=True, slots=True)
+class MediumKind:
+    """How bytes reach a medium; declared in its module, and all that others have to know of it.
 
-    FILE_MAPPED = "file, mapped"
-    FILE_PLAIN = "file, pwrite"
-    FSDAX = "file, DAX"
-    DEVDAX = "DAX device"
-    MEMORY = "memory"
-    HOST = "storage host"
-    MIRROR = "mirror"
+    name: in words, for people. is_device: a pool on it has all of it, so there is no limit, no
+        quota, and no space for mirrored objects; `portus format` makes one.
+        is_persistent_memory: its bytes are reached by addresses. is_remote: another process stores
+        them."""
+
+    name: str
+    is_device: bool = False
+    is_persistent_memory: bool = False
+    is_remote: bool = False
+
+
+PLAIN_FILE: Final = MediumKind("file, pwrite")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Final
 
-from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
+from portus.engine.media.base import PLAIN_FILE, MediumInfo, ReadOnlyMedium
 from portus.engine.media.file_calls import file_error
 from portus.engine.media.process import Descriptor
 from portus.errors import MediumError, UsageError
@@ -33,7 +33,7 @@ class ReadFile(ReadOnlyMedium):
 
     @property
     def info(self) -> MediumInfo:
-        return MediumInfo(MediumKind.FILE_PLAIN, self.path, SECTOR, False, False)
+        return MediumInfo(PLAIN_FILE, self.path, SECTOR, False, False)
 
     @property
     def size(self) -> int:

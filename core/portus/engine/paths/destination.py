@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from portus.engine.image.image import Image
-from portus.engine.media.base import MediumKind
+from portus.engine.media.base import PLAIN_FILE
 from portus.engine.paths.request import NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
@@ -22,7 +22,7 @@ class Destination:
     @property
     def kind(self) -> str:
         """The kind of medium, once this is open."""
-        return MediumKind.FILE_PLAIN.value
+        return PLAIN_FILE.name
 
     def open(self) -> object:
         """Open it, if it is not open. Raises ``PortusError``."""

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from portus.engine.media.base import MediumKind
 from portus.errors import MediumError, UsageError
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.folder import Folder
@@ -109,7 +108,7 @@ class Objects:
     @property
     def store(self) -> Store:
         """Where they are. Raises ``UsageError`` for a pool on a device, which has all of it."""
-        if self._path is not None and self._writer.medium.info.kind is MediumKind.DEVDAX:
+        if self._path is not None and self._writer.medium.info.kind.is_device:
             raise UsageError(
                 f"{self._path}: a pool on a device has no space for mirrored objects; serve a "
                 f"directory, or {MEMORY}SIZE"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from portus.engine.media.base import MediumKind
 from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
 from portus.reach.daemon.mirrors import WAIT_S, TenantMirror, TenantMirrors
 from portus.reach.daemon.objects import MEMORY, Objects
@@ -298,8 +297,7 @@ class Pools:
         ``UsageError`` for a device, which has none; then nothing changed."""
         with self._guard:
             opened = list(self._open.values())
-            kinds = {hosted.writer.medium.info.kind for hosted in opened}
-            if quotas and MediumKind.DEVDAX in kinds:
+            if quotas and any(each.writer.medium.info.kind.is_device for each in opened):
                 raise UsageError(
                     f"{self.place}: a pool on a device uses all of it, without a quota"
                 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from portus.engine.media.base import Medium, MediumKind
+from portus.engine.media.base import Medium
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError
 from portus.reach.format.layout import EXTENT, RECORD_SIZE_MAX, RecordKind
@@ -139,7 +139,7 @@ def read_catalogue(
     """
     catalogue = Catalogue(root)
     source: Loads = medium
-    if medium.info.kind is MediumKind.HOST:  # isinstance would look at all that it has, size too
+    if medium.info.kind.is_remote:  # isinstance would look at all that it has, size too
         source = _Ahead(cast("HostMedium", medium))
     if root.size > source.size:
         raise CorruptionError(

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.engine.copying import native
-from portus.engine.media.base import MediumKind
 from portus.engine.media.process import NUMBERS
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.reach.format.layout import DATA_START
@@ -377,7 +376,7 @@ def open_writer(
             undo.callback(held.close)
             medium = files.open(path, writable=True)
             undo.callback(medium.close)
-            if max_bytes is not None and medium.info.kind is MediumKind.DEVDAX:
+            if max_bytes is not None and medium.info.kind.is_device:
                 raise UsageError(
                     f"{path}: max_bytes applies to files only; a pool on a device uses the whole "
                     "device. Make a smaller namespace, or omit max_bytes"
@@ -391,7 +390,7 @@ def open_writer(
             raise
         _check_unchanged(path, before, files.status(path))
         # Whoever made the pool may have been killed before its name, or it, was durable.
-        if medium.info.kind is MediumKind.DEVDAX:
+        if medium.info.kind.is_device:
             device.make_durable(medium)
         else:
             files.sync(os.path.dirname(path))

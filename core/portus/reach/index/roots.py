@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from portus.engine.format.checksum import digest
 from portus.engine.format.record import Record, Value
-from portus.engine.media.base import Medium, MediumKind
+from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, UsageError
 from portus.reach.format.layout import (
@@ -158,7 +158,7 @@ def read_superblock(medium: Medium) -> Superblock:
         magic = magic or bytes(head)
     if magic != MAGIC:
         hint = ""
-        if medium.info.kind is MediumKind.DEVDAX:
+        if medium.info.kind.is_device:
             hint = f"; `portus format {medium.info.name}` makes one and erases the device"
         raise CorruptionError(
             f"{medium.info.name} is not a Portus pool: it starts with {magic!r}{hint}"

@@ -40,6 +40,9 @@ from portus.reach.media.memory import WORD
 from portus.reach.media.pmem import Processor, processor
 from portus.reach.media.pool import bounds, spans
 
+DAX_FILE: Final = MediumKind("file, DAX", is_persistent_memory=True)
+DAX_DEVICE: Final = MediumKind("DAX device", is_device=True, is_persistent_memory=True)
+
 _SYS_DEVICES: Final = "/sys/dev/char"
 
 
@@ -160,7 +163,7 @@ class SpaceMedium:
         self, space: Space, name: str, *, writable: bool, volatile: bool, size: int | None = None
     ) -> None:
         """size: bytes to use, of which ``grow`` makes more; None: all there are."""
-        self._info: Final = MediumInfo(MediumKind.DEVDAX, name, WORD, volatile, writable)
+        self._info: Final = MediumInfo(DAX_DEVICE, name, WORD, volatile, writable)
         self._space: Final = space
         self._size = space.size if size is None else size
         self._growing: Final = threading.Lock()
@@ -322,7 +325,7 @@ class DaxFile(MappedFile):
     durable before that byte can be stored to. So only the lines are left to write back.
     """
 
-    kind: ClassVar[MediumKind] = MediumKind.FSDAX
+    kind: ClassVar[MediumKind] = DAX_FILE
 
     def __init__(
         self, descriptor: Descriptor, file_system: FileSystemTraits, *, cpu: Processor | None = None

@@ -21,7 +21,7 @@ from typing import ClassVar, Final
 
 from portus.engine.media import linux
 from portus.engine.media.addresses import AddressRange
-from portus.engine.media.base import MediumInfo, MediumKind
+from portus.engine.media.base import PLAIN_FILE, MediumInfo, MediumKind
 from portus.engine.media.file_calls import (
     Sync,
     advice,
@@ -38,6 +38,8 @@ from portus.engine.media.read_file import SECTOR, ReadFile
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
 
+MAPPED_FILE: Final = MediumKind("file, mapped")
+
 WRITEBACK_MIN: Final = 16 << 20
 """Bytes stored before write-back is started on them: fewer calls, longer runs on the disk."""
 
@@ -51,7 +53,7 @@ _BLOCK: Final = 4096
 class PlainFile(ReadFile):
     """A regular file, stored to with pwrite. Owns its descriptor."""
 
-    kind: ClassVar[MediumKind] = MediumKind.FILE_PLAIN
+    kind: ClassVar[MediumKind] = PLAIN_FILE
 
     def __init__(
         self,
@@ -299,7 +301,7 @@ class MappedFile(PlainFile):
     through an address cannot run out of space.
     """
 
-    kind: ClassVar[MediumKind] = MediumKind.FILE_MAPPED
+    kind: ClassVar[MediumKind] = MAPPED_FILE
 
     def __init__(
         self, descriptor: Descriptor, file_system: FileSystemTraits, *, sync: Sync = data_sync

@@ -15,6 +15,8 @@ from portus.engine.media.base import MediumInfo, MediumKind
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
 
+MEMORY: Final = MediumKind("memory")
+
 WORD: Final = 8
 """Bytes that a processor stores as one."""
 
@@ -45,7 +47,7 @@ class Memory:
     @property
     def info(self) -> MediumInfo:
         """The medium's ``MediumInfo``; its granularity is a word of the processor."""
-        return MediumInfo(MediumKind.MEMORY, self.name, WORD, volatile=True, writable=True)
+        return MediumInfo(MEMORY, self.name, WORD, volatile=True, writable=True)
 
     @property
     def size(self) -> int:

@@ -48,6 +48,8 @@ _CHECKED: Final = 4 * UNIT
 _Range = tuple[int, int]
 """Of a file: its first byte, and the one behind its last."""
 
+MIRROR: Final = MediumKind("mirror")
+
 
 class ObjectFile(ReadOnlyMedium):
     """See the module, and ``OpenFile``. One thread at a time, but for ``read``."""
@@ -76,7 +78,7 @@ class ObjectFile(ReadOnlyMedium):
 
     @property
     def info(self) -> MediumInfo:
-        return MediumInfo(MediumKind.MIRROR, self._name, 1, volatile=False, writable=False)
+        return MediumInfo(MIRROR, self._name, 1, volatile=False, writable=False)
 
     @property
     def medium(self) -> ObjectFile:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Final
 
-from portus.engine.media.base import MediumKind
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.files.home import Pool, open_place
@@ -57,8 +56,6 @@ from portus.reach.versions.packed import FileTable
 WAIT_S: Final = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
 
-_ADDRESSABLE: Final = (MediumKind.FSDAX, MediumKind.DEVDAX)
-
 
 class PoolVersion(StoredCheckpoint):
     """A version of a pool that is open."""
@@ -101,7 +98,9 @@ class PoolPlace(OpenPlace):
     def abilities(self) -> Abilities:
         info = self.reader.medium.info
         return Abilities(
-            volatile=info.volatile, durable=self._durable, addressable=info.kind in _ADDRESSABLE
+            volatile=info.volatile,
+            durable=self._durable,
+            addressable=info.kind.is_persistent_memory,
         )
 
     def usage(self) -> Usage:

@@ -129,7 +129,7 @@ class TrainingPool(Destination):
     def kind(self) -> str:
         """The kind of medium that the pool is on. The pool is open."""
         assert self._pool is not None
-        return self._pool.medium.info.kind.value
+        return self._pool.medium.info.kind.name
 
     def before(self, files: int) -> Before | None:
         found = self._newest_of(files)

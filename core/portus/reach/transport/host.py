@@ -55,6 +55,8 @@ from portus.reach.transport.verbs import Domain, Endpoint, Region, port_for
 
 _log: Final = logging.getLogger("portus")
 
+STORAGE_HOST: Final = MediumKind("storage host", is_remote=True)
+
 ANSWER_S: Final = 5.0
 """The longest that a host may take for an answer that is no work. Each save begins with such a
 question, so one that hangs holds a training up for no longer."""
@@ -473,7 +475,7 @@ class HostMedium(ReadOnlyMedium):
         """The facts of the medium; its name is the host's address."""
         welcome, name = self._links.welcome, str(self._links.address)
         granularity = welcome.granularity
-        return MediumInfo(MediumKind.HOST, name, granularity, welcome.volatile, writable=False)
+        return MediumInfo(STORAGE_HOST, name, granularity, welcome.volatile, writable=False)
 
     @property
     def size(self) -> int:

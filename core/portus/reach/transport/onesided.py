@@ -30,7 +30,7 @@ import numpy as np
 from portus.engine.copying.local import best_engine, copy, fetch
 from portus.engine.copying.segments import Column, Digests, Segments, Sources, Stop, cut, owners
 from portus.engine.format.checksum import UNIT
-from portus.engine.media.base import MappedMedium, Medium, MediumKind
+from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
 from portus.reach.transport.verbs import DEPTH, Domain, Region
 
@@ -268,9 +268,8 @@ def is_pinnable(medium: Medium) -> bool:
     a file are its file system's."""
     if not isinstance(medium, MappedMedium):
         return False
-    kind = medium.info.kind
-    in_memory = kind is MediumKind.FILE_MAPPED and medium.info.volatile  # tmpfs
-    return in_memory or kind in (MediumKind.DEVDAX, MediumKind.MEMORY)
+    kind = medium.info.kind  # a file system with DAX lets nobody pin its pages for long
+    return kind.is_device or (medium.info.volatile and not kind.is_persistent_memory)
 
 
 class PoolRegions:
