@@ -26,7 +26,6 @@ from portus.engine.state.walk import walked
 from portus.errors import MediumError
 from portus.reach.index.directory import open_writer
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import encode_layout
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.pools.restore import load
 from tests.crash.logged import POOL, DeviceProcess, Process, Report, pool_file, require_unbroken
@@ -121,7 +120,7 @@ class User(Process[State]):
             self.dense = {"dense": tensors["dense"], "step": tensors["step"]}
         if not is_relaxed:
             tensors["dense"] = tensors["dense"] + step
-            tensors["step"] = step // 3  # text of the tree, that changes now and then
+            tensors["step"] = step // 3  # text of the contents, that changes now and then
             self.dense_batch = step
         moment = self.moment(step, None if whole or self.is_new else numbers)
         if is_relaxed or sliced:
@@ -144,7 +143,6 @@ class User(Process[State]):
                 rows[spec.storage] = changed_rows(self.tensors[spec.name], numbers[spec.name])
         return Moment(
             step,
-            encode_layout(flat.tensors),
             pickle_state(self.tensors).pickle,
             np.array([each.data_ptr() for each in flat.storages], np.int64),
             np.array([each.nbytes() for each in flat.storages], np.int64),

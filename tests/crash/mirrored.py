@@ -46,7 +46,7 @@ FILES = (
     PackedFile("b", (3 << 20) + 3000, np.array([1500, 0]), LENGTHS[2:4]),
 )
 """Of the storages: what is around those of the first file is nothing."""
-TREE = encode_table(FileTable(FILES))
+CONTENTS = encode_table(FileTable(FILES))
 UNITS = [
     (number, min(UNIT, length - at))
     for number, length in enumerate(LENGTHS.tolist())
@@ -104,7 +104,7 @@ class Pool:
         step, size, digests = chance.randrange(100), int(LENGTHS.sum()), np.stack(rows)
         info = VersionInfo(MODEL, self.commit, self.commit, step, token, 0, size)
         cut = pieces(digests) if self.in_pieces else None
-        self.versions.append(Version(info, self.uuid, LENGTHS, digests, b"", TREE, FILES, cut))
+        self.versions.append(Version(info, self.uuid, LENGTHS, digests, CONTENTS, FILES, cut))
         return self.versions[-1]
 
 

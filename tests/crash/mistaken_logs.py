@@ -15,16 +15,16 @@ from portus.reach.media.dax import SpaceMedium
 
 class NotPersisted(LogWriter):
     def append(
-        self, patches: Sequence[Patch], tree: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
     ) -> None:
-        self.advance(self.store(patches, tree, commit, bunches))
+        self.advance(self.store(patches, contents, commit, bunches))
 
 
 class HeadAlonePersisted(LogWriter):
     def append(
-        self, patches: Sequence[Patch], tree: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
     ) -> None:
-        stored = self.store(patches, tree, commit, bunches)
+        stored = self.store(patches, contents, commit, bunches)
         self._medium.persist([Extent(stored.offset, PAGE)])
         self.advance(stored)
 
@@ -46,11 +46,11 @@ class TwoEntries(LogWriter):
     """A transaction is committed array by array."""
 
     def append(
-        self, patches: Sequence[Patch], tree: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
     ) -> None:
         for each in patches[:-1]:
             super().append([each], b"", commit)
-        super().append(patches[-1:], tree, commit, bunches)
+        super().append(patches[-1:], contents, commit, bunches)
 
 
 class OverTheLastEntry(LogWriter):

@@ -65,12 +65,13 @@ def slices_end_one_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slices, "go_on", wrong)
 
 
-def the_tree_is_that_of_the_dense_part_before(patch: pytest.MonkeyPatch) -> None:
+def the_contents_are_those_of_the_dense_part_before(patch: pytest.MonkeyPatch) -> None:
     right = TableStore._slice_on
 
     def wrong(self: TableStore, moment: Moment) -> None:
         right(self, moment)
         if self._slices is not None:
-            self._slices.moment = replace(self._slices.moment, tree=self._tree)  # type: ignore[misc]
+            moment = replace(self._slices.moment, contents=self._contents)
+            self._slices.moment = moment  # type: ignore[misc]
 
     patch.setattr(TableStore, "_slice_on", wrong)

@@ -24,7 +24,6 @@ from portus.engine.spec import PAGE
 from portus.engine.state.pickling import pickle_state
 from portus.engine.state.walk import walked
 from portus.reach.index.directory import open_writer
-from portus.reach.index.records import encode_layout
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.pools.restore import load
 from tests.crash.embedding_user import EMPTY, State, Tensors, digest_of, shown
@@ -163,8 +162,7 @@ class User(DeviceProcess[State]):
         placed = {index[name]: place for name, place in self.places.items()}
         return PlacedMoment(
             batch=step,
-            layout=encode_layout(flat.tensors),
-            tree=pickle_state(self.tensors).pickle,
+            contents=pickle_state(self.tensors).pickle,
             address=np.array([each.data_ptr() for each in flat.storages], np.int64),
             length=np.array([each.nbytes() for each in flat.storages], np.int64),
             rows=None if self.is_new else dict.fromkeys(placed, NO_ROWS),

@@ -193,10 +193,10 @@ class DensePartApart(LogWriter):
     """Tables and dense part are an entry each."""
 
     def append(
-        self, patches: Sequence[Patch], tree: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
     ) -> None:
         super().append([], b"", commit, bunches[:1])
-        super().append(patches, tree, commit, bunches[1:])
+        super().append(patches, contents, commit, bunches[1:])
 
 
 class RowsLeftOut(LogWriter):
@@ -205,11 +205,11 @@ class RowsLeftOut(LogWriter):
     late: Sequence[Bunch] = ()
 
     def append(
-        self, patches: Sequence[Patch], tree: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
     ) -> None:
         both = [*self.late, *bunches[:-1]]
         self.late = bunches[-1:]
-        super().append(patches, tree, commit, both)
+        super().append(patches, contents, commit, both)
 
 
 def the_log_is_folded_in_without_this_batch(patch: pytest.MonkeyPatch) -> None:

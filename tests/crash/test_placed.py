@@ -23,7 +23,7 @@ from tests.crash.mistaken_slices import (
     slices_are_committed_before_the_last_one,
     slices_end_one_early,
     slices_go_over_the_dense_part_that_counts,
-    the_tree_is_that_of_the_dense_part_before,
+    the_contents_are_those_of_the_dense_part_before,
 )
 from tests.crash.placed_user import (
     DEVICE,
@@ -67,7 +67,7 @@ EXPLORATIONS: Final[dict[str, tuple[tuple[Plan, ...], tuple[int, ...], int]]] = 
 LONG: Final = (
     "a dense part in slices",
     "slices while folding in",
-    "slices with the tree of before",
+    "slices with the contents of before",
     "crash in recovery from a crash",
     "closing says that half a batch counts",
     "digests are those of the batch before",
@@ -314,7 +314,11 @@ MISTAKES: Final[dict[str, tuple[Mistake, Search, type[User]]]] = {
     "the last slice is not drained": (slices_are_committed_before_the_last_one, SLICED, User),
     "slices end one early": (slices_end_one_early, ANNOUNCED, User),
     "slices over what counts": (slices_go_over_the_dense_part_that_counts, ANNOUNCED, User),
-    "slices with the tree of before": (the_tree_is_that_of_the_dense_part_before, SLICED, User),
+    "slices with the contents of before": (
+        the_contents_are_those_of_the_dense_part_before,
+        SLICED,
+        User,
+    ),
     "announced before the slices end": (announced_before_the_slices_end, ANNOUNCED, User),
     "folded in with slices in the making": (
         a_fold_between_slices_has_what_is_in_memory,

@@ -43,7 +43,7 @@ STEPS = (1, 2, 3)
 MEMORY_MAX = 128 << 20
 """Bytes of addresses that all the loads together may add."""
 
-TWICE = ("superblock", "root slots", "table", "index", "layouts", "file tables")
+TWICE = ("superblock", "root slots", "table", "index", "file tables")
 
 ALWAYS = {
     **{twice: {("same", "same")} for twice in TWICE},
@@ -118,8 +118,7 @@ def _places(pool: PoolReader) -> Iterator[tuple[str, list[Extent]]]:
     yield "table", [catalogue.root.table.extent]
     yield "index", [model.pointer.extent]
     yield "versions", [entry.pointer.extent for entry in model.versions]
-    yield "layouts", [record.layout.extent for record in records]
-    yield "file tables", [record.tree.extent for record in records]
+    yield "file tables", [record.contents.extent for record in records]
     bytes_of = [
         {(int(row["offset"]), int(row["length"])) for row in record.extents} for record in records
     ]

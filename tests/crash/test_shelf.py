@@ -148,7 +148,7 @@ def whatever_is_there_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def older_values_win(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(log, "replace", lambda found, tree: found)
+    patch.setattr(log, "replace", lambda found, contents: found)
 
 
 def a_page_is_changed_after_the_scan(patch: pytest.MonkeyPatch) -> None:

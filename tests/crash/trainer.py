@@ -34,7 +34,7 @@ from portus.reach.index.commit_records import Change
 from portus.reach.index.directory import create_pool, open_writer
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import NOWHERE, VersionEntry, decode_copies, encode_layout, read
+from portus.reach.index.records import NOWHERE, VersionEntry, decode_copies, read
 from portus.reach.index.roots import read_roots
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import Locks
@@ -78,8 +78,6 @@ FILES: Final = {"model.pt": (0, 1, 2), "rest.pt": (3, 4)}
 
 HEAD: Final = 60
 """Bytes before the storages of a file; as many are between two of them, and zero."""
-
-NO_LAYOUT: Final = encode_layout(())
 
 
 @functools.cache
@@ -141,8 +139,6 @@ def snapshot(model: str, step: int) -> Snapshot:
         model=model,
         step=step,
         token=os.urandom(16),
-        tree=b"",
-        layout=b"",
         address=np.array(address, np.int64),
         length=np.array(LENGTHS, np.int64),
         late=np.array(late),
@@ -167,7 +163,6 @@ def verified(pool: PoolReader, entry: VersionEntry) -> int:
     """The step of a version all of whose records and bytes are right."""
     record = pool.record(entry)
     model, step = entry.info.model, entry.info.step
-    assert bytes(read(pool.medium, record.layout, RecordKind.LAYOUT)) == NO_LAYOUT
     there = table_of(pool, record)
     assert there is not None
     assert [each.name for each in there.files] == list(FILES)
@@ -286,7 +281,7 @@ class AskedDraft(PoolDraft):
     change_asked: Change
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
-        self.change_asked = self.change(self.rows(), labels, labels.layout, labels.tree, retire)
+        self.change_asked = self.change(self.rows(), labels, None, retire)
         return cast(Before, None)  # nobody looks at it before it is one
 
 
@@ -309,7 +304,7 @@ class Trainer:
         self.writer = self.open_pool()
         for name, model in self.writer.catalogue().models.items():
             record = self.writer.record(model.versions[-1])
-            known = Before(record, NO_LAYOUT, encode_table(table(name, record.info.step)))
+            known = Before(record, encode_table(table(name, record.info.step)))
             self.before[name] = CommittedImages(known, len(FILES), None)
         self.look()
 
@@ -358,7 +353,7 @@ class Trainer:
             asked = AskedDraft(self.writer, packed_lengths(made))
             draft = ImageDraft(asked, model, table(model, step), made, lambda: None, lambda: False)
             draft.copy(np.arange(len(LENGTHS)), state.address, Stop())
-            labels = Labels(model=model, step=step, token=state.token, layout=b"", tree=b"")
+            labels = Labels(model=model, step=step, token=state.token)
             draft.commit(labels, None, self.ids(model, surplus))
             drafts.append(asked)
         with self.ledger.change(after):

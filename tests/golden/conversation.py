@@ -17,13 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from portus.engine.format.checksum import digest
-from portus.engine.spec import TensorSpec
-from portus.reach.index.records import decode_version, encode_layout
+from portus.reach.index.records import decode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Fault, Said, packed_column
 from portus.reach.transport.dial import raised
 from portus.reach.transport.stream import Link
+from portus.reach.versions.packed import FileTable, PackedFile, encode_table
 from portus.testing.hosting import serving
 
 HERE: Final = Path(__file__).resolve().parent
@@ -35,14 +37,9 @@ DATA: Final = [bytes(range(256)) * 4, b"", b"\7" * 60]
 LENGTHS: Final = packed_column([len(each) for each in DATA])
 ALL: Final = packed_column([0, 1, 2])
 DIGESTS: Final = b"".join(digest(each) for each in DATA)
-LAYOUT: Final = encode_layout(
-    [
-        TensorSpec("w", "uint8", (1024,), (1,), 0, 0),
-        TensorSpec("e", "uint8", (0,), (1,), 1, 0),
-        TensorSpec("b", "uint8", (60,), (1,), 2, 0),
-    ]
+CONTENTS: Final = encode_table(
+    FileTable([PackedFile("a.pt", 1084, np.array([60, 0]), np.array([1024, 0]))])
 )
-TREE: Final = b'{"w":{"$tensor":0},"e":{"$tensor":1},"b":{"$tensor":2},"lr":0.125}'
 
 Turn = tuple[str, bytes]
 """Who speaks, and all that it says until the other one does."""
@@ -74,14 +71,13 @@ def talk(link: Link, version: int) -> None:
     send()
     if link.connection.knows(said.Metrics.kind):
         ask(said.Metrics({"loss": 0.5}))
-    first = committed(ask(said.Confirm(DIGESTS, bytes(16), LAYOUT, TREE, b""), said.Committed))
+    first = committed(ask(said.Confirm(DIGESTS, bytes(16), CONTENTS, b""), said.Committed))
     ask(said.Begin("model", 11, SECOND, LENGTHS), said.Begun)
     assert ask(said.Share(FIRST, packed_column([0, 1])), said.Shared) == said.Shared(True)
     ask(said.Offer(packed_column([2]), packed_column([2])), said.Pull)
     link.send_payload(said.DATA, memoryview(DATA[2]), None)
     assert isinstance(link.hear(), said.Pulled)
-    ask(said.Confirm(DIGESTS, bytes(16), None, None, b""), said.Missing)
-    committed(ask(said.Confirm(DIGESTS, FIRST, None, TREE, b"", True), said.Committed))
+    committed(ask(said.Confirm(DIGESTS, FIRST, CONTENTS, b"", True), said.Committed))
     ask(said.Begin("model", 12, GIVEN_UP, LENGTHS), said.Begun)
     ask(said.Abandon(), said.Abandoned)
     refused = ask(said.Begin("model", 12, FIRST, LENGTHS), said.Refused)

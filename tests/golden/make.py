@@ -189,7 +189,7 @@ class Making:
         with PoolCheckpointer(self.path, "all", keep=None) as run:
             for step in (1, 2, 3):  # a storage is shared once it was seen not to change
                 self.save(run, step, {**tensors(step), **containers(), **leaves()})
-            self.save(run, -4, torch.arange(3))
+            self.save(run, 4, torch.arange(3))
         with PoolCheckpointer(self.path, "units ä", keep=1) as run:
             marked = torch.zeros(UNIT + PAGE, dtype=torch.uint8)
             marked[0], marked[-1] = 1, 2
@@ -228,7 +228,7 @@ class Making:
     def fill_logs(self) -> None:
         """A shelf whose log has entries of its version and of the one before, which share storages;
         values that came with an entry; and one entry that came with a version."""
-        with Shelf(self.path, log_bytes=16 * PAGE) as shelf:
+        with Shelf(self.path, log_bytes=64 * PAGE) as shelf:
             with shelf.transaction():
                 shelf.a, shelf.b = np.ones(5000), torch.ones(3000)
                 shelf.state = {"text": "ä", 3: [b"x", (None, 1 << 70)], "empty": np.empty((0, 2))}

@@ -132,7 +132,7 @@ def test_golden_copies_are_of_all_that_several_versions_depend_on(tmp_path: Path
         catalogue = reader.catalogue()
         copies = read_copies(reader.medium, catalogue.root)
         records = [reader.record(entry) for entry in catalogue.entries()]
-        pointers = {record.layout for record in records} | {record.tree for record in records}
+        pointers = {record.contents for record in records}
         pointers |= {catalogue.root.table, *(model.pointer for model in catalogue.models.values())}
         assert {each.digest for each in pointers} == {copy.pointer.digest for copy in copies}
         for copy in copies:
@@ -141,8 +141,7 @@ def test_golden_copies_are_of_all_that_several_versions_depend_on(tmp_path: Path
     assert {copy.kind for copy in copies} == {
         RecordKind.MODEL_TABLE,
         RecordKind.MODEL_INDEX,
-        RecordKind.LAYOUT,
-        RecordKind.TREE,
+        RecordKind.CONTENTS,
     }
 
 
@@ -181,7 +180,7 @@ def test_a_golden_shelf_has_entries_of_all_kinds(tmp_path: Path) -> None:
     assert record.log is not None
     assert {each.number <= record.log.entries for each in found} == {True, False}
     assert {each.with_next for each in found} == {True, False}
-    assert {bool(each.tree) for each in found} == {True, False}
+    assert {bool(each.contents) for each in found} == {True, False}
     assert {bool(each.patches) for each in found} == {True, False}
 
 
@@ -200,7 +199,7 @@ def test_golden_tables_have_batches_behind_marks(tmp_path: Path) -> None:
     assert [len(counts[step]) for step in (2, 4)] == [1, 3]
     assert {bool(each.bunches) for each in found} == {True, False}
     assert {len(bunch.offset) for each in found for bunch in each.bunches} > {1}
-    assert {bool(each.tree) for each in found} == {True, False}
+    assert {bool(each.contents) for each in found} == {True, False}
 
 
 def test_golden_tables_in_place_have_undo_of_a_batch_that_was_not_committed(tmp_path: Path) -> None:

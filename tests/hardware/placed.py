@@ -6,7 +6,9 @@ STEP`` when that batch was committed. Every few steps it takes a mark, which has
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -14,13 +16,12 @@ import numpy.typing as npt
 
 from portus.companions.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, TensorLocation
 from portus.engine.format.checksum import DIGEST_SIZE, digest
-from portus.engine.spec import PAGE, TensorSpec
+from portus.engine.spec import PAGE
 from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, create_pool, has_pool
 from portus.reach.index.findings import Severity
 from portus.reach.index.in_place import InPlace
 from portus.reach.index.log import logged
-from portus.reach.index.records import encode_layout
 from portus.reach.media.local import LocalFiles
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,17 +36,21 @@ DENSE: Final = 5000
 LOG: Final = 48 * PAGE
 MARKED_EVERY: Final = 7
 
-_STORAGES: Final = [*(rows * row for rows, row in SHAPES), DENSE, DIGEST_SIZE, DIGEST_SIZE]
-_LAYOUT: Final = encode_layout(
-    [
-        *(
-            TensorSpec(f"table{i}", "uint8", each, (each[1], 1), i, 0)
-            for i, each in enumerate(SHAPES)
-        ),
-        TensorSpec("dense", "uint8", (DENSE,), (1,), 2, 0),
-        *(TensorSpec(f"digests{i}", "uint8", (DIGEST_SIZE,), (1,), 3 + i, 0) for i in range(2)),
-    ]
-)
+_SHAPES: Final = (*SHAPES, (DENSE,), (DIGEST_SIZE,), (DIGEST_SIZE,))
+_STORAGES: Final = [math.prod(each) for each in _SHAPES]
+
+
+def _pickled() -> bytes:
+    """A list of tensors of bytes, a storage for each, in a pickle as of torch; without torch."""
+
+    def tensor(number: int, sizes: Sequence[int]) -> bytes:
+        stored = b"(Vstorage\nctorch\nByteStorage\nV%d\nVcpu\nI%d\ntQ" % (number, math.prod(sizes))
+        shape = b"".join(b"I%d\n" % size for size in sizes)
+        strides = b"".join(b"I%d\n" % math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+        view = b"I0\n(%st(%stI00\nccollections\nOrderedDict\n)R" % (shape, strides)
+        return b"ctorch._utils\n_rebuild_tensor_v2\n(%s%stR" % (stored, view)
+
+    return b"\x80\x02(%sl." % b"".join(tensor(*each) for each in enumerate(_SHAPES))
 
 
 def touched(step: int, table: int) -> npt.NDArray[np.int64]:
@@ -148,11 +153,9 @@ class Training:
         dense = np.full(DENSE, step % 251, np.uint8)
         dense[:8] = np.frombuffer(step.to_bytes(8, "little"), np.uint8)
         memory = [dense, np.empty(DIGEST_SIZE, np.uint8), np.empty(DIGEST_SIZE, np.uint8)]
-        held = ",".join(f'{{"$tensor":{number}}}' for number in range(len(_STORAGES)))
         return PlacedMoment(
             batch=step,
-            layout=_LAYOUT,
-            tree=f'{{"tensors":[{held}]}}'.encode(),
+            contents=_pickled(),
             address=np.array([0, 0, *(each.ctypes.data for each in memory)], np.int64),
             length=np.array(_STORAGES, np.int64),
             rows=None if self.is_new else dict.fromkeys(range(len(SHAPES)), NO_ROWS),

@@ -19,16 +19,16 @@ from portus.engine.format.checksum import digest
 from portus.engine.pipeline.draft import CommittedVersion
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
-from portus.engine.spec import TensorSpec
 from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, create_pool, has_pool
 from portus.reach.index.findings import Severity
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, encode_layout
+from portus.reach.index.records import VersionEntry
 from portus.reach.media.local import LocalFiles
 from portus.reach.versions.parts import Before
 from portus.reach.versions.pool_draft import PoolDraft
+from tests.contents import tabled
 
 LENGTHS: Final = (300_000, 5_000, 200_000, 64, 100_000)
 FROZEN: Final = 2
@@ -36,9 +36,6 @@ FROZEN: Final = 2
 
 KEEP: Final = 2
 MODEL: Final = "run"
-LAYOUT: Final = encode_layout(
-    [TensorSpec(f"t{i}", "uint8", (n,), (1,), i, 0) for i, n in enumerate(LENGTHS)]
-)
 
 
 def content(step: int, index: int) -> bytes:
@@ -70,7 +67,7 @@ class Pool:
         versions = found.versions if found else ()
         retired = [entry.info.id for entry in versions[: len(versions) + 1 - KEEP]]
         snapshot = _snapshot(step)
-        draft = PoolDraft(self.writer, snapshot.length)
+        draft = tabled(PoolDraft(self.writer, snapshot.length), LENGTHS)
         save = Save(snapshot, draft, _Owner(self, retired))
         save.copy_now()
         save.run()
@@ -111,9 +108,6 @@ def _snapshot(step: int) -> Snapshot:
         model=MODEL,
         step=step,
         token=os.urandom(16),
-        tree=b'{"step":%d,"tensors":[%s]}'
-        % (step, b",".join(b'{"$tensor":%d}' % index for index in range(len(LENGTHS)))),
-        layout=LAYOUT,
         address=np.array([each.ctypes.data for each in arrays], np.int64),
         length=np.array(LENGTHS, np.int64),
         late=np.array([index % 2 == 0 for index in range(len(LENGTHS))]),

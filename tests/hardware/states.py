@@ -20,11 +20,10 @@ from portus.engine.copying.segments import Stop
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
-from portus.engine.spec import TensorSpec
 from portus.reach.files.host import HostPool
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import encode_layout
 from portus.reach.versions.parts import shared, sources
+from tests.contents import tabled
 
 Bytes = NDArray[np.uint8]
 
@@ -41,13 +40,10 @@ def snapshot_of(
 ) -> Snapshot:
     """All of it is late. owners: of the memory; by default the arrays."""
     lengths = np.array([each.nbytes for each in state], np.int64)
-    specs = [TensorSpec(f"t{i}", "uint8", (n,), (1,), i, 0) for i, n in enumerate(lengths.tolist())]
     return Snapshot(
         model=model,
         step=step,
         token=os.urandom(16),
-        tree=b'{"tensors":[%s]}' % b",".join(b'{"$tensor":%d}' % i for i in range(len(state))),
-        layout=encode_layout(specs),
         address=np.array([each.ctypes.data if each.nbytes else 0 for each in state], np.int64),
         length=lengths,
         late=np.ones(len(state), np.bool_),
@@ -67,7 +63,8 @@ class _Owner(SaveOwner):
 
 def begun(pool: HostPool, snapshot: Snapshot, retire: Sequence[int] = ()) -> Save:
     """A save that may run. retire: versions to let go of with it."""
-    save = Save(snapshot, pool.draft(snapshot), _Owner(retire))
+    draft = tabled(pool.draft(snapshot), snapshot.length.tolist())
+    save = Save(snapshot, draft, _Owner(retire))
     save.copy_now()
     return save
 

@@ -35,6 +35,7 @@ from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import packed_column, packed_handles
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
+from tests.contents import table
 from tests.hardware.conftest import DEVDAX, FSDAX, PATIENCE, WAIT_S_MAX
 from tests.hardware.states import Bytes, begun, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hosts import Host, serving, url
@@ -384,7 +385,7 @@ def test_digests_that_are_not_those_of_what_was_read_make_no_version(server: Ser
         draft = pool.draft(snapshot)
         draft.copy(np.arange(1), snapshot.address, Stop())
         digests = draft._stored[0][1]
-        confirm = said.Confirm(bytes(digests.nbytes), bytes(16), b"[]", b"{}", b"")
+        confirm = said.Confirm(bytes(digests.nbytes), bytes(16), table([1 << 20]), b"")
         assert draft._link is not None
         answer = draft._link.ask(confirm)
         assert isinstance(answer, said.Refused)

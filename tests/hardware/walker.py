@@ -25,7 +25,8 @@ from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import Region, load
 from portus.reach.versions.parts import shared, sources
 from portus.testing.nursery import Say
-from tests.hardware.states import Bytes, snapshot_of, state_of
+from tests.contents import table
+from tests.hardware.states import Bytes, state_of
 from tests.hosts import serving
 
 MODEL: Final = "walk"
@@ -116,10 +117,9 @@ class Walk:
         self.hear(said.Pulled)
 
     def _confirming(self) -> None:
-        whole = snapshot_of([self.array], 1, MODEL)
         starts = range(0, SIZE, UNIT)
         digests = b"".join(digest(self.array[start : start + UNIT].tobytes()) for start in starts)
-        self.link.send(said.Confirm(digests, bytes(16), whole.layout, whole.tree, b""))
+        self.link.send(said.Confirm(digests, bytes(16), table([SIZE]), b""))
 
     def _committed(self) -> None:
         answer = self.hear(said.Committed)

@@ -60,9 +60,6 @@ EQUIVALENT: Final[dict[str, str]] = {
     "body_size_max=DIGEST_SIZE * UNITS_MAX | SMALL": "powers of two: their sum has the same bits",
     "protocol/connection.py: if kind.from_client == self._is_client: -> "
     "if kind.from_client is self._is_client:": "there is one True and one False",
-    "pipeline/draft.py: pointer = record.layout if kind is RecordKind.LAYOUT else record.tree -> "
-    "pointer = record.layout if kind == RecordKind.LAYOUT else record.tree": "members of one "
-    "enumeration",
     "index/check_version.py: BATCH: Final = 64 << 20 -> BATCH: Final = 64 << 21": "how many bytes "
     "are read at once",
     "index/check_version.py: self.digests: Final[Digests] = units.view(np.uint8).reshape(-1, "

@@ -170,8 +170,6 @@ class Search:
             model="m",
             step=self.cases,
             token=rng.randbytes(16),
-            tree=b"{}",
-            layout=b"[]",
             address=order.address,
             length=order.length,
             late=order.late,

@@ -26,7 +26,7 @@ BROAD_EXCEPT = {
     "core/portus/engine/image/key_paths.py: storage_places": (
         "a message without it is better than none"
     ),
-    "core/portus/engine/image/key_paths.py: storage_keys": (
+    "core/portus/engine/image/key_paths.py: stored_in": (
         "what is no pickle is a finding of a check"
     ),
     "core/portus/engine/fence/fence.py: _await_copy": "in the user's step; must not end training",
@@ -104,7 +104,6 @@ LARGE = {
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
     "companions/embedding/placed": "undo before an update, digests after it: they are one rule",
-    "reach/index/check_version": "the rules of format.md about a version, in its order",
     "reach/index/log": "one record format: its writer, its reader, its recovery",
     "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
@@ -114,7 +113,6 @@ LARGE = {
     "engine/pipeline/run: Save": "the stages of one save, under one lock",
     "reach/protocol/messages": "every message, declared in one place",
     "companions/shelf/shelf: Shelf": "most methods are those of a mapping",
-    "companions/shelf/store": "one transaction on a pool, from its begin to its recovery",
     "testing/contract": "the contract of a medium, shipped for others to inherit",
     "reach/transport/host": "a client's connections to one host",
     "reach/transport/host: Links": "each request that any connection may take",

@@ -26,10 +26,9 @@ from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec
 from portus.reach.format.arrays import ArrayShape
-from portus.reach.format.layout import RecordKind
 from portus.reach.index.log import logged
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.version import OpenVersion
 from portus.reach.pools.contents import Storages
@@ -152,12 +151,11 @@ def _show_leaves(
     reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
 ) -> dict[str, Json]:
     """Show what is in a version of a shelf, or of tables."""
-    from portus.reach.pools.restore import leaves_in  # and torch with it
+    from portus.reach.pools.restore import contents_of  # and torch with it
 
-    tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
+    tensors, leaves = contents_of(reader, entry)
     changed = logged(reader.medium, record)
     batches = batches_of(tensors, Storages(reader, record, changed))
-    leaves = leaves_in(reader, entry)
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
         output.line(f"log     {text}, in {size_text(record.log.extent.length)}")
@@ -203,7 +201,7 @@ def _tensor_size(spec: TensorSpec) -> int:
 
 def _tensor_document(spec: TensorSpec, record: VersionRecord) -> dict[str, Json]:
     born = int(record.storages["born"][spec.storage]) if spec.storage >= 0 else None
-    names = ("name", "dtype", "shape", "strides", "offset", "storage", "requires_grad", "device")
+    names = ("name", "dtype", "shape", "strides", "offset", "storage", "requires_grad")
     others = {"size": _tensor_size(spec), "kind": spec.kind.value, "born": born}
     return {**fields(spec, *names), **others}
 

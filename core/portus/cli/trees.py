@@ -15,9 +15,7 @@ from portus.cli.progress import bar
 from portus.engine.loading.patterns import matcher
 from portus.engine.spec import TensorSpec, VersionInfo
 from portus.errors import CorruptionError, UsageError
-from portus.reach.format.layout import RecordKind
 from portus.reach.index.log import logged
-from portus.reach.index.records import decode_layout
 from portus.reach.leaving import safetensors
 from portus.reach.leaving.written import WrittenExport
 from portus.reach.places.base import adding
@@ -57,14 +55,15 @@ def write(
     beginning of names. Raises ``UsageError`` for what such a file cannot hold, ``CorruptionError``,
     ``MediumError``.
     """
+    from portus.reach.pools.restore import contents_of, named  # and torch with it
+
     reader, entry, record = opened.reader, opened.entry, opened.record
     keep = matcher(list(names) or None)
     with open(temporary, "wb") as file:
         storages = Storages(reader, record, logged(reader.medium, record))
-        specs = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
+        specs, leaves = contents_of(reader, entry)
         if is_torch:
             from portus.reach.leaving import torch_file
-            from portus.reach.pools.restore import named
 
             fits: Callable[[int], None] = lambda size: check_room(out, size)  # noqa: E731
             torch_file.write(reader, entry, file, keep=keep, fits=fits)
@@ -72,9 +71,7 @@ def write(
                 keep.complain(named(entry.info))
             done = WrittenExport(tensors=sum(keep is None or keep(spec.name) for spec in specs))
         else:
-            from portus.reach.pools.restore import leaves_in
-
-            tensors, left_out = _tensors(leaves_in(reader, entry), keep, strip)
+            tensors, left_out = _tensors(leaves, keep, strip)
             if not tensors:
                 text = "has no tensor of such a name; portus show lists them"
                 raise UsageError(f"{entry.info.model}@{entry.info.step} {text}")

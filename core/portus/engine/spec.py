@@ -41,13 +41,12 @@ class TensorKind(enum.Enum):
     BUFFER = "buffer"
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True):
     """How one tensor looks at its storage.
 
     ``name`` is its key path in the state, joined by dots. ``dtype`` is torch's name without the
     ``torch.`` (``"float32"``). ``strides`` and ``offset`` count elements, as torch does;
     ``storage`` is an index into the storages of the state, or -1 for a meta tensor.
-    ``device`` is where it lived (``"cpu"``, ``"cuda:0"``, ``"meta"``).
     """
 
     name: str
@@ -60,7 +59,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     requires_grad: bool = False
     conjugate: bool = False
     negative: bool = False
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from portus.errors import CorruptionError, PortusError
 from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.server import Server
 from portus.reach.files.host import HostPool
-from portus.reach.format.layout import RecordKind
 from portus.reach.index.check import check
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import Pointer, VersionEntry, VersionRecord
@@ -32,8 +31,6 @@ from tests.golden import conversation
 from tests.hosts import connect_again_at_once, serving, url
 from tests.simulation.lossy import LossyLink
 from tests.unit.client.same import assert_same
-
-Tree: TypeAlias = Pointer | bytes
 
 SAMPLE = 10
 """Bytes of each conversation that `make test` changes."""
@@ -164,14 +161,12 @@ def test_a_byte_that_changes_on_the_way_is_refused_or_harmless(
     assert act_of(), "the link is well again"
 
 
-def kept(writer: PoolWriter) -> dict[bytes, tuple[str, int, bool, bytes, bytes]]:
+def kept(writer: PoolWriter) -> dict[bytes, tuple[str, int, bool, bytes]]:
     """All that a version says, by its token, but its bytes."""
     found = {}
     for entry in writer.catalogue().entries():
         record, info = writer.record(entry), entry.info
-        layout = bytes(writer.payload(record.layout, RecordKind.LAYOUT))
-        tree = bytes(writer.payload(record.tree, RecordKind.TREE))
-        found[info.token] = info.model, info.step, info.inexact, layout, tree
+        found[info.token] = info.model, info.step, info.inexact, writer.contents(record)
         assert record.units.tobytes() == conversation.DIGESTS
     return found
 
@@ -181,7 +176,7 @@ def kept(writer: PoolWriter) -> dict[bytes, tuple[str, int, bool, bytes, bytes]]
 def test_every_byte_of_a_conversation_is_refused_or_harmless(tmp_path: Path, seed: int) -> None:
     """All that a client may say but by verbs: two saves, a retirement, reads, a reference file. A
     run tries a third of the bytes, or fewer,, by its seed; the rest are tried by others."""
-    first = ("model", 10, False, conversation.LAYOUT, conversation.TREE)
+    first = ("model", 10, False, conversation.CONTENTS)
     meant = {conversation.FIRST: first, conversation.SECOND: ("model", 11, True, *first[3:])}
     with (
         serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=0.2, claim_s=5)) as server,
@@ -220,18 +215,18 @@ def test_every_byte_of_a_conversation_is_refused_or_harmless(tmp_path: Path, see
         assert check(hosted.writer) == []
 
 
-def another_step(labels: Labels, tree: Tree) -> tuple[Labels, Tree]:
-    return replace(labels, step=labels.step + 1), tree
+def another_step(labels: Labels) -> Labels:
+    return replace(labels, step=labels.step + 1)
 
 
-def another_tree(labels: Labels, tree: Tree) -> tuple[Labels, Tree]:
-    assert isinstance(tree, bytes)
-    return labels, tree.replace(b"step-00000002.pt", b"step-00000003.pt")
+def others(labels: Labels) -> Labels:
+    contents = labels.contents.replace(b"step-00000002.pt", b"step-00000003.pt")
+    return replace(labels, contents=contents)
 
 
-@pytest.mark.parametrize(("wrong", "what"), [(another_step, "step"), (another_tree, "tree")])
+@pytest.mark.parametrize(("wrong", "what"), [(another_step, "step"), (others, "contents")])
 def test_what_a_host_committed_otherwise_than_it_was_meant_does_not_count(
-    wrong: Callable[[Labels, Tree], tuple[Labels, Tree]],
+    wrong: Callable[[Labels], Labels],
     what: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -240,10 +235,9 @@ def test_what_a_host_committed_otherwise_than_it_was_meant_does_not_count(
     commit = PoolDraft.commit_rows
 
     def changed(
-        draft: PoolDraft, rows: Any, labels: Labels, layout: Any, tree: Tree, retire: Any
+        draft: PoolDraft, rows: Any, labels: Labels, known: Pointer | None, retire: Any
     ) -> VersionRecord:
-        labels, tree = wrong(labels, tree)
-        return commit(draft, rows, labels, layout, tree, retire)
+        return commit(draft, rows, wrong(labels), known, retire)
 
     state = {"lr": 0.125, "w": torch.ones(30)}
     with (

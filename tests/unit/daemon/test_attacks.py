@@ -134,13 +134,13 @@ def begins(link: Link) -> None:
 
 
 def confirms(link: Link) -> None:
-    """A tree that takes many times its bytes, again and again."""
+    """Contents that take many times their bytes, again and again."""
     model = os.urandom(8).hex()
     link.ask(said.Claim(model, os.urandom(16)))
     for count in (20_000, 60_000, 400_000):
-        tree = b"[" + b",".join([b'{"a":1}'] * count) + b"]"
+        contents = b'{"$files":[' + b",".join([b'{"a":1}'] * count) + b"]}"
         link.ask(said.Begin(model, 1, os.urandom(16), b""))
-        link.ask(said.Confirm(b"", bytes(16), b"[]", tree, b""))
+        link.ask(said.Confirm(b"", bytes(16), contents, b""))
 
 
 def announces(link: Link) -> None:

@@ -12,6 +12,7 @@ from portus.reach.files.host import HostPool
 from portus.reach.index.records import decode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import packed_column
+from tests.contents import table
 from tests.hosts import Host
 
 SAVES = 10_000
@@ -43,7 +44,7 @@ def save_many(url: str, model: str, count: int, first: int) -> None:
                 link.ask(said.Offer(alone, alone))
                 link.send_payload(said.DATA, memoryview(data), None)
                 assert isinstance(link.hear(), said.Pulled)
-                confirm = said.Confirm(digest(data), bytes(16), b"[]", b"{}", packed_column(kept))
+                confirm = said.Confirm(digest(data), bytes(16), table([SIZE]), packed_column(kept))
                 committed = link.ask(confirm)
                 assert isinstance(committed, said.Committed)
                 kept = [decode_version(memoryview(committed.record)).info.id]

@@ -16,7 +16,6 @@ import pytest
 
 from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest
-from portus.engine.spec import TensorSpec
 from portus.errors import (
     BusyError,
     CorruptionError,
@@ -33,7 +32,7 @@ from portus.reach.daemon.server import Server
 from portus.reach.index.check import check
 from portus.reach.index.directory import create_pool, open_reader, open_writer
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import encode_layout
+from portus.reach.index.records import decode_version
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, Transport, parse
@@ -45,6 +44,7 @@ from portus.reach.protocol.vocabulary import MessageKind, Phase
 from portus.reach.transport.budget import FREE
 from portus.reach.transport.dial import Credentials, dial, raised, read_secret
 from portus.reach.transport.stream import Link
+from tests.contents import table
 from tests.hosts import serving, url
 from tests.unit.protocol.examples import EXAMPLES, LEAST
 
@@ -52,6 +52,7 @@ TOKEN = b"t" * 16
 SECRET = b"a secret of sixteen bytes and more"
 DATA = [bytes([1]) * 100_000, b"", bytes([2]) * 5000]
 LENGTHS = packed_column([len(each) for each in DATA])
+CONTENTS = table([len(each) for each in DATA])
 ALL = packed_column([0, 1, 2])
 
 
@@ -119,7 +120,7 @@ def pulled(link: Link) -> None:
 
 
 def confirm(link: Link, digests: bytes | None = None) -> said.Committed:
-    message = said.Confirm(digests or units(), bytes(16), b"[]", b"{}", b"")
+    message = said.Confirm(digests or units(), bytes(16), CONTENTS, b"")
     answer = asked(link, message, said.Committed)
     assert isinstance(answer, said.Committed)
     return answer
@@ -262,93 +263,58 @@ def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
 
 
 def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
-    message = (said.Confirm(units(), bytes(16), b"[]", b"{}", b""), said.Committed)
+    message = (said.Confirm(units(), bytes(16), CONTENTS, b""), said.Committed)
     refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, message)
 
 
-def spec(name: str, storage: int, size: int) -> TensorSpec:
-    return TensorSpec(name, "uint8", (size,), (1,), storage, 0)
-
-
 @pytest.mark.parametrize(
-    ("layout", "match"),
+    ("contents", "match"),
     [
-        (b"no JSON", "F14: layout: expected a layout"),
-        (b"{}", "F14: layout: expected a layout"),
-        (encode_layout([spec("a", 3, 1)]), "expected 3 storages, found 'a' in storage 3"),
-        (encode_layout([spec("a", 2, 5001)]), "expected 5001 bytes for 'a', found 5000 bytes"),
-        (encode_layout([spec("a", 0, 1), spec("a", 2, 1)]), "expected unique names"),
-        (encode_layout([spec("a", -2, 1)]), "expected tensors that make sense"),
+        (b"", "no table of files of these storages"),
+        (b"{}", "no table of files of these storages"),
+        (b'{"a":{"$tensor":[0,"uint8",[100000]]}}', "no table of files of these storages"),
+        (b"\x80\x02}.", "no table of files of these storages"),
+        (table([100_000, 0, 4999]), "no table of files of these storages"),
+        (table([100_000, 5000, 0]), "no table of files of these storages"),
+        (table([100_000, 0]), "no table of files of these storages"),
+        (b'{"$files":[]}', "table of files: KeyError"),
+        (b'{"$files":', "table of files: JSONDecodeError"),
+        (b'{"$files":"\xff"}', "table of files: UnicodeDecodeError"),
+        (b'{"$files":' + b"[" * 100_000, "table of files: RecursionError"),
+        (b'{"$files":[' + b"[]," * 20 + b"1]}", "of more than 20 values"),
     ],
 )
-def test_a_layout_that_is_none_of_these_storages_is_not_committed(
-    server: Server, layout: bytes, match: str
-) -> None:
-    with client(server) as link:
-        pulled(link)
-        with pytest.raises(UsageError, match=match):
-            asked(link, said.Confirm(units(), bytes(16), layout, b"{}", b""), said.Committed)
-    assert versions(server) == 0
-
-
-@pytest.mark.parametrize(
-    ("tree", "match"),
-    [
-        (b"", "F15: tree: expected JSON"),
-        (b'{"a":', "F15: tree: expected JSON"),
-        (b'"\xff"', "F15: tree: expected JSON"),
-        (b"[" * 100_000, "F15: tree: expected JSON"),
-        (b"[" + b"[]," * 20 + b"1]", "of more than 20 values"),
-        (b'{"x":1}', "F15: tree of this version: expected each of 1 tensors once"),
-        (b'[{"$tensor":0},{"$tensor":0}]', "expected each of 1 tensors once"),
-        (b'[{"$tensor":0},{"$tensor":1}]', "expected each of 1 tensors once"),
-        (b'{"$tensor":"a"}', "expected each of 1 tensors once"),
-    ],
-)
-def test_a_tree_that_is_none_is_not_committed_and_the_pool_stays_whole(
-    server: Server, monkeypatch: pytest.MonkeyPatch, tree: bytes, match: str
+def test_contents_of_other_storages_are_not_committed_and_the_pool_stays_whole(
+    server: Server, monkeypatch: pytest.MonkeyPatch, contents: bytes, match: str
 ) -> None:
     """Whoever could, would have `portus verify` call the pool damaged from then on."""
     if match.startswith("of more"):
         monkeypatch.setattr("portus.reach.daemon.requests.saves.VALUES_MAX", 20)
-    layout = encode_layout([spec("a", 0, 1)])
-    good = b'{"$tensor":0}'
     with client(server) as link:
-        pulled(link)
-        asked(link, said.Confirm(units(), bytes(16), layout, good, b""), said.Committed)
-        for before, own in ((bytes(16), layout), (TOKEN, None)):  # its own layout, or the last one
+        confirmed(link)
+        for before in (bytes(16), TOKEN):
             asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
             asked(link, said.Share(TOKEN, ALL), said.Shared)
             with pytest.raises(UsageError, match=match):
-                asked(link, said.Confirm(units(), before, own, tree, b""), said.Committed)
-        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
-        asked(link, said.Share(TOKEN, ALL), said.Shared)
-        two = encode_layout([spec("a", 0, 1), spec("b", 2, 1)])
-        with pytest.raises(UsageError, match="expected each of 2 tensors once"):
-            asked(link, said.Confirm(units(), TOKEN, two, None, b""), said.Committed)
+                asked(link, said.Confirm(units(), before, contents, b""), said.Committed)
     assert versions(server) == 1
     assert check(server._house.pools.of("default").writer) == []
 
 
-def test_a_layout_of_longer_storages_is_not_taken_over_from_the_version_before(
-    server: Server,
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_contents_are_shared_with_the_version_before_if_they_are_equal(
+    server: Server, name: str
 ) -> None:
     with client(server) as link:
-        pulled(link)
-        whole = encode_layout([spec("a", 2, 5000)])
-        tree = b'{"a":{"$tensor":0}}'
-        asked(link, said.Confirm(units(), bytes(16), whole, tree, b""), said.Committed)
-        asked(link, said.Register(7, packed_column([4999])), said.Done)
-        shorter = packed_column([100_000, 0, 4999])
-        asked(link, said.Begin("m", 2, b"u" * 16, shorter), said.Begun)
-        asked(link, said.Share(TOKEN, packed_column([0, 1])), said.Shared)
-        asked(link, said.Offer(packed_column([2]), packed_column([7])), said.Pull)
-        link.send_payload(said.DATA, memoryview(DATA[2][:4999]), None)
-        answer = link.hear()
-        assert isinstance(answer, said.Pulled)
-        digests = units([*DATA[:2], DATA[2][:4999]])
-        asked(link, said.Confirm(digests, TOKEN, None, b"{}", b""), said.Missing)
-    assert versions(server) == 1
+        first = decode_version(memoryview(confirmed(link).record))
+        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
+        asked(link, said.Share(TOKEN, ALL), said.Shared)
+        confirm = said.Confirm(units(), TOKEN, table([100_000, 0, 5000], name), b"")
+        answer = asked(link, confirm, said.Committed)
+    assert isinstance(answer, said.Committed)
+    second = decode_version(memoryview(answer.record))
+    assert (second.contents == first.contents) == (name == "a")
+    assert check(server._house.pools.of("default").writer) == []
 
 
 @pytest.mark.parametrize(
@@ -957,9 +923,9 @@ def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
         confirmed(link)
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
         asked(link, said.Share(TOKEN, ALL), said.Shared)
-        tree = b"[" + b",".join([b"{}"] * 2000) + b"]"
+        contents = b'{"$files":[' + b",".join([b"{}"] * 2000) + b"]}"
         with pytest.raises(UsageError, match="--memory"):
-            asked(link, said.Confirm(units(), bytes(16), b"[]", tree, b""), said.Committed)
+            asked(link, said.Confirm(units(), bytes(16), contents, b""), said.Committed)
         assert server.house.pools.of("default").saves == 0
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
 
@@ -1084,7 +1050,7 @@ def in_a_commit(server: Server) -> Iterator[None]:
     with client(server) as link:
         pulled(link)
         with writer._committing:
-            link.send(said.Confirm(units(), bytes(16), b"[]", b"{}", b""))
+            link.send(said.Confirm(units(), bytes(16), CONTENTS, b""))
             settled(server, lambda: writer._line.waiting == 1)
             yield
 

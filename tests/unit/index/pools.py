@@ -12,7 +12,7 @@ import numpy as np
 
 from portus.engine.format.checksum import UNIT, digest, storage_digest
 from portus.engine.media.base import Medium
-from portus.engine.spec import PAGE, Extent, TensorSpec
+from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import (
     DATA_START,
     EXTENT,
@@ -32,7 +32,7 @@ from portus.reach.index.records import (
     VersionRecord,
     decode_index,
     decode_table,
-    encode_layout,
+    decode_version,
     frame,
     point,
     read,
@@ -121,8 +121,7 @@ def save(
         model=model,
         step=step,
         token=os.urandom(16),
-        layout=_layout(storages) if share is None else share.layout,
-        tree=_tree(storages) if share is None else share.tree,
+        contents=_contents(storages) if share is None else share.contents,
         storages=rows,
         extents=np.array([(each.offset, each.length) for each in extents], EXTENT.dtype),
         units=np.frombuffer(b"".join(units), UNIT_DIGEST.dtype),
@@ -146,17 +145,10 @@ def _stored(writer: PoolWriter, data: bytes, fresh: list[list[Extent]]) -> list[
     return own
 
 
-def _layout(storages: Sequence[bytes]) -> bytes:
-    return encode_layout(
-        [
-            TensorSpec(f"t{index}", "uint8", (len(data),), (1,), index, 0)
-            for index, data in enumerate(storages)
-        ]
+def _contents(storages: Sequence[bytes]) -> bytes:
+    return msgspec.json.encode(
+        {f"t{i}": {"$tensor": [i, "uint8", [len(data)]]} for i, data in enumerate(storages)}
     )
-
-
-def _tree(storages: Sequence[bytes]) -> bytes:
-    return msgspec.json.encode({f"t{i}": {"$tensor": i} for i in range(len(storages))})
 
 
 Edit = Callable[[bytearray], None]
@@ -209,14 +201,10 @@ class Forger:
 
     def _version(self, pointer: Pointer) -> Pointer:
         version = bytearray(read(self.medium, pointer, RecordKind.VERSION))
-        for kind, place in ((RecordKind.LAYOUT, 56), (RecordKind.TREE, 88)):
-            if self._kind is kind:
-                offset, length = (
-                    int.from_bytes(version[at : at + 8], "little") for at in (place, place + 8)
-                )
-                below = Pointer(offset, length, bytes(version[place + 16 : place + 32]))
-                payload = bytearray(read(self.medium, below, kind))
-                version[place : place + 32] = self._pack(self._placed(kind, below, payload))
+        if self._kind is RecordKind.CONTENTS:
+            below = decode_version(memoryview(version)).contents
+            payload = bytearray(read(self.medium, below, self._kind))
+            version[56:88] = self._pack(self._placed(self._kind, below, payload))
         return self._placed(RecordKind.VERSION, pointer, version)
 
     def _placed(self, kind: RecordKind, old: Pointer, payload: bytearray) -> Pointer:

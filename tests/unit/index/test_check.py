@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from portus.companions.shelf import Shelf
 from portus.engine.format.checksum import UNIT, digest
 from portus.engine.format.record import Record
 from portus.engine.spec import PAGE, Extent
+from portus.engine.state.pickling import pickle_state
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.format.layout import (
     COPY,
@@ -31,7 +33,9 @@ from portus.reach.format.layout import (
     RecordKind,
 )
 from portus.reach.index.check import RULES, Finding, Severity, check
+from portus.reach.index.check_version import check_contents, read_contents
 from portus.reach.index.directory import create_pool, open_reader, open_writer
+from portus.reach.index.findings import Findings
 from portus.reach.index.log import LogWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
@@ -243,21 +247,21 @@ FORGERIES: dict[str, tuple[str, RecordKind, Edit]] = {
         RecordKind.VERSION,
         put("offset", number((1 << 64) - 8), EXTENT, EXTENTS),
     ),
-    "no JSON in a layout": ("F14", RecordKind.LAYOUT, at(0, b"q")),
-    "two tensors of one name": ("F14", RecordKind.LAYOUT, replaced(b'"t1"', b'"t0"')),
-    "a tensor beyond its storage": ("F14", RecordKind.LAYOUT, replaced(b"[5000]", b"[5001]")),
-    "a tensor in no storage": ("F14", RecordKind.LAYOUT, replaced(b"[1],2,", b"[1],3,")),
-    "a tensor with negative strides": ("F14", RecordKind.LAYOUT, replaced(b"[1]", b"[-1]")),
-    "a shape that does not fit its strides": ("F14", RecordKind.LAYOUT, replaced(b"[1]", b"[1,1]")),
-    "no JSON in a tree": ("F15", RecordKind.TREE, at(0, b"q")),
-    "a tensor twice in a tree": ("F15", RecordKind.TREE, replaced(b"1}", b"0}")),
-    "a tensor once more in a tree": (
+    "contents that are no JSON": ("F14", RecordKind.CONTENTS, at(0, b"q")),
+    "contents out of UTF-8": ("F14", RecordKind.CONTENTS, replaced(b'"t1"', b'"\xff1"')),
+    "an unknown tag": ("F14", RecordKind.CONTENTS, replaced(b"$tensor", b"$sensor")),
+    "a size that is none": ("F14", RecordKind.CONTENTS, replaced(b"[5000]", b"[-500]")),
+    "a pickle that is none": ("F14", RecordKind.CONTENTS, at(0, b"\x80")),
+    "a table that is none": ("F14", RecordKind.CONTENTS, replaced(b"{", b'{"$files"')),
+    "an array beyond its storage": ("F15", RecordKind.CONTENTS, replaced(b"[5000]", b"[5001]")),
+    "an array short of its storage": ("F15", RecordKind.CONTENTS, replaced(b"[5000]", b"[4999]")),
+    "an array in no storage": ("F15", RecordKind.CONTENTS, replaced(b"[2,", b"[3,")),
+    "a storage without an array": ("F15", RecordKind.CONTENTS, replaced(b"[2,", b"[0,")),
+    "a storage twice": (
         "F15",
-        RecordKind.TREE,
-        replaced(b"{", b'{"q":{"$tensor":1},'),
+        RecordKind.CONTENTS,
+        replaced(b"{", b'{"q":{"$tensor":[0,"uint8",[5000]]},'),
     ),
-    "a tensor not in the layout": ("F15", RecordKind.TREE, replaced(b"1}", b"7}")),
-    "bytes out of UTF-8 in a tree": ("F15", RecordKind.TREE, replaced(b'"t1"', b'"\xff1"')),
 }
 
 
@@ -277,6 +281,47 @@ def test_a_reader_of_a_forged_record_sees_it_or_says_that_it_is_wrong(
     assert isinstance(listing(pool), list) or listing(pool) is CorruptionError
 
 
+TENSORS = {
+    "a": torch.zeros(3),
+    "b": [torch.ones(4, 2).t()[1:], {"c": torch.nn.Buffer(torch.ones(2))}],
+}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "expected"),
+    [
+        ([12, 32, 8], lambda data: data, ""),
+        ([12, 32, 8, 1], lambda data: data, "F15"),
+        ([12, 32], lambda data: data, "F15"),
+        ([12, 31, 8], lambda data: data, "F15"),
+        ([12, 32, 7], lambda data: data, "F15"),
+        ([12, 32, 8], lambda data: data.replace(b"\1\0\0\x002", b"\1\0\0\0q"), "F14"),
+        ([12, 32, 8], lambda data: data[:-20], "F14"),
+        ([12, 32, 8], lambda data: data.replace(b"FloatStorage", b"DoubleStorage"), "F15"),
+    ],
+)
+def test_a_pickle_is_followed_to_the_ends_of_its_tensors(
+    lengths: list[int], change: Callable[[bytes], bytes], expected: str
+) -> None:
+    assert sorted(set(said_of(change(pickle_state(TENSORS).pickle), lengths))) == expected.split()
+
+
+def test_a_check_runs_nothing_of_a_pickle(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    assert said_of(b"\x80\x02cos\nmkdir\n(V%s\ntR." % bytes(made), [1]) == ["F15"]
+    assert not made.exists()
+
+
+def said_of(contents: bytes, lengths: list[int]) -> list[str]:
+    """The rules that contents break, of a version with storages of these lengths."""
+    findings, storages = Findings(), np.zeros(len(lengths), STORAGE.dtype)
+    storages["length"] = lengths
+    read = read_contents(findings, "contents", contents)
+    if read is not None:
+        check_contents(findings, "version", read, storages)
+    return [each.invariant for each in findings.all]
+
+
 HEADERS: dict[str, tuple[str, Edit]] = {
     "magic": ("F6", put("magic", b"X", HEADER)),
     "kind": ("F6", put("kind", b"\7", HEADER)),
@@ -290,7 +335,7 @@ HEADERS: dict[str, tuple[str, Edit]] = {
 
 @pytest.mark.parametrize("what", HEADERS)
 @pytest.mark.parametrize(
-    "kind", [RecordKind.MODEL_TABLE, RecordKind.MODEL_INDEX, RecordKind.LAYOUT, RecordKind.TREE]
+    "kind", [RecordKind.MODEL_TABLE, RecordKind.MODEL_INDEX, RecordKind.CONTENTS]
 )
 def test_a_forged_header_is_named(pool: Pool, what: str, kind: RecordKind) -> None:
     expected, edit = HEADERS[what]
@@ -475,9 +520,9 @@ def test_padding_that_is_not_zero_is_named(pool: Pool, offset: int) -> None:
 
 
 def test_padding_behind_a_record_that_is_not_zero_is_named(pool: Pool) -> None:
-    tree = pool.writer.record(pool.entry("a")).tree
-    assert tree.extent.end % 8
-    flip(pool.medium, tree.extent.end)
+    contents = pool.writer.record(pool.entry("b")).contents
+    assert contents.extent.end % 8
+    flip(pool.medium, contents.extent.end)
     assert rules(found(pool)) == ["F2"]
 
 
@@ -624,8 +669,7 @@ def listing(pool: Pool) -> object:
         seen: list[object] = []
         for entry in reader.catalogue().entries():
             record = reader.record(entry)
-            seen += [entry.info, bytes(reader.payload(record.layout, RecordKind.LAYOUT))]
-            seen.append(bytes(reader.payload(record.tree, RecordKind.TREE)))
+            seen += [entry.info, reader.contents(record)]
             for extent in record.extents:
                 data = bytearray(int(extent["length"]))
                 reader.medium.load(int(extent["offset"]), memoryview(data))
@@ -642,7 +686,7 @@ def places(pool: Pool) -> tuple[list[int], list[int]]:
         pointers = [catalogue.root.table, *(model.pointer for model in catalogue.models.values())]
         for entry in catalogue.entries():
             record = pool.writer.record(entry)
-            pointers += [entry.pointer, record.layout, record.tree]
+            pointers += [entry.pointer, record.contents]
             ranges += [(int(row["offset"]), int(row["length"])) for row in record.extents]
         ranges += [(pointer.offset, pointer.length + -pointer.length % 8) for pointer in pointers]
     meant = {place for offset, length in ranges for place in range(offset, offset + length)}

@@ -27,7 +27,7 @@ def _closed() -> Iterator[None]:
 
 
 class Copied(Pool):
-    """Two models, the second of which stays as it is; three versions of one layout and tree."""
+    """Two models, the second of which stays as it is; three versions with the same contents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +37,9 @@ class Copied(Pool):
             self.again(step)
 
     def again(self, step: int) -> None:
-        """A save as ``PoolDraft`` makes it: layout and tree are those before, if they are sound."""
-        before, writer = self.newest, self.writer
-        sound = writer.is_sound(before.layout, RecordKind.LAYOUT)
-        sound &= writer.is_sound(before.tree, RecordKind.TREE)
+        """A save as ``PoolDraft`` makes it: contents are those before, if they are sound."""
+        before = self.newest
+        sound = self.writer.is_sound(before.contents, RecordKind.CONTENTS)
         self.newest = self.save("a", step, [b"one"], share=before if sound else None)
 
     def copied(self) -> dict[str, Pointer]:
@@ -50,8 +49,7 @@ class Copied(Pool):
             "table": catalogue.root.table,
             "idle index": catalogue.models["b"].pointer,
             "index": catalogue.models["a"].pointer,
-            "layout": self.newest.layout,
-            "tree": self.newest.tree,
+            "contents": self.newest.contents,
         }
 
     def places(self, pointer: Pointer) -> list[Pointer]:
@@ -71,9 +69,7 @@ class Copied(Pool):
         found = []
         reader = self.open_reader()
         for entry in reader.catalogue().entries():
-            record = reader.record(entry)
-            reader.payload(record.layout, RecordKind.LAYOUT)
-            reader.payload(record.tree, RecordKind.TREE)
+            reader.contents(reader.record(entry))
             found.append((entry.info.model, entry.info.step))
         return sorted(found)
 
@@ -93,8 +89,7 @@ KINDS = {
     "table": RecordKind.MODEL_TABLE,
     "idle index": RecordKind.MODEL_INDEX,
     "index": RecordKind.MODEL_INDEX,
-    "layout": RecordKind.LAYOUT,
-    "tree": RecordKind.TREE,
+    "contents": RecordKind.CONTENTS,
 }
 
 ALL = [("a", 1), ("a", 2), ("a", 3), ("b", 0)]
@@ -183,8 +178,7 @@ def test_what_is_rotten_is_not_relied_on_by_the_next_commit(
     for each, pointer in pool.copied().items():
         assert pool.is_twice(pointer, KINDS[each]), each
     records = [pool.writer.record(entry) for entry in pool.writer.catalogue().models["a"].versions]
-    assert all(pool.is_twice(record.layout, RecordKind.LAYOUT) for record in records)
-    assert all(pool.is_twice(record.tree, RecordKind.TREE) for record in records)
+    assert all(pool.is_twice(record.contents, RecordKind.CONTENTS) for record in records)
 
 
 def test_a_rotten_list_of_copies_costs_the_copies_until_the_next_commit() -> None:
@@ -239,9 +233,9 @@ def test_without_room_a_commit_goes_on_with_one_of_each(
     assert full < pool.medium.size
     pool.writer.release(held)
     pool.save("a", 3, [b"small"])
-    layouts = [pool.writer.record(entry).layout for entry in pool.writer.catalogue().entries()]
-    assert first.layout in layouts
-    assert all(pool.writer.catalogue().copies_of(layout) for layout in layouts)
+    found = [pool.writer.record(entry).contents for entry in pool.writer.catalogue().entries()]
+    assert first.contents in found
+    assert all(pool.writer.catalogue().copies_of(each) for each in found)
     assert check_of(pool) == []
 
 

@@ -29,7 +29,7 @@ def version(*, born: tuple[int, ...] = (3, 5), commit: int = 5, counted: int = 0
     info = VersionInfo("shelf", 1, commit, 0, os.urandom(16), 0, 10_100)
     log = VersionLog(Extent(DATA_START + 20 * PAGE, PAGES * PAGE), os.urandom(16), 2, counted)
     units = np.zeros(2, UNIT_DIGEST.dtype)
-    return VersionRecord(info, NOWHERE, NOWHERE, storages, np.array(rows, EXTENT.dtype), units, log)
+    return VersionRecord(info, NOWHERE, storages, np.array(rows, EXTENT.dtype), units, log)
 
 
 def appended(medium: Memory, record: VersionRecord, count: int = 4) -> LogWriter:
@@ -75,10 +75,10 @@ def test_entries_come_back_in_order_and_a_version_counts_its_own(medium: Memory)
     following = replace(
         record, info=replace(record.info, commit=6), log=replace(record.log, entries=5)
     )
-    assert [each.tree for each in entries(medium, following)] == [b""] * 5
+    assert [each.contents for each in entries(medium, following)] == [b""] * 5
     writer.append([], b"[]", 6)
     assert len(list(entries(medium, record))) == 4
-    assert logged(medium, following).tree == b"[]"
+    assert logged(medium, following).contents == b"[]"
     earlier = replace(record, info=replace(record.info, commit=4))
     assert list(entries(medium, earlier)) == []
 

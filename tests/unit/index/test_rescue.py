@@ -71,7 +71,7 @@ def test_versions_come_back_when_the_superblock_is_lost_too() -> None:
 def test_a_version_whose_bytes_are_gone_is_not_whole() -> None:
     pool = Pool()
     record = pool.save("a", 1, [b"x" * 100, b"y"])
-    for place in (record.layout.offset, record.tree.offset, record.storage_extents(0)[0].offset):
+    for place in (record.contents.offset, record.storage_extents(0)[0].offset):
         kept = bytearray(16)
         pool.medium.load(place + 70, memoryview(kept))
         pool.medium.store(place + 70, os.urandom(16))
@@ -166,7 +166,7 @@ def test_what_is_not_all_there_is_not_taken_for_what_a_slot_led_to() -> None:
     ]
     pool.writer.locks.close()
     destroy(pool, slot_of(pool))
-    alone = [each.offset for each in (entry.pointer, record.layout, record.tree)]
+    alone = [each.offset for each in (entry.pointer, record.contents)]
     alone.append(record.storage_extents(1)[0].offset)
     for places in ([each.offset for each in table], *([each] for each in alone)):
         kept = [bytearray(64) for _ in places]

@@ -217,7 +217,7 @@ def of_tables() -> Iterator[Mirror]:
     lengths = np.array([each.nbytes for each in storages], np.int64)
     draft = PoolDraft(writer, lengths)
     draft.copy(np.arange(3), np.array([each.ctypes.data for each in storages]), Stop())
-    labels = Labels(model=MODEL, step=7, token=b"t" * 16, layout=b"some", tree=b"tables")
+    labels = Labels(model=MODEL, step=7, token=b"t" * 16, contents=b"some tables")
     record = draft.commit(labels, None, ()).record
     draft.release()
     mirror.claim("a test", bytes(16), 0)

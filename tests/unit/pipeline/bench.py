@@ -31,6 +31,7 @@ from portus.reach.media.lock import LockTable, ProcessLocks
 from portus.reach.media.memory import Memory
 from portus.reach.versions.parts import Before
 from portus.reach.versions.pool_draft import PoolDraft
+from tests.contents import tabled
 
 
 def places(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -124,15 +125,14 @@ class Bench:
             model="m",
             step=step,
             token=step.to_bytes(16, "little"),
-            tree=b"{}",
-            layout=b"[]",
             address=np.array([a.ctypes.data if a.size else 0 for a in arrays], np.int64),
             length=np.array([a.nbytes for a in arrays], np.int64),
             late=np.full(len(arrays), late),
             steady=steady,
             alive=arrays,
         )
-        return Save(snapshot, PoolDraft(self.pool, snapshot.length), Owner(self, audit))
+        draft = tabled(PoolDraft(self.pool, snapshot.length), snapshot.length.tolist())
+        return Save(snapshot, draft, Owner(self, audit))
 
     def run(self, arrays: Sequence[np.ndarray], step: int = 0, **options: object) -> Save:
         save = self.save(arrays, step, **options)  # type: ignore[arg-type]

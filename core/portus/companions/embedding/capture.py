@@ -23,7 +23,6 @@ from portus.companions.embedding.tables import Table, changed_rows
 from portus.companions.embedding.training import ProtectedTraining
 from portus.engine.state.pickling import PickledState
 from portus.engine.state.walk import walked
-from portus.reach.index.records import encode_layout
 from portus.reach.pools.weights_only import Loadable, pickle_for_pool
 
 _SLICES_SHARE: Final = 4
@@ -51,8 +50,8 @@ class Moments:
         self._dense: _Dense | None = None
         """As it was taken last, if it is written in slices."""
         self._loadable: Final = Loadable()
-        self._pickle = self._layout = b""
-        """Pickle and layout of the state that was taken last."""
+        self._pickle = b""
+        """Of the state that was taken last."""
         self._counter: Final = torch.tensor(0, device="cpu")
         self.is_whole = True
         """The next moment is taken whole."""
@@ -98,7 +97,7 @@ class Moments:
             mapped.measure()
         state = self._state(batch, asks=asks)
         flat = pickle_for_pool(state)
-        self._describe(state, flat)
+        self._check(state, flat)
         starts = [each.data_ptr() for each in flat.storages]
         address, length = np.array(starts, np.int64), flat.lengths
         index = {start: place for place, start in enumerate(starts)}
@@ -113,8 +112,7 @@ class Moments:
             left = others
         moment = Moment(
             batch=batch,
-            layout=self._layout,
-            tree=flat.pickle,
+            contents=flat.pickle,
             address=address,
             length=length,
             rows=None if self.is_whole else rows,
@@ -170,14 +168,12 @@ class Moments:
         finally:
             self.is_collecting = False
 
-    def _describe(self, state: object, flat: PickledState) -> None:
-        """Make the layout of a state, and see that it can be loaded again; both follow from its
-        pickle. Raises ``UsageError``."""
+    def _check(self, state: object, flat: PickledState) -> None:
+        """See that a state can be loaded again, as follows from its pickle. Raises
+        ``UsageError``."""
         if flat.pickle != self._pickle:
-            found = walked(state, flat.storages)
-            found.refuse_freed()
+            walked(state, flat.storages).refuse_freed()
             self._loadable.check(state, flat)
-            self._layout = encode_layout(found.tensors)
             self._pickle = flat.pickle
 
 

@@ -29,7 +29,7 @@ from portus.engine.spec import Extent
 from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, LogWriter, entry_size
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import Pointer, VersionLog
+from portus.reach.index.records import VersionLog
 from portus.reach.versions.parts import StorageRows, part, rows_of
 
 PIECE: Final = UNIT
@@ -74,7 +74,7 @@ class Fold:
         """Bytes of the log."""
         self.batch = moment.batch
         self.dense_batch = moment.dense_batch
-        self.tree = moment.tree
+        self.contents = moment.contents
         self.done = 0
         """Bytes of the image."""
 
@@ -94,7 +94,7 @@ class Fold:
             return False
         self.batch = moment.batch
         if not moment.left:
-            self.tree, self.dense_batch = moment.tree, moment.dense_batch
+            self.contents, self.dense_batch = moment.contents, moment.dense_batch
         return True
 
     def add_dense(self, moment: Moment) -> bool:
@@ -102,7 +102,7 @@ class Fold:
         if moment.dense_batch > self.dense_batch:
             if not self._add(moment.dense_bunches(self._extents), moment.alive):
                 return False
-            self.tree, self.dense_batch = moment.tree, moment.dense_batch
+            self.contents, self.dense_batch = moment.contents, moment.dense_batch
         return True
 
     def go_on(self, stop: Stop) -> None:
@@ -120,9 +120,7 @@ class Fold:
             self._pool.medium.persist(stored)
         self._persisted = self._log.used.length
 
-    def version(
-        self, model: str, layout: Pointer | bytes, stop: Stop
-    ) -> tuple[NewVersion, list[Extent]]:
+    def version(self, model: str, stop: Stop) -> tuple[NewVersion, list[Extent]]:
         """The version that it makes, and what of it is to be persisted yet. Copies all that is
         missing. No update is running, nor has one run since the batch that was added last."""
         while not self.is_whole:
@@ -136,8 +134,7 @@ class Fold:
             model=model,
             step=self.batch,
             token=os.urandom(16),
-            layout=layout,
-            tree=self.tree,
+            contents=self.contents,
             storages=storages,
             extents=extents,
             units=digests,

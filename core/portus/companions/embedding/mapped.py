@@ -22,8 +22,6 @@ from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.media.base import Medium
 from portus.engine.spec import Extent
 from portus.errors import UsageError
-from portus.reach.format.layout import RecordKind
-from portus.reach.index.records import decode_layout
 from portus.reach.media.dax import DaxDevice, DaxFile
 from portus.reach.pools.restore import load_over
 
@@ -72,9 +70,7 @@ class Mapped:
         newest = self._store.newest
         assert newest is not None
         self._places.clear()
-        record = self._store.pool.record(newest)
-        layout = decode_layout(self._store.pool.payload(record.layout, RecordKind.LAYOUT))
-        dtypes = {each.storage: each.dtype for each in layout}
+        dtypes = {each.storage: each.dtype for each in self._store.tensors()}
         there: dict[int, torch.UntypedStorage] = {}
         for index, place in self._store.places.items():
             tensor = self._tensor(

@@ -32,13 +32,12 @@ class Moment:
     ``address``, ``length``: of the storages of the state, in this process. They stay as they are
     until the commit is over; tables do only if ``rows`` is None. ``rows``: of those that are
     tables, what changed since the moment before, copied; the others are taken whole. None: all of
-    each is taken. ``left``: storages that an entry leaves as they were, and the tree with them, if
-    there are any; a version takes them all. ``alive``: what has the memory.
+    each is taken. ``left``: storages that an entry leaves as they were, and the contents with
+    them, if there are any; a version takes them all. ``alive``: what has the memory.
     """
 
     batch: int
-    layout: bytes
-    tree: bytes
+    contents: bytes
     address: Column
     length: Column
     rows: Mapping[int, Rows] | None

@@ -50,7 +50,7 @@ from portus.reach.index.in_place import (
 )
 from portus.reach.index.log import Bunch, LogWriter, entry_size, logged, pending
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
+from portus.reach.index.records import InPlaceStorage, VersionLog, VersionRecord
 from portus.reach.media.pool import Extents
 from portus.reach.versions.parts import StorageRows, part, rows_of
 
@@ -211,8 +211,7 @@ class PlacedStore(TableStore):
                     model=MARKS,
                     step=batch,
                     token=token,
-                    layout=self._layout_of(moment),
-                    tree=moment.tree,
+                    contents=moment.contents,
                     storages=storages,
                     extents=extents,
                     units=units,
@@ -238,10 +237,9 @@ class PlacedStore(TableStore):
         that."""
         assert isinstance(moment, PlacedMoment)
         log, record = self._log, self._record
-        if log is None or record is None or moment.rows is None or moment.layout != self._layout:
+        if log is None or record is None or not self._is_next(moment):
             return False
-        same = np.array_equal(moment.length, record.storages["length"].astype(np.int64))
-        if not same or dict(moment.placed) != self._places:
+        if dict(moment.placed) != self._places:
             return False
         left = {*moment.left, *self._places}
         bunches = [
@@ -250,12 +248,12 @@ class PlacedStore(TableStore):
             if index not in left
             for bunch in moment.whole(index, record.storage_extents(index))
         ]
-        said = b"" if moment.left or moment.tree == self._tree else moment.tree
+        said = b"" if moment.left or moment.contents == self._contents else moment.contents
         if entry_size([], len(said), [each.data.shape for each in bunches]) > log.room - 2 * PAGE:
             return False
         log.append([], said, record.info.commit, bunches)
         self._open_end = True
-        self._tree = said or self._tree
+        self._contents = said or self._contents
         if not moment.left:
             self._dense_batch = moment.dense_batch
         return True
@@ -325,8 +323,7 @@ class PlacedStore(TableStore):
                     model=MODEL,
                     step=moment.batch,
                     token=os.urandom(16),
-                    layout=self._layout_of(moment),
-                    tree=dense.tree,
+                    contents=dense.contents,
                     storages=storages,
                     extents=extents,
                     units=units,
@@ -347,7 +344,7 @@ class PlacedStore(TableStore):
             before.store([], b"", self._record.info.commit, flags=UNDO)
         self._record = record
         self._log = LogWriter(self.pool.medium, record.log, look=self.pool.glance)
-        self._layout, self._tree, self._open_end = moment.layout, dense.tree, False
+        self._contents, self._alike, self._open_end = dense.contents, (b"", None), False
         self._dense_batch = dense.dense_batch
         self._places = dict(moment.placed)
         for _, area in self._reserved:
@@ -414,8 +411,7 @@ class PlacedStore(TableStore):
         digests = {each.storage: each.digests for each in record.log.in_place}
         return PlacedMoment(
             batch=self.batch,
-            layout=self._layout,
-            tree=self._tree,
+            contents=self._contents,
             address=address,
             length=length,
             rows=None,
@@ -455,9 +451,8 @@ class PlacedStore(TableStore):
     def _row_bytes(self, record: VersionRecord) -> dict[int, int]:
         """Return the bytes of one row, for each storage that begins with a tensor with rows."""
         lengths = record.storages["length"].tolist()
-        specs = decode_layout(memoryview(self._layout))
-        found = [(each.storage, each.shape[0]) for each in specs if each.shape and each.shape[0]]
-        return {index: lengths[index] // rows for index, rows in found if index >= 0}
+        found = [(each.storage, each.shape[0]) for each in self.tensors() if each.shape]
+        return {index: lengths[index] // rows for index, rows in found if rows}
 
     def _open(self) -> None:
         super()._open()

@@ -31,14 +31,14 @@ from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.slices import Slices
 from portus.engine.copying.segments import Stop
+from portus.engine.image.key_paths import stored_in
 from portus.engine.media.file_calls import OUT_OF_SPACE
-from portus.engine.spec import PAGE
-from portus.errors import MediumError, UsageError
-from portus.reach.format.layout import RecordKind
+from portus.engine.spec import PAGE, TensorSpec
+from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Entry, LogWriter, entries, entry_size
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import Pointer, VersionEntry, VersionRecord
+from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.index.tables import MARKS as MARKS
 from portus.reach.index.tables import MODEL as MODEL
 from portus.reach.versions.parts import rows_of, shared
@@ -68,8 +68,9 @@ class TableStore:
         self._fold_from: Final = fold_from
         self._record: VersionRecord | None = None
         self._log: LogWriter | None = None
-        self._layout = b""
-        self._tree = b""
+        self._contents = b""
+        self._alike: tuple[bytes, object] = b"", None
+        """Contents with the same tensors, and what these are."""
         self._open_end = False
         """Nothing is behind the last entry of the log."""
         self._entry_bytes = 0
@@ -179,8 +180,7 @@ class TableStore:
                 model=MARKS,
                 step=batch,
                 token=token,
-                layout=self._known(record.layout, self._layout, RecordKind.LAYOUT),
-                tree=self._tree,
+                contents=self._contents,
                 storages=record.storages,
                 extents=record.extents,
                 units=record.units,
@@ -204,9 +204,23 @@ class TableStore:
     def _is_next(self, moment: Moment) -> bool:
         """True if it is a change of what was committed, and not all of it anew."""
         record = self._record
-        if record is None or moment.rows is None or moment.layout != self._layout:
+        if record is None or moment.rows is None:
             return False
-        return np.array_equal(moment.length, record.storages["length"].astype(np.int64))
+        same = np.array_equal(moment.length, record.storages["length"].astype(np.int64))
+        return same and self._has_tensors(moment.contents)
+
+    def tensors(self) -> list[TensorSpec]:
+        """The tensors of what is committed."""
+        return _stored(self._contents)[1]
+
+    def _has_tensors(self, contents: bytes) -> bool:
+        """True if contents name the same tensors as those that are committed."""
+        if contents in (self._contents, self._alike[0]):
+            return True
+        mine, own = self._alike[1] or _stored(self._contents), _stored(contents)
+        if mine == own:
+            self._alike = contents, own
+        return mine == own
 
     def _append(self, moment: Moment) -> bool:
         """Commit by an entry of the log. False if it is not made for that."""
@@ -214,14 +228,14 @@ class TableStore:
         if log is None or record is None or not self._is_next(moment):
             return False
         bunches = moment.bunches(record.storage_extents)
-        said = b"" if moment.left or moment.tree == self._tree else moment.tree
+        said = b"" if moment.left or moment.contents == self._contents else moment.contents
         if entry_size([], len(said), [each.data.shape for each in bunches]) > log.room:
             return False
         before = log.room
         log.append([], said, record.info.commit, bunches)
         self._entry_bytes = before - log.room
         self._open_end = True
-        self._tree = said or self._tree
+        self._contents = said or self._contents
         if not moment.left:
             self._dense_batch = moment.dense_batch
         return True
@@ -255,8 +269,7 @@ class TableStore:
                     model=MODEL,
                     step=self._batch,
                     token=os.urandom(16),
-                    layout=self._known(record.layout, self._layout, RecordKind.LAYOUT),
-                    tree=slices.moment.tree,
+                    contents=slices.moment.contents,
                     storages=storages,
                     extents=extents,
                     units=units,
@@ -271,7 +284,7 @@ class TableStore:
         assert made is not None
         assert made.log is not None
         self._record, log.log = made, made.log
-        self._tree, self._dense_batch = slices.moment.tree, slices.batch
+        self._contents, self._dense_batch = slices.moment.contents, slices.batch
         if self._fold is not None and not self._fold.add_dense(slices.moment):
             self._give_up_fold()
 
@@ -303,7 +316,7 @@ class TableStore:
         if self._log is not None:
             self._log.look()
         try:
-            new, stored = fold.version(MODEL, self._layout_of(moment), Stop())
+            new, stored = fold.version(MODEL, Stop())
             record = self.pool.commit(new, stored, self._superseded())
         finally:
             self._give_up_fold()
@@ -311,23 +324,13 @@ class TableStore:
         assert record.log is not None
         self._dense_batch = fold.dense_batch
         self._record, self._log = record, fold.log(record.log)
-        self._layout, self._tree, self._open_end = moment.layout, fold.tree, False
+        self._contents, self._alike, self._open_end = fold.contents, (b"", None), False
         self._has_no_room = False
 
     def _give_up_fold(self) -> None:
         if self._fold is not None:
             self._fold.release()
             self._fold = None
-
-    def _layout_of(self, moment: Moment) -> Pointer | bytes:
-        record = self._record
-        if record is None or moment.layout != self._layout:
-            return moment.layout
-        return self._known(record.layout, moment.layout, RecordKind.LAYOUT)
-
-    def _known(self, pointer: Pointer, payload: bytes, kind: RecordKind) -> Pointer | bytes:
-        """A record as a pointer, if the next commit may rely on it."""
-        return pointer if self.pool.is_sound(pointer, kind) else payload
 
     def _superseded(self) -> list[int]:
         model = self.pool.catalogue().models.get(MODEL)
@@ -364,12 +367,19 @@ class TableStore:
                     f"{self.in_place}, found some that were protected with in_place="
                     f"{not self.in_place}; pass that again, or use another pool"
                 )
-            layout = bytes(self.pool.payload(record.layout, RecordKind.LAYOUT))
-            tree = bytes(self.pool.payload(record.tree, RecordKind.TREE))
+            contents = self.pool.contents(record)
             last: Entry | None = None
             for last in entries(self.pool.medium, record):
-                tree = last.tree or tree
-        self._record, self._layout, self._tree = record, layout, tree
+                contents = last.contents or contents
+        self._record, self._contents = record, contents
         self._log = LogWriter(self.pool.medium, record.log, last, self.pool.glance)
         self._log.cut()
-        self._open_end = last is not None and bool(last.bunches or last.tree)
+        self._open_end = last is not None and bool(last.bunches or last.contents)
+
+
+def _stored(contents: bytes) -> tuple[set[str], list[TensorSpec]]:
+    """The storages and the tensors that the contents of tables name."""
+    found = stored_in(contents)
+    if found is None:
+        raise CorruptionError("the contents of tables are no pickle of torch")
+    return found

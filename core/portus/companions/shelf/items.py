@@ -1,9 +1,9 @@
 """What a shelf holds under its names: arrays, plain values, and containers of both.
 
 An item is an ``Array``; None, a bool, int, float, str or bytes; or a dict, list or tuple of items.
-Trees are those of ``docs/format.md``, so that everything that loads a version loads a shelf. What
-numpy has is an ``$array`` here, and a tensor a ``$tensor``, each with a storage of its own, however
-small: it is to be changed in place.
+They are encoded as ``docs/format.md`` says, so that everything that loads a version loads a shelf.
+What numpy has is an ``$array`` here, and a tensor a ``$tensor``, each with a storage of its own,
+however small: it is to be changed in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from portus.companions.media.private import Private, Run
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.settings.text import is_text
-from portus.engine.spec import TensorSpec
 from portus.errors import UsageError
 from portus.reach.format.arrays import ArrayShape, array_over, dtype_node
 from portus.reach.format.items import DEPTH_MAX
@@ -201,21 +200,13 @@ class Array:
             made.memory.loaded()
         return made
 
-    def spec(self, name: str, storage: int) -> TensorSpec:
-        """How the layout has it: numpy's as a row of bytes."""
-        sizes = self.sizes if self.shape is None else (self.size,)
-        strides = [1] * len(sizes)
-        for index in range(len(sizes) - 1, 0, -1):
-            strides[index - 1] = strides[index] * max(1, sizes[index])
-        return TensorSpec(name, self.dtype, sizes, tuple(strides), storage, 0)
-
-    def node(self, index: int) -> object:
-        """How the tree has it."""
+    def node(self, storage: int) -> object:
+        """How the contents of a shelf have it."""
         if self.shape is None:
-            return {"$tensor": index}
+            return {"$tensor": [storage, self.dtype, self.sizes]}
         if self._dtype_node is None:
             self._dtype_node = dtype_node(self.shape.dtype)
-        return {"$array": [{"$tensor": index}, self._dtype_node, list(self.sizes), False]}
+        return {"$array": [storage, self._dtype_node, self.sizes]}
 
 
 def _is_tensor(value: object) -> bool:
@@ -292,16 +283,13 @@ def _taken_tensor(value: Any) -> Array:
     return made
 
 
-def arrays_of(item: Item, path: str) -> Iterator[tuple[str, Array]]:
-    """Every array in an item, with its path, in the order of trees."""
+def arrays_of(item: Item) -> Iterator[Array]:
+    """Every array in an item, in the order of contents."""
     if isinstance(item, Array):
-        yield path, item
-    elif isinstance(item, dict):
-        for key, value in item.items():
-            yield from arrays_of(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(item, (list, tuple)):
-        for index, value in enumerate(item):
-            yield from arrays_of(value, f"{path}.{index}")
+        yield item
+    elif isinstance(item, (dict, list, tuple)):
+        for each in item.values() if isinstance(item, dict) else item:
+            yield from arrays_of(each)
 
 
 def shown(item: Item) -> Any:
@@ -315,33 +303,10 @@ def shown(item: Item) -> Any:
     return item
 
 
-def encode(items: Mapping[str, Item]) -> tuple[bytes, list[TensorSpec], list[Array]]:
-    """The tree and the layout of a shelf, and its arrays in the order of its storages."""
+def encode(items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
+    """The contents of a shelf, and its arrays in the order of its storages."""
     arrays: list[Array] = []
-    tree = msgspec.json.encode(_node(items, arrays))
-    names: dict[str, None] = {}
-    for path, _ in arrays_of(items, ""):
-        names[_distinct(path, names)] = None
-    specs = [each.spec(name, i) for i, (name, each) in enumerate(zip(names, arrays, strict=True))]
-    return tree, specs, arrays
-
-
-def encode_tree(items: Mapping[str, Item]) -> bytes:
-    """The tree of a shelf alone."""
-    return msgspec.json.encode(_node(items, []))
-
-
-def is_plain(item: Item) -> bool:
-    """True for a value that is neither an array nor a container."""
-    return not isinstance(item, (Array, dict, list, tuple))
-
-
-def _distinct(path: str, names: Mapping[str, None]) -> str:
-    name, count = path, 1
-    while name in names:  # a key with a dot in it
-        count += 1
-        name = f"{path}#{count}"
-    return name
+    return msgspec.json.encode(_node(items, arrays)), arrays
 
 
 def _node(item: Item, arrays: list[Array]) -> object:

@@ -351,7 +351,7 @@ class Shelf:
                 item.fill(value)
             self._items = items
             return
-        arrays = [each for _, each in arrays_of(item, "")]
+        arrays = list(arrays_of(item))
         whole = False
         try:
             if value is not None:
@@ -381,7 +381,7 @@ class Shelf:
     def _arrays(self) -> list[Array]:
         items, arrays = self._known
         if items is not self._items:
-            arrays = [each for _, each in arrays_of(self._items, "")]
+            arrays = list(arrays_of(self._items))
             self._known = self._items, arrays
         return arrays
 

@@ -1,7 +1,7 @@
 """A shelf in a pool: what is committed of it, and how a change becomes committed.
 
 Theory. A shelf is the one version of the model ``shelf`` in its pool, with a log. A change of bytes
-or of plain values is an entry of the log: one persist. One of names or shapes is a new version,
+or of plain values or names is an entry of the log: one persist. Other arrays are a new version,
 which keeps the storages that it does not change, and the log: two persists. Once the log is full,
 the next version has new extents for all that the log changed, and a new log. So a commit costs in
 proportion to what changed, whatever the shelf holds.
@@ -26,26 +26,19 @@ from typing import Final
 import numpy as np
 
 from portus.companions.media.private import Run
-from portus.companions.shelf.items import Array, Item, encode, encode_tree, is_plain
+from portus.companions.shelf.items import Array, Item, encode
 from portus.engine.copying.local import copy, fetch, load_stored
 from portus.engine.copying.segments import Source, Stop
 from portus.engine.format.checksum import unit_counts
-from portus.engine.spec import PAGE, Extent, TensorSpec
+from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
-from portus.reach.format.arrays import ArrayShape
-from portus.reach.format.items import decode
-from portus.reach.format.layout import WITH_NEXT, RecordKind
+from portus.reach.format.items import StoredArray, decode
+from portus.reach.format.layout import WITH_NEXT
 from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Entry, LogWriter, Patch, PatchPlaces, entries, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import (
-    Pointer,
-    VersionLog,
-    VersionRecord,
-    decode_layout,
-    encode_layout,
-)
+from portus.reach.index.records import VersionLog, VersionRecord
 from portus.reach.versions.parts import StorageRows, part, rows_of, shared, sources
 
 MODEL: Final = "shelf"
@@ -81,8 +74,7 @@ class ShelfStore:
         """In the order of the storages of the version."""
         self._extents: dict[Array, Sequence[Extent]] = {}
         """Where the version has them."""
-        self._tree = b""
-        self._layout = b""
+        self._contents = b""
         self._logged: set[Array] = set()
         """Those that have patches in the log."""
         self._open_end = False
@@ -101,15 +93,15 @@ class ShelfStore:
         After an interrupt, or any other exception of a signal handler, nothing can be committed any
         more before the shelf is opened again. ``items`` belong to the store from now on.
         """
-        tree, layout, arrays = self._said(items)
+        contents, arrays = self._said(items)
         dirty = {each: runs for each in changed if (runs := each.changed())}
         same = arrays is self._arrays
-        if same and not dirty and tree == self._tree:
+        if same and not dirty and contents == self._contents:
             self.items = items
             return
         try:
-            if not (same and self._append(items, dirty, tree)):
-                self._replace(items, arrays, layout, tree, dirty)
+            if not (same and self._append(items, dirty, contents)):
+                self._replace(items, arrays, contents, dirty)
         except PortusError:
             raise
         except BaseException:
@@ -118,19 +110,14 @@ class ShelfStore:
             self._pool.medium.poison("a commit of this shelf was interrupted; open it again")
             raise
 
-    def _said(self, items: Mapping[str, Item]) -> tuple[bytes, bytes, list[Array]]:
-        """The tree, the layout and the arrays of ``items``; the very list, if arrays and names are
-        those of the version."""
+    def _said(self, items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
+        """The contents and the arrays of ``items``; the very list, if they are those of the
+        version."""
         there = self._record is not None
         if there and (items is self.items or _are_the_same(items, self.items)):
-            return self._tree, self._layout, self._arrays
-        if there and _differ_by_values(items, self.items):
-            return encode_tree(items), self._layout, self._arrays
-        tree, specs, arrays = encode(items)
-        layout = encode_layout(specs)
-        if there and arrays == self._arrays and layout == self._layout:
-            return tree, layout, self._arrays
-        return tree, layout, arrays
+            return self._contents, self._arrays
+        contents, arrays = encode(items)
+        return contents, self._arrays if there and arrays == self._arrays else arrays
 
     def _make_durable(self) -> None:
         """Make what counts durable: whoever appended it may have been killed before it was."""
@@ -147,7 +134,7 @@ class ShelfStore:
 
     # --- a change of bytes and values -----------------------------------------------------------
 
-    def _append(self, items: Mapping[str, Item], dirty: Dirty, tree: bytes) -> bool:
+    def _append(self, items: Mapping[str, Item], dirty: Dirty, contents: bytes) -> bool:
         """Commit by an entry of the log. False if it is not made for that."""
         log, record = self._log, self._record
         if log is None or record is None:
@@ -155,13 +142,13 @@ class ShelfStore:
         if any(_mostly(each, runs) for each, runs in dirty.items()):
             return False
         pieces = self._pieces(dirty)
-        said = b"" if tree == self._tree else tree
+        said = b"" if contents == self._contents else contents
         if entry_size([each.length for each, _, _ in pieces], len(said)) > log.room:
             return False
         patches = _taken(pieces)
         log.append(patches, said, record.info.commit)
         self._open_end = True
-        self._tree, self.items = tree, items
+        self._contents, self.items = contents, items
         self._logged.update(dirty)
         _commit_patches(pieces, patches)
         return True
@@ -183,8 +170,7 @@ class ShelfStore:
         self,
         items: Mapping[str, Item],
         arrays: list[Array],
-        layout: bytes,
-        tree: bytes,
+        contents: bytes,
         dirty: Dirty,
     ) -> None:
         """Commit by a new version."""
@@ -220,7 +206,7 @@ class ShelfStore:
                 stored.append(entry)
                 count += 1
             record = writer.commit(
-                self._version(arrays, groups, layout, tree, replace(log.log, entries=count)),
+                self._version(arrays, groups, contents, replace(log.log, entries=count)),
                 stored,
                 self._versions(),
             )
@@ -241,17 +227,15 @@ class ShelfStore:
         logged_before = set() if fold else self._logged
         self._logged = (logged_before | set(logged) if not fold else set()) - afresh
         self._log = log
-        self._is_at(record, arrays, layout, tree)
+        self._is_at(record, arrays, contents)
         self.items = items
         try:
             _commit_patches(pieces, patches)
         finally:
             self._commit_afresh([each for each in dirty if each in afresh])
 
-    def _is_at(
-        self, record: VersionRecord, arrays: list[Array], layout: bytes, tree: bytes
-    ) -> None:
-        self._record, self._arrays, self._layout, self._tree = record, arrays, layout, tree
+    def _is_at(self, record: VersionRecord, arrays: list[Array], contents: bytes) -> None:
+        self._record, self._arrays, self._contents = record, arrays, contents
         self._extents = {each: record.storage_extents(i) for i, each in enumerate(arrays)}
 
     def _commit_afresh(self, arrays: Sequence[Array]) -> None:
@@ -308,8 +292,7 @@ class ShelfStore:
         self,
         arrays: Sequence[Array],
         groups: list[StorageRows],
-        layout: bytes,
-        tree: bytes,
+        contents: bytes,
         log: VersionLog,
     ) -> NewVersion:
         storages, extents, units = rows_of(groups, np.array([a.size for a in arrays], np.int64))
@@ -318,8 +301,7 @@ class ShelfStore:
             model=MODEL,
             step=0 if before is None else before.info.step + 1,
             token=os.urandom(16),
-            layout=self._known(layout, RecordKind.LAYOUT),
-            tree=tree,
+            contents=contents,
             storages=storages,
             extents=extents,
             units=units,
@@ -330,13 +312,6 @@ class ShelfStore:
         """Ids of those that the next one takes the place of: one, or more that were rescued."""
         model = self._writer().catalogue().models.get(MODEL)
         return [] if model is None else [entry.info.id for entry in model.versions]
-
-    def _known(self, payload: bytes, kind: RecordKind) -> Pointer | bytes:
-        """The layout as a pointer, if the version before has the same."""
-        record = self._record
-        if record is None or payload != self._layout:
-            return payload
-        return record.layout if self._writer().is_sound(record.layout, kind) else payload
 
     def _log_length(self, arrays: Sequence[Array]) -> int:
         wanted = self._log_bytes
@@ -361,30 +336,27 @@ class ShelfStore:
             record = self._pool.record(entry)
             if record.log is None:
                 raise self._no_shelf([MODEL])
-            layout = bytes(self._pool.payload(record.layout, RecordKind.LAYOUT))
-            tree = bytes(self._pool.payload(record.tree, RecordKind.TREE))
-            specs = decode_layout(memoryview(layout))
-            made = _Made(record, specs)
-            # A later tree is of the same arrays: other ones are another version.
-            decode(tree, made)
+            contents = self._pool.contents(record)
+            made = _Made(record)
+            # Later contents are of the same arrays: other ones are another version.
+            decode(contents, made)
             arrays = made.all()
-            self._fetch(record, arrays, specs)
+            self._fetch(record, arrays, made.names)
             last = None
             places = PatchPlaces(record)
             for last in entries(self._pool.medium, record):
                 self._logged.update(_patched(places, last, arrays))
-                if last.tree:
-                    tree = last.tree
+                contents = last.contents or contents
         for each in arrays:
             each.memory.loaded()
             each.is_read_only = not isinstance(self._pool, PoolWriter)
-        self.items = decode(tree, made)
-        self._is_at(record, arrays, layout, tree)
+        self.items = decode(contents, made)
+        self._is_at(record, arrays, contents)
         if record.log is not None:
             pool = self._pool
             if isinstance(pool, PoolWriter):
                 self._log = LogWriter(pool.medium, record.log, last, pool.glance)
-            self._open_end = last is not None and bool(last.patches or last.tree)
+            self._open_end = last is not None and bool(last.patches or last.contents)
 
     def _no_shelf(self, models: Sequence[str]) -> UsageError:
         return UsageError(
@@ -393,7 +365,7 @@ class ShelfStore:
         )
 
     def _fetch(
-        self, record: VersionRecord, arrays: Sequence[Array], specs: Sequence[TensorSpec]
+        self, record: VersionRecord, arrays: Sequence[Array], names: Mapping[int, str]
     ) -> None:
         lengths = record.storages["length"].astype(np.int64)
         address = np.array(
@@ -404,9 +376,9 @@ class ShelfStore:
         bad = np.flatnonzero(np.any(found != group.digests, axis=1))
         if len(bad):
             owner = np.repeat(np.arange(len(arrays)), unit_counts(lengths))
-            names = sorted({specs[int(owner[unit])].name for unit in bad})
+            damaged = sorted({names[int(owner[unit])] for unit in bad})
             raise CorruptionError(
-                f"{self._pool.medium.info.name}: damaged: {', '.join(names)[:200]}: expected "
+                f"{self._pool.medium.info.name}: damaged: {', '.join(damaged)[:200]}: expected "
                 f"digest {group.digests[bad[0]].tobytes().hex()}, found "
                 f"{found[bad[0]].tobytes().hex()}"
             )
@@ -420,34 +392,34 @@ def _are_the_same(items: Mapping[str, Item], others: Mapping[str, Item]) -> bool
 
 
 class _Made:
-    """The arrays of a version, made as its tree names them."""
+    """The arrays of a version, made as its contents name them. ``names``: of each, by storage."""
 
-    def __init__(self, record: VersionRecord, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, record: VersionRecord) -> None:
         self._lengths: Final = record.storages["length"].tolist()
-        self._specs: Final = specs
         self._found: Final[dict[int, Array]] = {}
+        self.names: Final[dict[int, str]] = {}
 
-    def __call__(self, index: int, shape: ArrayShape | None) -> Array:
-        found = self._found.get(index)
+    def __call__(self, said: StoredArray) -> Array:
+        found = self._found.get(said.storage)
         if found is None:
-            spec = self._specs[index]
-            if shape is None:
-                found = Array.of_tensor(spec.dtype, spec.shape)
+            if not 0 <= said.storage < len(self._lengths):
+                raise CorruptionError(f"{said.name}: there is no storage {said.storage}")
+            length = self._lengths[said.storage]
+            if said.size != length:
+                raise CorruptionError(f"{said.name}: expected {said.size} bytes, found {length}")
+            if said.shape is not None:
+                found = Array.of_shape(said.shape)
             else:
-                found = Array.of_shape(shape)
-            if spec.storage != index or found.size != self._lengths[index]:
-                raise CorruptionError(
-                    f"{spec.name}: expected {found.size} bytes in storage {index}, found "
-                    f"{self._lengths[index]} in storage {spec.storage}"
-                )
-            self._found[index] = found
+                found = Array.of_tensor(str(said.dtype), said.sizes)
+            self._found[said.storage] = found
+            self.names[said.storage] = said.name
         return found
 
     def all(self) -> list[Array]:
         """Return the arrays in the order of the storages. Raises ``CorruptionError`` unless all are
         named."""
         if self._found.keys() != set(range(len(self._lengths))):
-            raise CorruptionError("the tree of a shelf does not name each of its arrays")
+            raise CorruptionError("the contents of a shelf do not name each of its arrays")
         return [self._found[index] for index in range(len(self._lengths))]
 
 
@@ -457,14 +429,6 @@ def _patched(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iter
         committed = arrays[storage].memory.committed
         committed[start : start + data.nbytes] = np.frombuffer(data, np.uint8)
         yield arrays[storage]
-
-
-def _differ_by_values(items: Mapping[str, Item], others: Mapping[str, Item]) -> bool:
-    """True if they differ by nothing but plain values of the same names."""
-    return list(items) == list(others) and all(
-        a is b or (is_plain(a) and is_plain(b))
-        for a, b in zip(items.values(), others.values(), strict=True)
-    )
 
 
 def _mostly(array: Array, runs: Sequence[Run]) -> bool:

@@ -1,4 +1,5 @@
-"""The keys that lead to each storage, read from a pickle of torch without running any of it."""
+"""The keys that lead to each storage, and the tensors over it, read from a pickle of torch without
+running any of it."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import pickle
 from collections import OrderedDict
 from typing import Any, Final, NamedTuple
 
+from portus.engine.format.dtypes import ITEM_SIZES
+from portus.engine.spec import TensorSpec
+
 
 class _Made:
     """Stands for whatever a pickle makes: keeps what it was made of."""
@@ -14,6 +18,9 @@ class _Made:
     def __new__(cls, *args: object, **kwargs: object) -> _Made:
         made = super().__new__(cls)
         made.parts = [*args, *kwargs.values()]
+        for each in (args, *args):
+            if isinstance(each, tuple) and each and isinstance(each[0], _Storage):
+                each[0].view = each[1:]
         return made
 
     parts: list[Any]
@@ -38,9 +45,30 @@ _PLAIN: Final = frozenset({"_rebuild_tensor_v2", "_rebuild_parameter"})
 """What rebuilds ordinary tensors."""
 
 
+_STORED: Final = {
+    "BFloat16Storage": "bfloat16",
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ShortStorage": "int16",
+}
+"""The dtypes of torch's classes of storages, but of those of bytes."""
+
+
 class _Storage:
-    def __init__(self, key: str) -> None:
+    """A storage, as one tensor names it. ``view``: what else makes that tensor."""
+
+    def __init__(self, key: str, kind: object) -> None:
         self.key = key
+        self.kind = kind
+        self.view: tuple[Any, ...] = ()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -57,17 +85,18 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         key = str(pid[2])
         self.keys.add(key)
-        return _Storage(key)
+        return _Storage(key, pid[1])
 
 
-def storage_keys(data: bytes) -> set[str] | None:
-    """The keys of the storages that a pickle of torch names; None if it is no pickle."""
+def stored_in(data: bytes) -> tuple[set[str], list[TensorSpec]] | None:
+    """The keys of the storages that a pickle of torch names, and the tensors over them, by their
+    places, as far as these can be followed; None if it is no pickle."""
     unpickler = _Unpickler(io.BytesIO(data))
     try:
-        unpickler.load()
+        found = [place.tensor for place in _places(unpickler.load())]
     except Exception:
         return None
-    return unpickler.keys
+    return unpickler.keys, [spec for spec in found if spec is not None]
 
 
 class StoragePlace(NamedTuple):
@@ -75,8 +104,13 @@ class StoragePlace(NamedTuple):
     a storage are all that loading it needs."""
 
     keys: tuple[Any, ...]
-    storage: str
+    stored: _Storage
     is_plain: bool
+
+    @property
+    def storage(self) -> str:
+        """The key of the storage."""
+        return self.stored.key
 
     @property
     def subscript(self) -> str:
@@ -88,23 +122,39 @@ class StoragePlace(NamedTuple):
         """The keys as patterns write them: ``model.layer.weight``."""
         return ".".join(map(str, self.keys))
 
+    @property
+    def tensor(self) -> TensorSpec | None:
+        """The tensor that is there; None if it is none, or of a dtype that is not known."""
+        match self.stored.view:
+            case (int(offset), tuple(sizes), tuple(strides), *others):
+                kinds = [getattr(each, "__name__", "") for each in (self.stored.kind, *others)]
+                named = next((each for each in kinds if each in ITEM_SIZES), "")
+                dtype = named or _STORED.get(kinds[0], "")
+                if dtype and all(type(each) is int for each in (*sizes, *strides)):
+                    number = int(self.storage)
+                    return TensorSpec(self.dotted, dtype, sizes, strides, number, offset)
+        return None
+
 
 def storage_places(data: bytes) -> list[StoragePlace]:
     """All places at which storages are, in order.
 
     ``data`` is a pickle of torch that was verified. What cannot be followed has no place.
     """
-    found: list[StoragePlace] = []
     try:
-        state = _Unpickler(io.BytesIO(data)).load()
+        return _places(_Unpickler(io.BytesIO(data)).load())
     except Exception:
-        return found  # a message with the number of a storage is better than none
+        return []  # a message with the number of a storage is better than none
+
+
+def _places(state: object) -> list[StoragePlace]:
+    found: list[StoragePlace] = []
     seen: set[int] = set()
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(state, (), True)]
     while waiting:
         value, keys, is_plain = waiting.pop()
         if isinstance(value, _Storage):
-            found.append(StoragePlace(keys, value.key, is_plain))
+            found.append(StoragePlace(keys, value, is_plain))
             continue
         if id(value) in seen:
             continue

@@ -332,8 +332,6 @@ class FileSaver:
             model=name,
             step=request.step,
             token=os.urandom(16),
-            tree=b"",
-            layout=b"",
             address=planned.address,
             length=planned.length,
             late=planned.late,

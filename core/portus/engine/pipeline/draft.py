@@ -22,14 +22,13 @@ from portus.engine.spec import VersionInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """What a version says of itself, besides its bytes. ``inexact``, ``metrics``: see
-    ``VersionInfo``."""
+    """What a version says of itself, besides its bytes. ``contents``: a pool's, of what is in its
+    storages. ``inexact``, ``metrics``: see ``VersionInfo``."""
 
     model: str
     step: int
     token: bytes
-    layout: bytes
-    tree: bytes
+    contents: bytes = b""
     inexact: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 

@@ -63,8 +63,6 @@ class Snapshot:
     model: str
     step: int
     token: bytes
-    tree: bytes
-    layout: bytes
     address: Column
     length: Column
     late: Flags

@@ -408,8 +408,6 @@ class Save:
             model=snapshot.model,
             step=snapshot.step,
             token=snapshot.token,
-            layout=snapshot.layout,
-            tree=snapshot.tree,
             inexact=self._stats.inexact_bytes > 0,
             metrics=self.metrics,
         )

@@ -46,7 +46,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 @dataclass(frozen=True, slots=True)
 class Walked:
     """What is in a state. ``tensors``: the plain ones; a spec has the place of its storage in
-    ``storages``, -1 for a meta tensor. ``others``: all other leaves."""
+    ``storages``, -1 for a meta tensor over none of them. ``others``: all other leaves."""
 
     tensors: tuple[TensorSpec, ...]
     storages: list[torch.UntypedStorage]
@@ -69,11 +69,11 @@ def walked(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walk
         if not is_plain(value):
             others.append((path, value))
             continue
-        storage, number = value.untyped_storage(), -1
-        if not value.is_meta:
-            number = place.setdefault(storage._cdata, len(held))
-            if number == len(held):
-                held.append(storage)
+        storage = value.untyped_storage()
+        number = place.get(storage._cdata, -1)
+        if number < 0 and not value.is_meta:
+            number = place[storage._cdata] = len(held)
+            held.append(storage)
         specs.append(_spec(path, value, number))
     return Walked(tuple(specs), held, others)
 
@@ -198,5 +198,4 @@ def _spec(path: str, tensor: torch.Tensor, storage: int) -> TensorSpec:
         tensor.requires_grad,
         tensor.is_conj(),
         tensor.is_neg(),
-        "cpu" if tensor.is_cpu else str(tensor.device),
     )

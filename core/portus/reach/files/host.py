@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from portus.engine.copying.local import best_engine
@@ -307,13 +306,10 @@ class HostDraft:
         assert before is None or isinstance(before, Before), "a pool shares with its own versions"
         if before is not None and not self._pool.has_committed(before.record.info.token):
             before = None
-        same_layout = before is not None and before.layout == labels.layout
-        same_tree = before is not None and before.tree == labels.tree
         confirm = said.Confirm(
             digests=self._digests().tobytes(),
             before=before.record.info.token if before is not None else _NO_TOKEN,
-            layout=None if same_layout else labels.layout,
-            tree=None if same_tree else labels.tree,
+            contents=labels.contents,
             retire=packed_column(sorted(retire)),
             inexact=labels.inexact,
         )
@@ -321,16 +317,9 @@ class HostDraft:
         uuid = asked = self._pool.links.uuid_of(link)
         try:
             answer = self._pool.links.ask_for_work(link, confirm)
-            if isinstance(answer, said.Missing):
-                confirm = msgspec.structs.replace(
-                    confirm, before=_NO_TOKEN, layout=labels.layout, tree=labels.tree
-                )
-                answer = self._pool.links.ask_for_work(link, confirm)
         except TransportError as error:
             record = self._outcome(labels.token, error)
-            uuid = self._pool.links.welcome.uuid
-            if uuid != asked:  # the replica has it, in its own pool
-                confirm = msgspec.structs.replace(confirm, layout=labels.layout, tree=labels.tree)
+            uuid = self._pool.links.welcome.uuid  # a replica has it in its own pool
         else:
             if not isinstance(answer, said.Committed):
                 raise raised(answer)
@@ -343,7 +332,7 @@ class HostDraft:
         self._pool.committed(record.info)
         self.release()
         self._pool.tell()
-        return Before(record, labels.layout, labels.tree)
+        return Before(record, labels.contents)
 
     def _tell_metrics(self, link: Link, labels: Labels) -> None:
         if not labels.metrics:
@@ -540,14 +529,11 @@ class HostDraft:
         """Raise ``CorruptionError`` if what the host committed, to the pool ``uuid``, is not what
         was meant; then it is let go of, for it would be taken for the newest."""
         info = record.info
-
-        def digest_for(kind: RecordKind, payload: bytes | None) -> bytes:
-            if payload is not None:
-                return digest_of(kind, info.commit, uuid, payload)
-            assert before is not None
-            old = before.record
-            return (old.layout if kind is RecordKind.LAYOUT else old.tree).digest
-
+        may_share = before is not None and before.contents == labels.contents
+        if before is not None and may_share and record.contents == before.record.contents:
+            contents = record.contents.digest
+        else:
+            contents = digest_of(RecordKind.CONTENTS, info.commit, uuid, labels.contents)
         compared = {
             "model": (labels.model, info.model),
             "step": (labels.step, info.step),
@@ -555,8 +541,7 @@ class HostDraft:
             "inexact": (labels.inexact, info.inexact),
             "lengths": (self._lengths.tolist(), record.storages["length"].tolist()),
             "digests": (confirm.digests, record.units.tobytes()),
-            "layout": (digest_for(RecordKind.LAYOUT, confirm.layout), record.layout.digest),
-            "tree": (digest_for(RecordKind.TREE, confirm.tree), record.tree.digest),
+            "contents": (contents, record.contents.digest),
         }
         wrong = [what for what, (meant, found) in compared.items() if meant != found]
         if not wrong:

@@ -100,12 +100,18 @@ def _field(node: object, depth: int) -> tuple[Any, ...]:
     return (node[0], _description(node[1], depth + 1), *map(tuple, node[2:]))
 
 
+def read_sizes(node: Sequence[object]) -> tuple[int, ...]:
+    """The sizes of a tensor or an array from JSON. Raises ``CorruptionError``."""
+    sizes = tuple(size for size in node if type(size) is int and 0 <= size < 1 << 63)
+    if len(sizes) != len(node):
+        raise CorruptionError(f"not the sizes of a tensor or an array: {node!r:.80}")
+    return sizes
+
+
 def read_shape(dtype: object, shape: Sequence[object], fortran: object) -> ArrayShape:
     """An ``ArrayShape`` from JSON. Raises ``CorruptionError``."""
-    sizes: tuple[int, ...] = tuple(
-        size for size in shape if type(size) is int and 0 <= size < 1 << 63
-    )
-    if len(sizes) != len(shape) or len(sizes) > 32 or not isinstance(fortran, bool):
+    sizes = read_sizes(shape)
+    if len(sizes) > 32 or not isinstance(fortran, bool):
         raise CorruptionError(f"not the shape of an array: {shape!r:.80}, {fortran!r:.20}")
     read = ArrayShape(read_dtype(dtype), sizes, fortran)
     count: int = math.prod(read.shape)

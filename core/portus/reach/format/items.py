@@ -1,5 +1,5 @@
-"""The tree of a shelf, read: its containers and values, and where its arrays are. Plain JSON, in
-which what JSON lacks is an object with one key, the tag: see ``docs/format.md``.
+"""The contents of a shelf, read: its containers and values, and where its arrays are. Plain JSON,
+in which what JSON lacks is an object with one key, the tag: see ``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -12,55 +12,105 @@ from typing import Any, Final
 
 import msgspec
 
+from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.format.nesting import refuse_deep
+from portus.engine.spec import TensorSpec
 from portus.errors import CorruptionError, PortusError, UsageError
-from portus.reach.format.arrays import ArrayShape, read_shape
+from portus.reach.format.arrays import ArrayShape, read_shape, read_sizes
 
 DEPTH_MAX: Final = 90
 """Containers inside each other."""
 
-Make = Callable[[int, ArrayShape | None], object]
-"""Makes what stands for a tensor of the layout; for an array of numpy it gets its shape."""
+
+class StoredArray(msgspec.Struct, frozen=True):
+    """A tensor or an array of a shelf: all of a storage, in row-major order.
+
+    ``name``: its key path, for messages. ``dtype``: torch's name of a tensor's, without the
+    ``torch.``; ``shape`` is an array's; one of them is None.
+    """
+
+    name: str
+    storage: int
+    sizes: tuple[int, ...]
+    dtype: str | None
+    shape: ArrayShape | None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        if self.shape is not None:
+            return self.shape.size
+        assert self.dtype is not None
+        return ITEM_SIZES[self.dtype] * math.prod(self.sizes)
+
+    def raw(self, name: str) -> TensorSpec:
+        """A tensor as it is, and an array as its bytes."""
+        if self.dtype is None:
+            return TensorSpec(name, "uint8", (self.size,), (1,), self.storage, 0)
+        return self.spec(name, self.dtype)
+
+    def spec(self, name: str, dtype: str) -> TensorSpec:
+        """All of it as a tensor of that dtype."""
+        sizes = self.sizes
+        strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
+        return TensorSpec(name, dtype, sizes, strides, self.storage, 0)
+
+
+Make = Callable[[StoredArray], object]
+"""Makes what stands for a tensor or an array."""
 
 _FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def decode(tree: bytes | memoryview, make: Make) -> dict[str, Any]:
-    """The items of a shelf by their names. Raises ``CorruptionError`` for a tree that is no
-    shelf's, ``UsageError`` for one of a newer Portus."""
+def decode(contents: bytes | memoryview, make: Make = lambda array: array) -> dict[str, Any]:
+    """The items of a shelf by their names. Raises ``CorruptionError`` for contents that are no
+    shelf's, ``UsageError`` for those of a newer Portus."""
     try:
-        refuse_deep(tree)
-        items = _item(msgspec.json.decode(tree), make, 0)
+        refuse_deep(contents)
+        items = _item(msgspec.json.decode(contents), make, "", 0)
     except PortusError:
         raise
     except (msgspec.DecodeError, TypeError, ValueError, LookupError) as error:
-        raise CorruptionError(f"not the tree of a shelf: {error}") from error
+        raise CorruptionError(f"not the contents of a shelf: {error}") from error
     if not isinstance(items, dict):
-        raise CorruptionError("not the tree of a shelf: it is not a dict")
+        raise CorruptionError("not the contents of a shelf: no dict")
     return items
 
 
-def _item(node: Any, make: Make, depth: int) -> Any:
+def _item(node: Any, make: Make, path: str, depth: int) -> Any:
     if depth > DEPTH_MAX + 1:
         raise CorruptionError(f"a shelf nested deeper than {DEPTH_MAX}")
     if isinstance(node, list):
-        return [_item(each, make, depth + 1) for each in node]
+        return [_item(each, make, f"{path}.{i}", depth + 1) for i, each in enumerate(node)]
     if not isinstance(node, dict):
         return node
     tag = next((key for key in node if key.startswith("$")), None)
     if tag is None:
-        return {key: _item(value, make, depth + 1) for key, value in node.items()}
+        return _dict(node.items(), make, path, depth)
     [content] = node.values()
-    if tag == "$tensor":
-        return make(int(content), None)
-    if tag == "$array":
-        data, dtype, sizes, fortran = content
-        return make(int(data["$tensor"]), read_shape(dtype, sizes, fortran))
+    if tag in ("$tensor", "$array"):
+        return make(_array(path, *content, is_tensor=tag == "$tensor"))
     if tag == "$dict":
-        return {key: _item(value, make, depth + 1) for key, value in content}
+        return _dict(content, make, path, depth)
     if tag == "$tuple":
-        return tuple(_item(each, make, depth + 1) for each in content[0])
+        return tuple(_item(content[0], make, path, depth))
     return _value(tag, content)
+
+
+def _dict(items: Any, make: Make, path: str, depth: int) -> dict[Any, Any]:
+    dot = "." if path else ""
+    return {key: _item(each, make, f"{path}{dot}{key}", depth + 1) for key, each in items}
+
+
+def _array(name: str, storage: Any, dtype: Any, sizes: Any, *, is_tensor: bool) -> StoredArray:
+    if type(storage) is not int:
+        raise CorruptionError(f"{name}: not a storage: {storage!r:.80}")
+    if not is_tensor:
+        shape = read_shape(dtype, sizes, False)
+        return StoredArray(name, storage, shape.shape, None, shape)
+    if dtype not in ITEM_SIZES:
+        raise UsageError(f"{name}: unknown dtype {dtype!r:.40}: a newer Portus wrote it")
+    return StoredArray(name, storage, read_sizes(sizes), dtype, None)
 
 
 def _value(tag: str, content: Any) -> object:
@@ -74,6 +124,5 @@ def _value(tag: str, content: Any) -> object:
         except binascii.Error as error:
             raise CorruptionError(f"not base64: {error}") from error
     raise UsageError(
-        f"unknown tag {tag!r:.40}: expected a shelf; protected tables of 0.1.0, and what a newer "
-        "Portus wrote, are not read"
+        f"unknown tag {tag!r:.40}: expected a shelf; what a newer Portus wrote is not read"
     )

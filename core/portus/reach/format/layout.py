@@ -75,9 +75,8 @@ class RecordKind(enum.IntEnum):
     MODEL_TABLE = 1
     MODEL_INDEX = 2
     VERSION = 3
-    LAYOUT = 4
-    TREE = 5
-    COPIES = 6
+    CONTENTS = 4
+    COPIES = 5
 
 
 SUPERBLOCK: Final = Record(
@@ -131,7 +130,7 @@ HEADER: Final = Record(
     64,
     (
         Field("magic", "4s", "`PREC`"),
-        Field("kind", "H", "1 model table, 2 model index, 3 version, 4 layout, 5 tree, 6 copies"),
+        Field("kind", "H", "1 model table, 2 model index, 3 version, 4 contents, 5 copies"),
         Field("kind_version", "H", "1"),
         Field("reserved", "Q", "zero"),
         Field("length", "Q", "bytes of payload that follow"),
@@ -172,7 +171,7 @@ INDEX_ENTRY: Final = Record(
 
 VERSION_HEAD: Final = Record(
     "version head",
-    152,
+    120,
     (
         Field("id", "Q", "as in the model index"),
         Field("commit", "Q", "as in the model index"),
@@ -180,12 +179,9 @@ VERSION_HEAD: Final = Record(
         Field("time_ns", "Q", "as in the model index"),
         Field("token", "16s", "as in the model index"),
         Field("size", "Q", "as in the model index"),
-        Field("layout_offset", "Q", "layout record"),
-        Field("layout_length", "Q", "its bytes, header included"),
-        Field("layout_digest", "16s", "its digest"),
-        Field("tree_offset", "Q", "tree record"),
-        Field("tree_length", "Q", "its bytes, header included"),
-        Field("tree_digest", "16s", "its digest"),
+        Field("contents_offset", "Q", "contents record"),
+        Field("contents_length", "Q", "its bytes, header included"),
+        Field("contents_digest", "16s", "its digest"),
         Field("storages", "Q", "number of storage entries"),
         Field("extents", "Q", "number of extent entries"),
         Field("units", "Q", "number of unit digests"),
@@ -264,7 +260,7 @@ LOG_ENTRY: Final = Record(
         Field("commit", "Q", "that of the version that it stands on"),
         Field("length", "Q", "bytes of the entry, this header included: whole pages"),
         Field("patches", "Q", "number of its patches"),
-        Field("tree_length", "Q", "bytes of its tree; 0: the tree stays as it was"),
+        Field("contents_length", "Q", "bytes of its contents; 0: they stay as they were"),
         Field("name", "16s", "that of the log"),
         Field("bunches", "Q", "number of its bunches"),
         Field("reserved", "Q", "zero"),

@@ -259,8 +259,8 @@ def _truncated(medium: Medium, entry: VersionEntry) -> CorruptionError:
 
 
 def version_runs(entry: VersionEntry, record: VersionRecord) -> Runs:
-    """Every page that a version reaches: its record, layout, tree, bytes and log."""
-    alone = [entry.pointer.extent, record.layout.extent, record.tree.extent]
+    """Every page that a version reaches: its record, contents, bytes and log."""
+    alone = [entry.pointer.extent, record.contents.extent]
     if record.log is not None:
         alone.append(record.log.extent)
     columns = np.array([(each.offset, each.length) for each in alone], EXTENT.dtype)

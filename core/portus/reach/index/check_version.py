@@ -1,14 +1,13 @@
-"""The second half of a check: one version's record, layout and tree, and then its bytes."""
+"""The second half of a check: one version's record and contents, and then its bytes."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,9 +16,10 @@ from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest, storage_digest
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.format.nesting import refuse_deep
-from portus.engine.image.key_paths import storage_keys
+from portus.engine.image.key_paths import stored_in
 from portus.engine.spec import Extent, TensorSpec
-from portus.errors import BusyError, CorruptionError, MediumError
+from portus.errors import BusyError, CorruptionError, MediumError, PortusError
+from portus.reach.format import items
 from portus.reach.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
 from portus.reach.index.check_catalogue import (
     Bounds,
@@ -37,11 +37,8 @@ from portus.reach.index.records import (
     Rows,
     VersionEntry,
     VersionRecord,
-    decode_layout,
     decode_version,
 )
-
-Parsed = TypeVar("Parsed")
 
 Column = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -53,27 +50,26 @@ BATCH: Final = 64 << 20
 """Bytes that are read at once: progress moves that often."""
 
 _PICKLE: Final = b"\x80"
-"""How the tree of protected tables begins."""
+"""How the contents of protected tables begin."""
+
+_TABLE: Final = b'{"$files"'
+"""How a table of files begins."""
 
 DAMAGED_MAX: Final = 20
 """Damaged units of one version that are named one by one."""
-
-
-_Tree = Counter[int] | set[str]
-"""How often a tree names which tensor; of a pickle, the keys of its storages."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedVersion:
     """A version whose record could be read.
 
-    ``tensors``: none if its layout is lost. ``records``: its own, its layout, its tree. ``sound``:
-    of each storage, whether all its extents lie where they may.
+    ``contents``: None if they are lost. ``records``: its own, and its contents. ``sound``: of each
+    storage, whether all its extents lie where they may.
     """
 
     entry: VersionEntry
     record: VersionRecord
-    tensors: tuple[TensorSpec, ...]
+    contents: Contents | None
     records: tuple[Reached, ...]
     sound: Flags
 
@@ -83,24 +79,32 @@ class CheckedVersion:
         info = self.entry.info
         return f"version {info.id} of {info.model!r} (step {info.step})"
 
+    def storage_name(self, index: int) -> str:
+        """A storage, for people: its index, and what is in it."""
+        named = () if self.contents is None else self.contents.needed
+        names = dict.fromkeys(name for name, storage, _ in named if storage == index)
+        return f"storage {index} ({' = '.join(names)})"
+
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A layout, read. ``needed``: of each storage, the bytes needed, and by which tensor."""
+class Contents:
+    """Contents, read. ``storages``: which they name; None if they are a table of files. ``needed``:
+    of each tensor its name, its storage, and the bytes that it needs of it. ``is_shelf``: it has
+    them alone, and needs no more and no less."""
 
-    tensors: tuple[TensorSpec, ...]
-    needed: dict[int, tuple[int, str]]
+    storages: set[int] | None = None
+    needed: Sequence[tuple[str, int, int]] = ()
+    is_shelf: bool = False
 
 
 class Versions:
-    """Looks at versions one after another; a layout or a tree of several is looked at once."""
+    """Looks at versions one after another; contents of several are looked at once."""
 
     def __init__(self, subject: Subject, standing: ReachableVersions) -> None:
         self._subject: Final = subject
         self._findings: Final = subject.findings
         self._standing: Final = standing
-        self._layouts: Final[dict[Pointer, tuple[Framed, Layout | None] | None]] = {}
-        self._trees: Final[dict[Pointer, tuple[Framed, _Tree | None] | None]] = {}
+        self._contents: Final[dict[Pointer, tuple[Framed, Contents | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> CheckedVersion | None:
         """Everything but the bytes of a pinned version. None if its record is lost."""
@@ -122,11 +126,16 @@ class Versions:
         sound = self._check_places(where, record, bounds.size)
         place, label = entry.pointer, f"record of {where}"
         reached = [Reached(place.offset, place.length, found.commit, label)]
-        reached += self._check_shape(where, record, bounds)
+        contents = None
+        read = self._read_once(record.contents, bounds)
+        if read is not None:
+            place, (there, contents) = record.contents, read
+            label = f"contents of {where}"
+            reached.append(Reached(place.offset, place.length, there.commit, label))
+        if contents is not None:
+            check_contents(self._findings, where, contents, record.storages)
         reached += self._check_log(where, record, bounds.size)
-        layout = self._layouts.get(record.layout)
-        tensors = layout[1].tensors if layout is not None and layout[1] is not None else ()
-        return CheckedVersion(entry, record, tensors, tuple(reached), sound)
+        return CheckedVersion(entry, record, contents, tuple(reached), sound)
 
     def _check_head(
         self, where: str, entry: VersionEntry, record: VersionRecord, found: Framed
@@ -179,27 +188,6 @@ class Versions:
         sound: Flags = outside == 0
         return sound
 
-    def _check_shape(self, where: str, record: VersionRecord, bounds: Bounds) -> list[Reached]:
-        layout = self._once(
-            self._layouts, record.layout, RecordKind.LAYOUT, bounds, self._layout_at
-        )
-        tree: tuple[Framed, _Tree | None] | None = self._once(
-            self._trees, record.tree, RecordKind.TREE, bounds, self._read_tree
-        )
-        if layout is not None and layout[1] is not None:
-            check_layout(self._findings, where, layout[1], record.storages)
-            named = None if tree is None else tree[1]
-            if isinstance(named, Counter):
-                check_tree(self._findings, where, named, len(layout[1].tensors))
-            elif named is not None:
-                check_pickle(self._findings, where, named, len(record.storages))
-        both = (("layout", record.layout, layout), ("tree", record.tree, tree))
-        return [
-            Reached(pointer.offset, pointer.length, found[0].commit, f"{what} of {where}")
-            for what, pointer, found in both
-            if found is not None
-        ]
-
     def _check_log(self, where: str, record: VersionRecord, size: int) -> list[Reached]:
         log = record.log
         if log is None:
@@ -213,123 +201,74 @@ class Versions:
             self._findings.error("F5", f"log of {where}", place, f"{log.extent}")
         return [Reached(log.extent.offset, log.extent.length, log.born, f"log of {where}")]
 
-    def _once(
-        self,
-        known: dict[Pointer, tuple[Framed, Parsed | None] | None],
-        pointer: Pointer,
-        kind: RecordKind,
-        bounds: Bounds,
-        parse: Callable[[str, memoryview], Parsed | None],
-    ) -> tuple[Framed, Parsed | None] | None:
-        if pointer not in known:
-            where = kind.name.lower()
-            found = framed(self._subject, pointer, kind, where, bounds)
-            where = f"{where} at byte {pointer.offset}"
-            known[pointer] = None if found is None else (found, parse(where, found.payload))
-        return known[pointer]
-
-    def _layout_at(self, where: str, payload: memoryview) -> Layout | None:
-        return read_layout(self._findings, where, payload)
-
-    def _read_tree(self, where: str, payload: memoryview) -> _Tree | None:
-        if bytes(payload[:1]) != _PICKLE:
-            return read_tree(self._findings, where, payload)
-        keys = storage_keys(bytes(payload))
-        if keys is None:
-            self._findings.error("F15", where, "JSON, or a pickle of torch", "neither")
-        return keys
+    def _read_once(self, pointer: Pointer, bounds: Bounds) -> tuple[Framed, Contents | None] | None:
+        if pointer not in self._contents:
+            found = framed(self._subject, pointer, RecordKind.CONTENTS, "contents", bounds)
+            where = f"contents at byte {pointer.offset}"
+            self._contents[pointer] = (
+                None
+                if found is None
+                else (found, read_contents(self._findings, where, bytes(found.payload)))
+            )
+        return self._contents[pointer]
 
 
-def read_layout(findings: Findings, where: str, payload: memoryview) -> Layout | None:
-    """F14, the first half: what a layout says by itself; None if it is none."""
+def read_contents(findings: Findings, where: str, payload: bytes) -> Contents | None:
+    """F14: what contents say by themselves; None if they are none."""
+    if payload.startswith(_PICKLE):
+        return _read_pickle(findings, where, payload)
     try:
-        tensors = decode_layout(payload)
-    except CorruptionError as error:
-        findings.error("F14", where, "a layout", str(error))
+        payload.decode()  # a decoder of JSON may pass over what is not UTF-8
+        if payload.startswith(_TABLE):
+            refuse_deep(payload)
+            json.loads(payload)
+            return Contents()
+        arrays: list[items.StoredArray] = []
+        items.decode(payload, arrays.append)
+    except (PortusError, ValueError) as error:
+        findings.error("F14", where, "a table of files, or a shelf", str(error))
         return None
-    names = [spec.name for spec in tensors]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    findings.require(not twice, "F14", where, "unique names", f"twice: {twice!r:.200}")
-    needed: dict[int, tuple[int, str]] = {}
-    for spec in tensors:
-        size = bytes_needed(spec)
-        if size is None or spec.storage < -1:
-            findings.error("F14", where, "tensors that make sense", f"{spec!r:.300}")
-        elif spec.storage >= 0 and size >= needed.get(spec.storage, (0, ""))[0]:
-            needed[spec.storage] = size, spec.name
-    return Layout(tensors, needed)
+    needed = [(each.name, each.storage, each.size) for each in arrays]
+    return Contents({each.storage for each in arrays}, needed, is_shelf=True)
 
 
-def check_layout(findings: Findings, where: str, layout: Layout, storages: Rows) -> None:
-    """F14, the second half: its tensors lie within ``storages``."""
-    for index, (size, name) in layout.needed.items():
-        if index >= len(storages):
-            found = f"{name!r} in storage {index}"
-            findings.error("F14", where, f"{len(storages)} storages", found)
-        elif size > int(storages["length"][index]):
-            held = f"{storages['length'][index]} bytes in storage {index}"
-            findings.error("F14", where, f"{size} bytes for {name!r}", held)
-
-
-def read_tree(findings: Findings, where: str, payload: memoryview) -> Counter[int] | None:
-    """F15, the first half: how often a tree names which tensor; None if it is none."""
-    try:
-        refuse_deep(payload)
-        root: object = msgspec.json.decode(payload)
-        str(payload, "utf-8")
-    except (msgspec.DecodeError, ValueError) as error:
-        findings.error("F15", where, "JSON", str(error))
+def _read_pickle(findings: Findings, where: str, payload: bytes) -> Contents | None:
+    found = stored_in(payload)
+    if found is None or not all(key.isdecimal() for key in found[0]):
+        findings.error("F14", where, "a pickle of torch", "none")
         return None
-    return Counter(tensor_indices(root))
+    keys, tensors = found
+    needed = [(spec.name, spec.storage, bytes_needed(spec)) for spec in tensors]
+    return Contents(set(map(int, keys)), needed)
 
 
-def check_tree(findings: Findings, where: str, used: Counter[int], count: int) -> None:
-    """F15, the second half: it names each of ``count`` tensors once."""
-    if used.keys() != set(range(count)) or any(number > 1 for number in used.values()):
-        odd = sorted(set(range(count)) ^ used.keys() | {i for i, n in used.items() if n > 1})
-        findings.error(
-            "F15",
-            f"tree of {where}",
-            f"each of {count} tensors once",
-            f"otherwise for {odd!r:.100}",
-        )
+def check_contents(findings: Findings, where: str, contents: Contents, storages: Rows) -> None:
+    """F15: contents fit these storages."""
+    if contents.storages is None:
+        return
+    where, lengths = f"contents of {where}", storages["length"].tolist()
+    odd = sorted(contents.storages ^ {*range(len(lengths))})
+    if odd:
+        findings.error("F15", where, f"{len(lengths)} storages", f"otherwise for {odd!r:.100}")
+        return
+    if contents.is_shelf and len(contents.needed) > len(lengths):
+        findings.error("F15", where, f"{len(lengths)} arrays", f"{len(contents.needed)}")
+    for name, index, size in contents.needed:
+        held = lengths[index]
+        if not 0 <= size <= held or (contents.is_shelf and size != held):
+            found = f"{held} bytes in storage {index}"
+            findings.error("F15", where, f"{size} bytes for {name!r:.100}", found)
 
 
-def check_pickle(findings: Findings, where: str, keys: set[str], count: int) -> None:
-    """F15 for a pickle: it names each of ``count`` storages, and no other."""
-    odd = sorted(keys ^ set(map(str, range(count))))
-    findings.require(not odd, "F15", f"tree of {where}", f"{count} storages", f"{odd!r:.100}")
-
-
-def bytes_needed(spec: TensorSpec) -> int | None:
-    """Bytes from the start of its storage to the end of a tensor; 0 if its dtype is not known.
-
-    None if the spec makes no sense.
-    """
+def bytes_needed(spec: TensorSpec) -> int:
+    """Bytes from the start of its storage to the end of a tensor; -1 if it makes no sense."""
     numbers = (*spec.shape, *spec.strides, spec.offset)
     if len(spec.shape) != len(spec.strides) or any(number < 0 for number in numbers):
-        return None
+        return -1
     if 0 in spec.shape:
         return 0
     last = sum((size - 1) * step for size, step in zip(spec.shape, spec.strides, strict=True))
-    return (spec.offset + last + 1) * ITEM_SIZES.get(spec.dtype, 0)
-
-
-def tensor_indices(root: object) -> Iterator[int]:
-    """The index in every ``$tensor`` of a tree; -1 for one that is none."""
-    nodes = [root]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, list):
-            nodes.extend(node)
-        elif isinstance(node, dict):
-            if len(node) == 1 and "$tensor" in node:
-                found = node["$tensor"]
-                if isinstance(found, list):
-                    found = found[0] if len(found) == 2 else -1
-                yield found if type(found) is int else -1
-            else:
-                nodes.extend(node.values())
+    return (spec.offset + last + 1) * ITEM_SIZES[spec.dtype]
 
 
 def owners(counts: Rows) -> Column:
@@ -443,7 +382,6 @@ class Bytes:
         """Read storages that are changed in place, by the log."""
         damaged: list[Damage] = []
         for index in storages:
-            names = [spec.name for spec in seen.tensors if spec.storage == index]
             try:
                 there = InPlace(self._medium, seen.record, logged(self._medium, seen.record))
                 for unit in there.units(index):
@@ -453,7 +391,7 @@ class Bytes:
                 if not any(errors):  # else the version that has them now may be lost
                     raise
             except (CorruptionError, MediumError) as error:
-                damaged.append((index, f"storage {index} ({' = '.join(names)})", str(error)))
+                damaged.append((index, seen.storage_name(index), str(error)))
         return damaged
 
     def _damaged(self, stream: _Stream, first: int, after: int) -> list[Damage]:
@@ -493,7 +431,7 @@ class _Stream:
 
     def __init__(self, seen: CheckedVersion, some: Flags) -> None:
         record, storages = seen.record, seen.record.storages
-        self._tensors: Final = seen.tensors
+        self._seen: Final = seen
         length = storages["length"].astype(np.int64)
         counts = np.maximum(1, -(-length // UNIT))
         owner = np.repeat(np.arange(len(storages)), counts)
@@ -535,11 +473,10 @@ class _Stream:
     def where(self, unit: int) -> tuple[int, str]:
         """The index of the storage of a unit, and where it is, for people."""
         index, start = int(self._owner[unit]), int(self._rank[unit]) * UNIT
-        names = [spec.name for spec in self._tensors if spec.storage == index]
         sources = self.part(unit, unit + 1)
         place = f", at byte {sources.extent_offset[0]}" if len(sources.extent_offset) else ""
         end = start + int(self.lengths[unit])
-        return index, f"storage {index} ({' = '.join(names)}), its bytes {start} to {end}{place}"
+        return index, f"{self._seen.storage_name(index)}, its bytes {start} to {end}{place}"
 
 
 def _keys(record: VersionRecord) -> list[bytes]:

@@ -14,6 +14,7 @@ from portus.reach.format.layout import (
     HEADER,
     IN_PLACE,
     LOGS,
+    VERSION_HEAD,
     VERSION_ID_MAX,
     RecordKind,
 )
@@ -41,8 +42,8 @@ from portus.reach.index.records import (
 class NewVersion:
     """A version about to be committed; its bytes are stored already.
 
-    ``layout`` is a pointer to a layout record that a version in the catalogue uses, or the
-    payload of a new one; so is ``tree``. Rows as in the format; ``born`` 0 stands for this commit.
+    ``contents`` is a pointer to a contents record that a version in the catalogue uses, or the
+    payload of a new one. Rows as in the format; ``born`` 0 stands for this commit.
     ``inexact``, ``metrics``: see ``VersionInfo``. ``log``: pages of its own that are reserved, or
     the log of the version before it;
     ``has_bunches``: its entries may have bunches.
@@ -51,8 +52,7 @@ class NewVersion:
     model: str
     step: int
     token: bytes
-    layout: Pointer | bytes
-    tree: Pointer | bytes
+    contents: Pointer | bytes
     storages: Rows
     extents: Rows
     units: Rows
@@ -96,8 +96,7 @@ class Foundation:
 _COPIED: Final = (
     RecordKind.MODEL_TABLE,
     RecordKind.MODEL_INDEX,
-    RecordKind.LAYOUT,
-    RecordKind.TREE,
+    RecordKind.CONTENTS,
 )
 """What more than one version depends on, and so is kept twice. A version's own record is not: one
 byte of it costs what one byte of the version's storages costs."""
@@ -178,11 +177,9 @@ class CommitRecords:
         return pointer
 
     def _add_version(self, new: NewVersion) -> VersionEntry:
-        layout, tree = new.layout, new.tree
-        if isinstance(layout, bytes):
-            layout = self._add(RecordKind.LAYOUT, layout)
-        if isinstance(tree, bytes):
-            tree = self._add(RecordKind.TREE, tree)
+        contents = new.contents
+        if isinstance(contents, bytes):
+            contents = self._add(RecordKind.CONTENTS, contents)
         storages = new.storages.copy()
         storages["born"][storages["born"] == 0] = self._commit
         version = self._before.root.next_version + len(self.made)
@@ -201,7 +198,7 @@ class CommitRecords:
         log = new.log
         if log is not None and not log.born:
             log = replace(log, born=self._commit)
-        record = VersionRecord(info, layout, tree, storages, new.extents, new.units, log)
+        record = VersionRecord(info, contents, storages, new.extents, new.units, log)
         entry = VersionEntry(info, self._add(RecordKind.VERSION, encode_version(record)))
         self.made.append((entry, record))
         return entry
@@ -217,10 +214,11 @@ class CommitRecords:
         alone = []
         for new in self._new:
             names.append(new.model)
-            copied += [len(blob) for blob in (new.layout, new.tree) if isinstance(blob, bytes)]
+            if isinstance(new.contents, bytes):
+                copied.append(len(new.contents))
             arrays = new.storages.nbytes + new.extents.nbytes + new.units.nbytes
             log = 0 if new.log is None else new.log.size + 8
-            alone.append(152 + arrays + 4 * len(new.model) + log)
+            alone.append(VERSION_HEAD.size + arrays + 4 * len(new.model) + log)
             entry = 96 + 4 * len(new.model) + 24  # in an index that may be new
             copied.append(entry + metrics_size(new.metrics))
         copied.append(8 + sum(48 + 4 * len(name) for name in names))

@@ -67,12 +67,13 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "reach MUST be the same in all of them, and occur once in each."
         ),
         "F14": (
-            "A layout MUST be a JSON array of tensors. Each MUST have a unique name, a storage "
-            "of the version or -1, and, if its dtype is known, lie within that storage."
+            "Contents MUST be JSON in UTF-8, which is a table of files or a shelf; or a pickle "
+            "of torch."
         ),
         "F15": (
-            "A tree MUST be JSON in UTF-8, and refer to each tensor of the layout once, and to "
-            "no other; or a pickle of torch that names each storage of the version, and no other."
+            "A shelf MUST name each storage of the version once, and no other, with a dtype and "
+            "sizes that take its bytes. A pickle MUST name each storage, and no other, and its "
+            "tensors MUST lie within their storages."
         ),
         "F16": (
             "The entries of a copies record MUST end with the payload. Each MUST lead to a "

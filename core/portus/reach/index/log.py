@@ -70,14 +70,14 @@ class Bunch:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry, verified. ``tree``: empty if it stays as it was. ``bunches`` are over
+    """One entry, verified. ``contents``: empty if they stay as they were. ``bunches`` are over
     ``patches``. ``undo``: they have what was there before; see ``in_place``."""
 
     extent: Extent
     number: int
     commit: int
     with_next: bool
-    tree: bytes
+    contents: bytes
     patches: Sequence[Patch]
     bunches: Sequence[Bunch] = ()
     undo: bool = False
@@ -105,8 +105,8 @@ def entries(medium: Loads, record: VersionRecord) -> Iterator[Entry]:
                 )
         if found is None or not _counts(found, record, log):
             return
-        # What a version says of its tree, it says after all entries that it counts from the start.
-        yield replace(found, tree=b"") if number <= log.entries else found
+        # The contents of a version are those after all entries that it counts from the start.
+        yield replace(found, contents=b"") if number <= log.entries else found
         position, number = found.extent.end, number + 1
 
 
@@ -168,12 +168,12 @@ LoggedChange = tuple[int, memoryview] | tuple[Column, Bytes]
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What the log of a version makes of it, at one moment. ``tree``: None if it is that of the
-    version. ``changes``: of each storage, first byte and bytes (of patches of a bunch: of each),
-    later ones over earlier ones. ``entries``: how many counted. ``is_left``: what is changed in
-    place belongs to a newer version by now."""
+    """What the log of a version makes of it, at one moment. ``contents``: None if they are those
+    of the version. ``changes``: of each storage, first byte and bytes (of patches of a bunch: of
+    each), later ones over earlier ones. ``entries``: how many counted. ``is_left``: what is changed
+    in place belongs to a newer version by now."""
 
-    tree: bytes | None
+    contents: bytes | None
     changes: Mapping[int, Sequence[LoggedChange]]
     entries: int = 0
     is_left: bool = False
@@ -214,7 +214,7 @@ def logged(medium: Loads, record: VersionRecord) -> Logged:
     """All that the log of a pinned version changes, in memory. Raises as ``entries``."""
     if record.log is None:
         return NOT_LOGGED
-    places, tree, count, is_left = PatchPlaces(record), None, 0, False
+    places, contents, count, is_left = PatchPlaces(record), None, 0, False
     changes: dict[int, _Changes] = {}
     undo: list[Entry] = []
     for entry in entries(medium, record):
@@ -224,12 +224,12 @@ def logged(medium: Loads, record: VersionRecord) -> Logged:
             undo.append(entry)
             continue
         undo.clear()
-        tree = entry.tree or tree
+        contents = entry.contents or contents
         _add_changes(places, entry, changes)
     for entry in reversed(undo):
         _add_changes(places, entry, changes)
     made = {storage: list(each.values()) for storage, each in changes.items()}
-    return Logged(tree, made, count, is_left)
+    return Logged(contents, made, count, is_left)
 
 
 _Changes = dict[tuple[int, int], LoggedChange]
@@ -266,19 +266,19 @@ def pending(medium: Loads, record: VersionRecord) -> list[Entry]:
 
 
 def entry_size(
-    lengths: Sequence[int], tree_length: int, bunches: Sequence[tuple[int, int]] = ()
+    lengths: Sequence[int], contents_length: int, bunches: Sequence[tuple[int, int]] = ()
 ) -> int:
     """Bytes of an entry with patches of ``lengths``, and ``bunches``, each of so many patches of so
     many bytes."""
-    size = _head_size(len(lengths), tree_length, len(bunches))
+    size = _head_size(len(lengths), contents_length, len(bunches))
     for length in lengths:
         size += length + -length % PAGE
     packed = sum(count * (_OFFSET_SIZE + length) for count, length in bunches)
     return size + packed + -packed % PAGE
 
 
-def _head_size(patches: int, tree_length: int, bunches: int) -> int:
-    size = LOG_ENTRY.size + EXTENT.size * patches + BUNCH.size * bunches + tree_length
+def _head_size(patches: int, contents_length: int, bunches: int) -> int:
+    size = LOG_ENTRY.size + EXTENT.size * patches + BUNCH.size * bunches + contents_length
     return size + -size % PAGE
 
 
@@ -352,7 +352,7 @@ class LogWriter:
     def store(
         self,
         patches: Sequence[Patch],
-        tree: bytes,
+        contents: bytes,
         commit: int,
         bunches: Sequence[Bunch] = (),
         *,
@@ -363,10 +363,10 @@ class LogWriter:
         ``flags``: as in the format. Raises ``MediumError``, and what ``look`` does."""
         self.look()
         shapes = [each.data.shape for each in bunches]
-        size = entry_size([data.nbytes for _, data in patches], len(tree), shapes)
+        size = entry_size([data.nbytes for _, data in patches], len(contents), shapes)
         assert size <= self.room, "an entry outgrew its log"
         extent = Extent(self._tail, size)
-        start, rest = self._head(size, patches, shapes, tree, commit, flags)
+        start, rest = self._head(size, patches, shapes, contents, commit, flags)
         parts: list[memoryview | bytes] = []
         for _, data in patches:
             parts.append(data)
@@ -407,13 +407,13 @@ class LogWriter:
     def append(
         self,
         patches: Sequence[Patch],
-        tree: bytes,
+        contents: bytes,
         commit: int,
         bunches: Sequence[Bunch] = (),
     ) -> None:
         """Store an entry that stands on the version of ``commit``, and persist it: it is committed.
         Raises as ``store``."""
-        stored = self.store(patches, tree, commit, bunches)
+        stored = self.store(patches, contents, commit, bunches)
         self._medium.persist([stored])
         self.advance(stored)
 
@@ -428,7 +428,7 @@ class LogWriter:
         size: int,
         patches: Sequence[Patch],
         bunches: Sequence[tuple[int, ...]],
-        tree: bytes,
+        contents: bytes,
         commit: int,
         flags: int,
     ) -> tuple[bytes, bytes]:
@@ -441,7 +441,7 @@ class LogWriter:
             commit,
             size,
             len(patches),
-            len(tree),
+            len(contents),
             self.log.name,
             len(bunches),
             0,
@@ -449,7 +449,7 @@ class LogWriter:
         )
         rows = [EXTENT.row(where.offset, where.length) for where, _ in patches]
         rows += [BUNCH.pack(length=length, patches=count) for count, length in bunches]
-        rest = b"".join([*rows, tree])
+        rest = b"".join([*rows, contents])
         return header[: _DIGEST.start], rest + bytes(-(_DIGEST.stop + len(rest)) % PAGE)
 
 
@@ -497,22 +497,22 @@ def _is_whole(entry: memoryview) -> bool:
 
 def _parsed(data: memoryview, extent: Extent, name: str) -> Entry:
     header = LOG_ENTRY.unpack(data)
-    numbers = ("number", "commit", "patches", "tree_length", "flags", "bunches")
-    number, commit, count, tree_length, flags, bunched = (
+    numbers = ("number", "commit", "patches", "contents_length", "flags", "bunches")
+    number, commit, count, contents_length, flags, bunched = (
         cast(int, header[each]) for each in numbers
     )
     rows = EXTENT.array(data, LOG_ENTRY.size, count)
     shapes_at = LOG_ENTRY.size + count * EXTENT.size
     found = BUNCH.array(data, shapes_at, bunched)
     shapes = list(zip(found["patches"].tolist(), found["length"].tolist(), strict=True))
-    tree_at = shapes_at + bunched * BUNCH.size
+    contents_at = shapes_at + bunched * BUNCH.size
     lengths = rows["length"].tolist()
-    if entry_size(lengths, tree_length, shapes) != extent.length:
+    if entry_size(lengths, contents_length, shapes) != extent.length:
         raise CorruptionError(
             f"log entry at byte {extent.offset} of {name}: its patches are not its "
             f"{extent.length} bytes"
         )
-    patches, at = [], _head_size(count, tree_length, bunched)
+    patches, at = [], _head_size(count, contents_length, bunched)
     for offset, length in zip(rows["offset"].tolist(), lengths, strict=True):
         patches.append((Extent(offset, length), data[at : at + length]))
         at += length + -length % PAGE
@@ -523,9 +523,9 @@ def _parsed(data: memoryview, extent: Extent, name: str) -> Entry:
         rows_of = np.frombuffer(data, np.uint8, many * length, at).reshape(many, length)
         bunches.append(Bunch(offsets, rows_of))
         at += many * length
-    tree = bytes(data[tree_at : tree_at + tree_length])
+    contents = bytes(data[contents_at : contents_at + contents_length])
     with_next, undo = bool(flags & WITH_NEXT), bool(flags & UNDO)
-    return Entry(extent, number, commit, with_next, tree, patches, bunches, undo)
+    return Entry(extent, number, commit, with_next, contents, patches, bunches, undo)
 
 
 def _has_later(medium: Loads, log: VersionLog, position: int, number: int) -> bool:

@@ -120,7 +120,7 @@ class PoolWriter(PoolReader):
         self.persist_s = 0.0
         """Seconds spent in the persists of commits."""
         self._space: Final = FreeSpace(medium, locks)
-        self._shapes: Final[dict[int, tuple[Pointer | bytes, Pointer | bytes]]] = {}
+        self._contents: Final[dict[int, Pointer]] = {}
         self._slots: Final[dict[int, Root]] = {}
         self._unsure: Final[set[int]] = set()
         """Slots of which it is not known what is in them: a store failed."""
@@ -403,7 +403,7 @@ class PoolWriter(PoolReader):
     def _reach_of(self, entry: VersionEntry) -> Runs:
         try:
             record = read_version(self.medium, entry)
-            self._shapes[entry.info.id] = record.layout, record.tree
+            self._contents[entry.info.id] = record.contents
             return version_runs(entry, record)
         except CorruptionError as error:
             # It can never be loaded again; only its record is kept, for `portus check` to name.
@@ -599,13 +599,10 @@ class PoolWriter(PoolReader):
             and self.is_sound(model.pointer, RecordKind.MODEL_INDEX)
         }
         ids = [entry.info.id for entries in models.values() for entry in entries]
-        shapes = [self._shapes[version] for version in ids if version in self._shapes]
-        shapes += [(each.layout, each.tree) for each in new]
+        contents = [self._contents[version] for version in ids if version in self._contents]
+        contents += [each.contents for each in new if isinstance(each.contents, Pointer)]
         wanted = dict.fromkeys(indices.values(), RecordKind.MODEL_INDEX)
-        for layout, tree in shapes:
-            for each, kind in ((layout, RecordKind.LAYOUT), (tree, RecordKind.TREE)):
-                if isinstance(each, Pointer):
-                    wanted[each] = kind
+        wanted |= dict.fromkeys(contents, RecordKind.CONTENTS)
         return self._copied(before, models, indices, wanted)
 
     def _copied(
@@ -640,9 +637,9 @@ class PoolWriter(PoolReader):
         reach = {entry.info.id: version_runs(entry, record) for entry, record in draft.made}
         self._space.advance([draft.catalogue, self._roots[0]], reach)
         for entry, record in draft.made:
-            self._shapes[entry.info.id] = record.layout, record.tree
-        for gone in self._shapes.keys() - draft.catalogue.ids():
-            del self._shapes[gone]
+            self._contents[entry.info.id] = record.contents
+        for gone in self._contents.keys() - draft.catalogue.ids():
+            del self._contents[gone]
         self._damaged.difference_update(draft.kept.damaged)
 
 

@@ -19,7 +19,7 @@ from portus.reach.index.catalogue import (
     read_version,
     version_runs,
 )
-from portus.reach.index.records import Copy, Pointer, VersionEntry, VersionRecord, read_copied
+from portus.reach.index.records import Copy, VersionEntry, VersionRecord, read_copied
 from portus.reach.index.rescue import next_catalogue
 from portus.reach.index.roots import Root, Superblock, damaged_slot, read_superblock
 from portus.reach.index.space import Runs, alone, extents_runs, merged, page_count
@@ -142,9 +142,11 @@ class PoolReader:
         """The record of a pinned version. Raises ``CorruptionError``."""
         return read_version(self.medium, entry)
 
-    def payload(self, pointer: Pointer, kind: RecordKind) -> memoryview:
-        """A layout or a tree of a pinned version, or its copy. Raises ``CorruptionError``."""
-        return read_copied(self.medium, pointer, kind, self._copies)
+    def contents(self, record: VersionRecord) -> bytes:
+        """The contents of a pinned version, as they were committed, or their copy. Raises
+        ``CorruptionError``."""
+        found = read_copied(self.medium, record.contents, RecordKind.CONTENTS, self._copies)
+        return bytes(found)
 
     def _copies(self) -> Sequence[Copy]:
         return read_copies(self.medium, self.catalogue().root)

@@ -123,7 +123,7 @@ def _pages_by_commit(medium: Medium, found: RecoverableVersion) -> dict[int, Run
     """The pages that a version reaches, by the commit that wrote them."""
     record = found.record
     parts: list[tuple[int, Runs]] = []
-    for pointer in (found.entry.pointer, record.layout, record.tree):
+    for pointer in (found.entry.pointer, record.contents):
         header = HEADER.unpack(load(medium, pointer.offset, HEADER.size))
         parts.append((cast(int, header["commit"]), extents_runs([pointer.extent])))
     for born in set(record.storages["born"].tolist()):

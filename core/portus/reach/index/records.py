@@ -18,7 +18,7 @@ import xxhash
 
 from portus.engine.format.checksum import unit_count
 from portus.engine.format.record import Value
-from portus.engine.spec import PAGE, Extent, TensorSpec, VersionInfo
+from portus.engine.spec import PAGE, Extent, VersionInfo
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.layout import (
     COPY,
@@ -118,7 +118,7 @@ class VersionLog:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """Everything about one version but its bytes, its tree and its layout.
+    """Everything about one version but its bytes and its contents.
 
     ``info``: what only the model's index says, it has where it was read by that.
     ``storages``, ``extents`` and ``units`` are arrays of the format's rows of those names.
@@ -126,8 +126,7 @@ class VersionRecord:
     """
 
     info: VersionInfo
-    layout: Pointer
-    tree: Pointer
+    contents: Pointer
     storages: Rows
     extents: Rows
     units: Rows
@@ -325,8 +324,7 @@ def encode_version(record: VersionRecord) -> bytes:
     raw = record.info.model.encode("utf-8")
     head = VERSION_HEAD.pack(
         **_info_fields(record.info),
-        **_fields(record.layout, "layout_"),
-        **_fields(record.tree, "tree_"),
+        **_fields(record.contents, "contents_"),
         storages=len(record.storages),
         extents=len(record.extents),
         units=len(record.units),
@@ -351,8 +349,7 @@ def decode_version(payload: memoryview) -> VersionRecord:
     storages, extents, units = arrays
     record = VersionRecord(
         _info(model, head),
-        pointer_of(head, "layout_"),
-        pointer_of(head, "tree_"),
+        pointer_of(head, "contents_"),
         storages,
         extents,
         units,
@@ -422,21 +419,6 @@ def decode_copies(payload: memoryview) -> tuple[Copy, ...]:
 
 _metrics_encoder = msgspec.json.Encoder()
 _metrics_decoder = msgspec.json.Decoder(dict[str, dict[str, float]])
-_layout_encoder = msgspec.json.Encoder()
-_layout_decoder = msgspec.json.Decoder(tuple[TensorSpec, ...])
-
-
-def encode_layout(tensors: Sequence[TensorSpec]) -> bytes:
-    """Payload of a layout: the tensor specs as JSON."""
-    return _layout_encoder.encode(tensors)
-
-
-def decode_layout(payload: memoryview) -> tuple[TensorSpec, ...]:
-    """Raises ``CorruptionError``."""
-    try:
-        return _layout_decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptionError(f"layout record: {error}") from error
 
 
 def _check_arrays(record: VersionRecord) -> None:

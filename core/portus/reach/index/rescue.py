@@ -36,7 +36,6 @@ from portus.reach.index.records import (
     Pointer,
     VersionEntry,
     VersionRecord,
-    decode_layout,
     decode_version,
     read,
     read_whole,
@@ -86,10 +85,9 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
 
 
 def is_whole(medium: Medium, record: VersionRecord) -> bool:
-    """True if a version has its layout, its tree and all its bytes still. Reads them."""
+    """True if a version has its contents and all its bytes still. Reads them."""
     try:
-        decode_layout(read(medium, record.layout, RecordKind.LAYOUT))
-        read(medium, record.tree, RecordKind.TREE)
+        read(medium, record.contents, RecordKind.CONTENTS)
     except (CorruptionError, MediumError, UsageError):
         return False
     ends = record.extents["offset"] + record.extents["length"]
@@ -97,7 +95,7 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
         return False
     findings = Findings()
     every = np.ones(len(record.storages), np.bool_)
-    seen = CheckedVersion(VersionEntry(record.info, NOWHERE), record, (), (), every)
+    seen = CheckedVersion(VersionEntry(record.info, NOWHERE), record, None, (), every)
     if record.log is not None and record.log.extent.end > medium.size:
         return False
     with contextlib.suppress(CorruptionError, MediumError):

@@ -113,8 +113,7 @@ def fetch_version(
             model=version.info.model,
             step=version.info.step,
             token=version.info.token,
-            layout=version.manifest.layout,
-            tree=version.manifest.tree,
+            contents=version.manifest.contents,
             inexact=version.info.inexact,
             metrics=version.info.metrics,
         )

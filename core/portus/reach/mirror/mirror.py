@@ -15,7 +15,6 @@ import numpy as np
 from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import UNIT, digest
 from portus.errors import CorruptionError, PortusError, StaleError, UsageError, printable
-from portus.reach.format.layout import RecordKind
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.mirror.log import KnownLog, MirrorLog
@@ -396,10 +395,10 @@ class _Source:
     def __init__(self, reader: PoolReader, record: VersionRecord, stop: Stop) -> None:
         self._reader: Final = reader
         self._info: Final = record.info
-        self._layout: Final = bytes(reader.payload(record.layout, RecordKind.LAYOUT))
-        self._tree: Final = bytes(reader.payload(record.tree, RecordKind.TREE))
+        contents = reader.contents(record)
         where = f"{reader.medium.info.name}: {self._info.model}@{self._info.step}"
-        files = files_in(self._tree, record.storages["length"].astype(np.int64), where)
+        files = files_in(contents, record.storages["length"].astype(np.int64), where)
+        self._contents: Final = contents
         self._bytes: Final = FileBytes(reader, record, files, stop)
         self.objects = 0
         self.put_bytes = 0
@@ -412,8 +411,7 @@ class _Source:
             pool=self._reader.superblock.uuid,
             lengths=self._bytes.lengths,
             digests=self._bytes.digests,
-            layout=self._layout,
-            tree=self._tree,
+            contents=self._contents,
             files=files,
             pieces=[self._cut(number) for number in range(len(files))] if in_pieces else None,
         )

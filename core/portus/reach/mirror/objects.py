@@ -306,7 +306,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """A version, and which objects its files are.
 
     ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each unit of these.
-    ``layout`` and ``tree``: as its record has them; the tree of a version of files is their table.
+    ``contents``: as its record has them; those of a version of files are their table.
     ``files``: for each of its files the objects that are it, end to end. A version without a table
     has one file, of its storages end to end. The rest as in ``VersionInfo``; ``pool`` is the
     identity of its pool.
@@ -323,8 +323,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     inexact: bool
     lengths: bytes
     digests: bytes
-    layout: bytes
-    tree: bytes
+    contents: bytes
     files: tuple[tuple[FileObject, ...], ...]
     metrics: _Metrics = {}
 

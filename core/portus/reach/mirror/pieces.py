@@ -52,16 +52,14 @@ class WantedObject:
     there: FileObject | None = None
 
 
-def files_in(tree: bytes, lengths: Column, where: str) -> Sequence[PackedFile]:
+def files_in(contents: bytes, lengths: Column, where: str) -> Sequence[PackedFile]:
     """The files of a version with storages of these lengths. Raises ``CorruptionError``, naming
     ``where``, unless they have the storages of the version."""
-    table = decode_table(tree)
+    table = decode_table(contents)
     if table is None:
         ends = np.cumsum(lengths)
         return [PackedFile(STORAGES, int(lengths.sum()), ends - lengths, lengths)]
-    said = [length for each in table.files for length in each.length.tolist()]
-    said += [each.around for each in table.files]
-    if said != lengths.tolist():
+    if table.lengths != lengths.tolist():
         raise CorruptionError(f"{where}: its files do not have the storages that it has")
     return table.files
 
@@ -130,7 +128,7 @@ class Mirrored:
                 f"{where}: expected digests of {count} units, found {len(manifest.digests)} bytes"
             )
         digests = np.frombuffer(manifest.digests, np.uint8).reshape(-1, DIGEST_SIZE)
-        files = files_in(manifest.tree, lengths, where)
+        files = files_in(manifest.contents, lengths, where)
         sizes = [sum(each.size for each in file) for file in manifest.files]
         if sizes != [each.size for each in files]:
             raise CorruptionError(f"{where}: its objects are not as long as its files")
@@ -139,7 +137,7 @@ class Mirrored:
     @property
     def has_files(self) -> bool:
         """False for a version of something else, such as tables: its one file is its storages."""
-        return decode_table(self.manifest.tree) is not None
+        return decode_table(self.manifest.contents) is not None
 
     @property
     def info(self) -> VersionInfo:

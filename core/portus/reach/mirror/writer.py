@@ -73,8 +73,7 @@ class Version:
     pool: bytes
     lengths: Column
     digests: Digests
-    layout: bytes
-    tree: bytes
+    contents: bytes
     files: Sequence[PackedFile]
     pieces: Sequence[Sequence[Piece]] | None = None
 
@@ -348,8 +347,7 @@ def _manifest(version: Version, files: Sequence[Sequence[FileObject | None]]) ->
         inexact=info.inexact,
         lengths=version.lengths.astype("<i8").tobytes(),
         digests=version.digests.tobytes(),
-        layout=version.layout,
-        tree=version.tree,
+        contents=version.contents,
         files=tuple(tuple(each for each in file if each is not None) for file in files),
         metrics=dict(info.metrics),
     )

@@ -56,7 +56,7 @@ class Storages:
         """Raise ``CorruptionError`` unless there is such a storage, of ``size`` bytes or more."""
         count = len(self._record.storages)
         if not 0 <= storage < count or self.length(storage) < size:
-            raise CorruptionError(f"the layout needs {size} bytes in storage {storage} of {count}")
+            raise CorruptionError(f"expected {size} bytes in storage {storage} of {count}")
 
     def read(self, storage: int, start: int, end: int) -> Iterator[memoryview]:
         """The bytes from ``start`` to ``end`` of a storage; each piece is valid until the next.

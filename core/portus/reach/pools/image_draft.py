@@ -22,12 +22,10 @@ from portus.engine.writer.image_file import FileDraft
 from portus.errors import AbandonedError, MediumError
 from portus.reach.files.host import HostDraft
 from portus.reach.format.reference import Reference
-from portus.reach.index.records import encode_layout
 from portus.reach.versions.packed import FileTable, encode_table
 from portus.reach.versions.parts import Before, shared
 from portus.reach.versions.pool_draft import PoolDraft
 
-_NO_LAYOUT: Final = encode_layout(())
 """Of a version of files: what they contain is in them."""
 
 
@@ -174,8 +172,7 @@ class ImageDraft:
         indices = np.arange(len(around)) + len(self._length)
         address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)
         self._with_room(lambda: self._draft.copy(indices, address, Stop()))
-        table = encode_table(self._table)
-        labels = replace(labels, model=self._model, layout=_NO_LAYOUT, tree=table)
+        labels = replace(labels, model=self._model, contents=encode_table(self._table))
         known = self._before()
         version = self._draft.commit(labels, known.version if known else None, retire)
         self.committed = CommittedImages(version, len(self._table.files), self._crcs)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch
 from portus.engine.copying.local import check, fetch
 from portus.engine.copying.segments import Digests, Stop, memory
 from portus.engine.format.checksum import UNIT, unit_counts
-from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.loaded import note_loaded
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.loading.over import Rename, fetched, restore_over, view_of
@@ -30,16 +29,15 @@ from portus.engine.loading.restored import Restored
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec, VersionInfo
-from portus.engine.state.walk import Walked, end_of, is_plain, leaves
+from portus.engine.state.walk import Walked, is_plain, leaves
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.reach.format import items
-from portus.reach.format.arrays import ArrayShape, array_over
-from portus.reach.format.layout import RecordKind
-from portus.reach.formats.safetensors import DTYPES
+from portus.reach.format.arrays import array_over
+from portus.reach.format.items import StoredArray
 from portus.reach.index.in_place import InPlace
 from portus.reach.index.log import NOT_LOGGED, Logged, logged
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.reach.index.records import VersionEntry, VersionRecord
+from portus.reach.pools.leaves import is_pickle, leaves_in, shelf_items, tensors_among, typed
 from portus.reach.pools.version_file import files_opened
 from portus.reach.pools.weights_only import unpickled
 from portus.reach.versions.parts import shared, sources
@@ -49,17 +47,27 @@ _log: Final = logging.getLogger("portus")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Opened:
     """A pinned version with everything that was read of it but its bytes."""
 
     pool: PoolReader
     record: VersionRecord
-    tensors: tuple[TensorSpec, ...]
-    tree: bytes
+    contents: bytes
     verify: bool
     logged: Logged
     in_place: InPlace
+
+    @cached_property
+    def leaves(self) -> list[tuple[str, object]]:
+        """See ``leaves_in``."""
+        with _naming(self):
+            return leaves_in(self.contents, self.lengths.tolist())
+
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The plain tensors in it; an array of a shelf as its bytes."""
+        return tensors_among(self.leaves)
 
     @property
     def where(self) -> str:
@@ -211,20 +219,19 @@ def outlined(
         yield Outline(state, found.indices, opened.record, opened.tensors, opened.logged)
 
 
-def leaves_in(pool: PoolReader, entry: VersionEntry) -> list[tuple[str, object]]:
-    """What is in a version of a shelf, or of tables, by key path, without a byte of a storage: a
-    tensor, or an array, as a ``TensorSpec``; an array of a dtype that no tensor has as its
-    ``ArrayShape``. Raises as ``load``."""
+def contents_of(
+    pool: PoolReader, entry: VersionEntry
+) -> tuple[tuple[TensorSpec, ...], list[tuple[str, object]]]:
+    """The plain tensors in a version of a shelf, or of tables, its arrays as their bytes; and all
+    that is in it, by key path, without a byte of a storage: a tensor, or an array, as a
+    ``TensorSpec``; an array of a dtype that no tensor has as its ``ArrayShape``. Raises as
+    ``load``."""
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-    if not _is_pickle(opened.tree):
-        return leaves(items.decode(opened.tree, lambda *about: _spec_of(opened, *about)))
-    lengths = opened.lengths.tolist()
-    state = unpickled(
-        opened.tree, [torch.UntypedStorage(length, device="meta") for length in lengths]
-    )
-    specs = {spec.name: spec for spec in opened.tensors}
-    return [(path, specs.get(path, value)) for path, value in leaves(state)]
+    return opened.tensors, [
+        (path, typed(path, value) if isinstance(value, StoredArray) else value)
+        for path, value in opened.leaves
+    ]
 
 
 def verify(
@@ -330,7 +337,9 @@ class _Outlined:
         """device: of the memory for plain tensors; on "meta" there is none."""
         self._opened: Final = opened
         self.where: Final = opened.where
-        plain = {spec.storage for spec in opened.tensors} - _of_arrays(opened)
+        found = (value for _, value in opened.leaves if isinstance(value, StoredArray))
+        arrays = {each.storage for each in found if each.shape is not None}
+        plain = {spec.storage for spec in opened.tensors} - arrays
         blank = [
             torch.UntypedStorage(length, device=device if index in plain else "cpu")
             for index, length in enumerate(opened.lengths.tolist())
@@ -361,63 +370,36 @@ def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None])
         for each, length in zip(storages, lengths, strict=True)
     ]
 
-    def make(index: int, shape: ArrayShape | None) -> object:
-        spec = opened.tensors[index]
-        size = ITEM_SIZES[spec.dtype] * end_of(spec)
-        if not 0 <= spec.storage < len(every) or size > lengths[spec.storage]:
-            raise CorruptionError(f"{spec.name}: is not within its storage")
-        storage = every[spec.storage]
-        if shape is None or storage.device.type == "meta":
-            return view_of(spec, storage)
+    def make(array: StoredArray) -> object:
+        storage = every[array.storage]
+        if array.shape is None or storage.device.type == "meta":
+            return view_of(array.raw(array.name), storage)
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        return array_over(shape, data.numpy().data)
+        return array_over(array.shape, data.numpy().data)
 
+    with _naming(opened):
+        if is_pickle(opened.contents):
+            return unpickled(opened.contents, every)
+        return shelf_items(opened.contents, lengths, make)
+
+
+@contextlib.contextmanager
+def _naming(opened: _Opened) -> Iterator[None]:
+    """Have errors name the version."""
     try:
-        if _is_pickle(opened.tree):
-            return unpickled(opened.tree, every)
-        return items.decode(opened.tree, make)
+        yield
     except CorruptionError as error:
-        raise CorruptionError(f"{named(opened.record.info)}: {error}") from error
+        raise CorruptionError(f"{opened.where}: {error}") from error
     except UsageError as error:
-        raise UsageError(f"{named(opened.record.info)}: {error}") from error
-
-
-def _of_arrays(opened: _Opened) -> set[int]:
-    """Indices of the storages of a shelf that hold arrays of numpy."""
-    found: set[int] = set()
-
-    def make(index: int, shape: ArrayShape | None) -> None:
-        if shape is not None:
-            found.add(opened.tensors[index].storage)
-
-    if not _is_pickle(opened.tree):
-        items.decode(opened.tree, make)
-    return found
-
-
-def _is_pickle(tree: bytes) -> bool:
-    return tree[:1] == b"\x80"
-
-
-def _spec_of(opened: _Opened, index: int, shape: ArrayShape | None) -> object:
-    """How a tensor, or an array, of a shelf looks at its storage."""
-    spec = opened.tensors[index]
-    if shape is None:
-        return spec
-    name = shape.dtype.name
-    if name not in DTYPES or not shape.dtype.isnative or shape.fortran:
-        return shape
-    strides = tuple(prod(shape.shape[axis + 1 :]) for axis in range(len(shape.shape)))
-    return TensorSpec(spec.name, name, shape.shape, strides, spec.storage, 0)
+        raise UsageError(f"{opened.where}: {error}") from error
 
 
 def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
     record = pool.record(entry)
-    tensors = decode_layout(pool.payload(record.layout, RecordKind.LAYOUT))
     changed = logged(pool.medium, record)
-    tree = changed.tree or bytes(pool.payload(record.tree, RecordKind.TREE))
+    contents = changed.contents or pool.contents(record)
     in_place = InPlace(pool.medium, record, changed)
-    return _Opened(pool, record, tensors, tree, verify, changed, in_place)
+    return _Opened(pool, record, contents, verify, changed, in_place)
 
 
 def _storages_of(opened: _Opened, keep: Callable[[str], bool] | None) -> Column:

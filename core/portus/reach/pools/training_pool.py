@@ -33,7 +33,6 @@ from portus.errors import (
 from portus.reach.files.home import Home, Pool, home_of
 from portus.reach.files.host import HostPool
 from portus.reach.files.reference import read
-from portus.reach.format.layout import RecordKind
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index.place import Place
 from portus.reach.pools.image_draft import (
@@ -315,8 +314,7 @@ class TrainingPool(Destination):
             return None
         try:
             record = pool.record(found.versions[-1])
-            layout = bytes(pool.payload(record.layout, RecordKind.LAYOUT))
-            table = bytes(pool.payload(record.tree, RecordKind.TREE))
+            table = pool.contents(record)
             known = decode_table(table)
         except PortusError:
             return None
@@ -328,4 +326,4 @@ class TrainingPool(Destination):
             )
         if known is None:
             return None
-        return CommittedImages(Before(record, layout, table), len(known.files), None)
+        return CommittedImages(Before(record, table), len(known.files), None)

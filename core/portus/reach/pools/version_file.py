@@ -12,7 +12,6 @@ from portus.engine.copying.local import fetch
 from portus.engine.copying.segments import Column, Sources, Stop
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError
-from portus.reach.format.layout import RecordKind
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.versions.packed import FileTable, PackedFile, decode_table
@@ -91,12 +90,10 @@ class VersionFile:
 def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
     """The files of a pinned version; None if it is one of something else. Raises
     ``CorruptionError``, ``MediumError``."""
-    table = decode_table(reader.payload(record.tree, RecordKind.TREE))
+    table = decode_table(reader.contents(record))
     if table is None:
         return None
-    lengths = [length for each in table.files for length in each.length.tolist()]
-    lengths += [each.around for each in table.files]
-    if lengths != record.storages["length"].tolist():
+    if table.lengths != record.storages["length"].tolist():
         info = record.info
         raise CorruptionError(
             f"{reader.medium.info.name}: {info.model}@{info.step}: the files of this version do "

@@ -60,8 +60,7 @@ OBJECT_SIZE_MAX: Final = 64 << 20
 OBJECT_NAME_SIZE_MAX: Final = 900
 LISTED_MAX: Final = 1000
 """Objects in one answer, or in one deletion."""
-LAYOUT_SIZE_MAX: Final = 256 << 20
-TREE_SIZE_MAX: Final = 1 << 30
+CONTENTS_SIZE_MAX: Final = 1 << 30
 SIZE_MAX: Final = 1 << 62
 PAYLOAD_SIZE_MAX: Final = UNIT
 """Bytes behind one header of payload."""
@@ -311,18 +310,17 @@ class Shared(Message, frozen=True):
     "CONFIRM",
     {Phase.SAVING: Phase.CONFIRMING},
     handler="confirm",
-    body_size_max=DIGEST_SIZE * UNITS_MAX + LAYOUT_SIZE_MAX + TREE_SIZE_MAX + 8 * IDS_MAX + SMALL,
+    body_size_max=DIGEST_SIZE * UNITS_MAX + CONTENTS_SIZE_MAX + 8 * IDS_MAX + SMALL,
 )
 class Confirm(Message, frozen=True):
     """All storages are pulled or shared, and their digests, which the client found itself, are
-    ``digests``: commit. Layout and tree are those of ``before``, a token, where they are None.
+    ``digests``: commit. ``before``: the token of a version whose contents may be equal.
     ``retire``: ids of versions to let go of in the same commit. ``inexact``: the client saw a part
     of it being written by another process while it was pulled."""
 
     digests: Digests
     before: Token
-    layout: Annotated[bytes, Meta(max_length=LAYOUT_SIZE_MAX)] | None
-    tree: Annotated[bytes, Meta(max_length=TREE_SIZE_MAX)] | None
+    contents: Annotated[bytes, Meta(max_length=CONTENTS_SIZE_MAX)]
     retire: Ids
     inexact: bool = False
 
@@ -346,11 +344,6 @@ class Committed(Message, frozen=True):
     """The host reports that the version is durable. ``record``: the payload of its record."""
 
     record: Annotated[bytes, Meta(max_length=1 << 30)]
-
-
-@MESSAGES.host(72, "MISSING", {Phase.CONFIRMING: Phase.SAVING})
-class Missing(Message, frozen=True):
-    """Version ``before`` of the confirmation is gone: confirm again, with layout and tree."""
 
 
 @MESSAGES.client(

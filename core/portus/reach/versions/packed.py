@@ -105,6 +105,12 @@ class FileTable:
     files: Sequence[PackedFile]
     directory: str = ""
 
+    @property
+    def lengths(self) -> list[int]:
+        """The bytes of each storage of the version."""
+        own = [length for each in self.files for length in each.length.tolist()]
+        return own + [each.around for each in self.files]
+
 
 def encode_table(table: FileTable) -> bytes:
     """The bytes of a table in a pool."""
@@ -128,7 +134,7 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
         return None
     try:
         refuse_deep(data)
-        said = json.loads(bytes(data))
+        said = json.loads(bytes(data).decode("ascii"))
         files = [
             PackedFile(
                 str(each["name"]),

@@ -51,8 +51,7 @@ class Before:
     """See ``engine.pipeline.plan.Previous``."""
 
     record: VersionRecord
-    layout: bytes
-    tree: bytes
+    contents: bytes
 
     @property
     def info(self) -> VersionInfo:

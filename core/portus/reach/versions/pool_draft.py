@@ -154,23 +154,20 @@ class PoolDraft:
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         assert before is None or isinstance(before, Before), "a pool shares with its own versions"
-        layout: Pointer | bytes = labels.layout
-        tree: Pointer | bytes = labels.tree
-        if before is not None and before.layout == labels.layout:
-            layout = self.known(before.record, RecordKind.LAYOUT) or layout
-        if before is not None and before.tree == labels.tree:
-            tree = self.known(before.record, RecordKind.TREE) or tree
-        record = self.commit_rows(self.rows(), labels, layout, tree, retire)
-        return Before(record, labels.layout, labels.tree)
+        known = None
+        if before is not None and before.contents == labels.contents:
+            known = self.known(before.record)
+        record = self.commit_rows(self.rows(), labels, known, retire)
+        return Before(record, labels.contents)
 
-    def known(self, record: VersionRecord, kind: RecordKind) -> Pointer | None:
-        """Layout or tree of a version before, held; None if that version is gone, or if the record
-        is not to be relied on: then it is to be written anew."""
-        pointer = record.layout if kind is RecordKind.LAYOUT else record.tree
+    def known(self, record: VersionRecord) -> Pointer | None:
+        """The contents of a version before, held; None if that version is gone, or if they are not
+        to be relied on: then they are to be written anew."""
+        pointer = record.contents
         self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
         if record.info.id not in self._writer.catalogue().ids():
             return None
-        return pointer if self._writer.is_sound(pointer, kind) else None
+        return pointer if self._writer.is_sound(pointer, RecordKind.CONTENTS) else None
 
     def rows(self) -> tuple[Rows, Rows, Rows]:
         """Storage, extent and unit rows of the version, all storages being placed."""
@@ -180,12 +177,11 @@ class PoolDraft:
         self,
         rows: tuple[Rows, Rows, Rows],
         labels: Labels,
-        layout: Pointer | bytes,
-        tree: Pointer | bytes,
+        known: Pointer | None,
         retire: Collection[int],
     ) -> VersionRecord:
-        """Commit, with layout and tree as pointers where they are known, and let go."""
-        change = self.change(rows, labels, layout, tree, retire)
+        """Commit, and let go. known: where the contents are already."""
+        change = self.change(rows, labels, known, retire)
         record = self._writer.commit(change.new, change.data, change.retire)
         assert record is not None
         self.release()
@@ -195,8 +191,7 @@ class PoolDraft:
         self,
         rows: tuple[Rows, Rows, Rows],
         labels: Labels,
-        layout: Pointer | bytes,
-        tree: Pointer | bytes,
+        known: Pointer | None,
         retire: Collection[int],
     ) -> Change:
         """What a commit of this version is asked for."""
@@ -205,8 +200,7 @@ class PoolDraft:
             model=labels.model,
             step=labels.step,
             token=labels.token,
-            layout=layout,
-            tree=tree,
+            contents=known or labels.contents,
             storages=storages,
             extents=extents,
             units=units,

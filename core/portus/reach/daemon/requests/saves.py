@@ -28,21 +28,20 @@ from portus.reach.daemon import regions
 from portus.reach.daemon.house import refusal_of
 from portus.reach.daemon.regions import RegionTable
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
-from portus.reach.format.layout import RecordKind
-from portus.reach.index.check_version import check_layout, check_tree, read_layout, read_tree
-from portus.reach.index.findings import Findings
-from portus.reach.index.records import Pointer, Rows, decode_layout, encode_version
+from portus.reach.format.layout import HEADER
+from portus.reach.index.records import Pointer, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles
 from portus.reach.transport.onesided import Remote
 from portus.reach.transport.stream import InterruptedByError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
+from portus.reach.versions.packed import decode_table
 from portus.reach.versions.parts import StorageRows, sources
 from portus.reach.versions.pool_draft import PoolDraft
 
 REGIONS_MAX: Final = said.STORAGES_MAX
 VALUES_MAX: Final = 1 << 24
-"""Of a tree, at most: each takes a hundred bytes while it is looked at."""
+"""Of contents, at most: each takes a hundred bytes while it is looked at."""
 
 CLAIMS_MAX: Final = 64
 """Of one connection."""
@@ -54,10 +53,10 @@ _PART: Final = 4 << 10
 _STORAGE: Final = 128
 _STORAGE_COMMITTED: Final = 512
 """Of each storage: of a save, as long as it is under way; while it is committed."""
-_TREE_VALUE: Final = 64
-_TREE_DICT: Final = 384
-_LAYOUT_VALUE: Final = 48
-"""While they are looked at."""
+_VALUE: Final = 64
+_DICT: Final = 384
+_BYTE: Final = 8
+"""Of each value, each dict and each byte of contents: while they are looked at."""
 
 
 class SaveRequests:
@@ -68,7 +67,6 @@ class SaveRequests:
         self._claimed: Final[list[str]] = []
         self._regions: Final = RegionTable(REGIONS_MAX)
         self._draft: _Draft | None = None
-        self._counted: tuple[Pointer, int] | None = None
 
     @property
     def claims(self) -> tuple[str, ...]:
@@ -288,26 +286,22 @@ class SaveRequests:
                 "confirmation: the client's digests are not those of what arrived here: bytes "
                 "changed on the way, or while they were pulled; nothing was committed"
             )
-        known = self._known(draft, message)
-        if known is None:
-            return said.Missing()
         begin = draft.begin
         labels = Labels(
             model=begin.model,
             step=begin.step,
             token=begin.token,
-            layout=b"",
-            tree=b"",
+            contents=message.contents,
             inexact=message.inexact,
             metrics=draft.metrics,
         )
         retire = set(column(message.retire, "retire").tolist())
         changed = {begin.model, *self._guest.models_of(retire)}
         self._refuse_known(begin.token)
-        self._refuse_nonsense(rows[0], *known)
+        self._refuse_nonsense(draft.lengths, message.contents)
         self._guest.hosted.replica.require(begin.model)
         self._guest.hosted.look()
-        record = draft.pool.commit_rows(rows, labels, *known, retire)
+        record = draft.pool.commit_rows(rows, labels, self._known(draft, message), retire)
         self._guest.hosted.look()
         self._draft = None
         self._guest.link.keep(-draft.size)
@@ -340,69 +334,31 @@ class SaveRequests:
         self._drafted().metrics = checked_metrics(message.metrics)
         return said.Done()
 
-    def _known(self, draft: _Draft, message: said.Confirm) -> _Known | None:
-        """Layout and tree, as they are or by the version before; None if that is gone, or if its
-        layout was not for storages as long as these."""
-        layout, tree = message.layout, message.tree
-        if layout is not None and tree is not None:
-            return layout, tree
+    def _known(self, draft: _Draft, message: said.Confirm) -> Pointer | None:
+        """Where the version before has the same contents, if it has."""
         entry = self._guest.find(message.before)
-        record = None if entry is None else self._guest.writer.record(entry)
-        if record is None:
+        if entry is None:
             return None
-        if layout is None and not np.array_equal(record.storages["length"], draft.lengths):
+        record = self._guest.writer.record(entry)
+        known = draft.pool.known(record)
+        if known is None or known.length != HEADER.size + len(message.contents):
             return None
-        old_layout = draft.pool.known(record, RecordKind.LAYOUT) if layout is None else layout
-        old_tree = draft.pool.known(record, RecordKind.TREE) if tree is None else tree
-        if old_layout is None or old_tree is None:
-            return None
-        return old_layout, old_tree
+        self._guest.link.room(2 * known.length)
+        return known if self._guest.writer.contents(record) == message.contents else None
 
-    def _refuse_nonsense(
-        self, storages: Rows, layout: Pointer | bytes, tree: Pointer | bytes
-    ) -> None:
-        """Raise ``UsageError`` for a layout or a tree that `check` would call damaged. Two of one
-        version before were looked at when that was committed."""
-        if not isinstance(layout, bytes) and not isinstance(tree, bytes):
-            return
-        findings = Findings()
-        count = self._count_tensors(findings, storages, layout)
-        if not isinstance(tree, bytes):
-            pointer, tree = tree, b""
-            self._guest.link.room(2 * pointer.length)
-            tree = bytes(self._guest.writer.payload(pointer, RecordKind.TREE))
-        dicts, others = tree.count(b"{"), tree.count(b"[") + tree.count(b",")
+    def _refuse_nonsense(self, lengths: Column, contents: bytes) -> None:
+        """Raise ``UsageError`` for contents that are no table of files whose storages have these
+        lengths: a reader would call the version damaged."""
+        dicts, others = contents.count(b"{"), contents.count(b"[") + contents.count(b",")
         if dicts + others > VALUES_MAX:
-            raise UsageError(f"confirmation: a tree of more than {VALUES_MAX} values")
-        self._guest.link.room(_TREE_DICT * dicts + _TREE_VALUE * others + len(tree))
-        used = read_tree(findings, "tree", memoryview(tree))
-        if used is not None and count is not None:
-            check_tree(findings, "this version", used, count)
-        if findings.all:
-            raise UsageError(f"confirmation: {findings.all[0]}")
-
-    def _count_tensors(
-        self, findings: Findings, storages: Rows, layout: Pointer | bytes
-    ) -> int | None:
-        """How many a layout has; None if it is none."""
-        if not isinstance(layout, bytes):
-            return self._tensors_of(layout)
-        self._guest.link.room(
-            _LAYOUT_VALUE * (layout.count(b"[") + layout.count(b",")) + len(layout)
-        )
-        read = read_layout(findings, "layout", memoryview(layout))
-        if read is None:
-            return None
-        check_layout(findings, "layout", read, storages)
-        return len(read.tensors)
-
-    def _tensors_of(self, layout: Pointer) -> int:
-        """How many a layout has that is there; that of the last one is remembered."""
-        if self._counted is None or self._counted[0] != layout:
-            self._guest.link.room(16 * layout.length)
-            payload = self._guest.writer.payload(layout, RecordKind.LAYOUT)
-            self._counted = layout, len(decode_layout(payload))
-        return self._counted[1]
+            raise UsageError(f"confirmation: contents of more than {VALUES_MAX} values")
+        self._guest.link.room(_DICT * dicts + _VALUE * others + _BYTE * len(contents))
+        try:
+            table = decode_table(contents)
+        except CorruptionError as error:
+            raise UsageError(f"confirmation: {error}") from error
+        if table is None or table.lengths != lengths.tolist():
+            raise UsageError("confirmation: its contents are no table of files of these storages")
 
     def _abandon(self, message: said.Abandon) -> Said:
         self.drop("the client abandoned it")
@@ -426,9 +382,6 @@ class SaveRequests:
     def _refuse_known(self, token: bytes) -> None:
         if self._guest.find(token) is not None:
             raise UsageError(f"token {token.hex()} is that of a version that is there")
-
-
-_Known = tuple[Pointer | bytes, Pointer | bytes]
 
 
 class _Draft:

@@ -1,0 +1,68 @@
+"""What is in a version of a shelf, or of tables, as its contents say: by key path, without a byte
+of its storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from portus.engine.spec import TensorSpec
+from portus.engine.state.walk import leaves, walked
+from portus.errors import CorruptionError
+from portus.reach.format.arrays import ArrayShape
+from portus.reach.format.items import Make, StoredArray, decode
+from portus.reach.formats.safetensors import DTYPES
+from portus.reach.pools.weights_only import unpickled
+
+Leaf = tuple[str, object]
+"""A value, behind its key path."""
+
+
+def is_pickle(contents: bytes) -> bool:
+    """True for contents of tables, False for those of a shelf."""
+    return contents[:1] == b"\x80"
+
+
+def shelf_items(
+    contents: bytes, lengths: Sequence[int], make: Make = lambda array: array
+) -> dict[str, object]:
+    """The items of a shelf whose storages have these lengths. Raises ``CorruptionError`` for an
+    array that is not all of one of them, and as ``decode``."""
+
+    def made(array: StoredArray) -> object:
+        if not 0 <= array.storage < len(lengths) or array.size != lengths[array.storage]:
+            raise CorruptionError(f"{array.name}: no storage has its {array.size} bytes")
+        return make(array)
+
+    return decode(contents, made)
+
+
+def leaves_in(contents: bytes, lengths: Sequence[int]) -> list[Leaf]:
+    """What contents say of storages of these lengths: of a shelf, a tensor or an array as a
+    ``StoredArray``, of tables a plain tensor as a ``TensorSpec``. Raises ``CorruptionError``,
+    ``UsageError``."""
+    if not is_pickle(contents):
+        return leaves(shelf_items(contents, lengths))
+    blank = [torch.UntypedStorage(length, device="meta") for length in lengths]
+    state = unpickled(contents, blank)
+    specs = {spec.name: spec for spec in walked(state, blank).tensors}
+    return [(path, specs.get(path, value)) for path, value in leaves(state)]
+
+
+def tensors_among(found: Iterable[Leaf]) -> tuple[TensorSpec, ...]:
+    """The plain tensors; an array of a shelf as its bytes."""
+    return tuple(
+        value if isinstance(value, TensorSpec) else value.raw(path)
+        for path, value in found
+        if isinstance(value, (TensorSpec, StoredArray))
+    )
+
+
+def typed(path: str, array: StoredArray) -> TensorSpec | ArrayShape:
+    """An array whose dtype safetensors has too as a tensor; a tensor as it is."""
+    shape = array.shape
+    if shape is None:
+        return array.raw(path)
+    name = shape.dtype.name
+    return array.spec(path, name) if name in DTYPES and shape.dtype.isnative else shape
