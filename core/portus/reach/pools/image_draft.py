@@ -26,9 +26,6 @@ from portus.reach.versions.packed import FileTable, encode_table
 from portus.reach.versions.parts import Before, shared
 from portus.reach.versions.pool_draft import PoolDraft
 
-"""Of a version of files: what they contain is in them."""
-
-
 _ADVICE: Final = (
     "`portus ls` lists what is there, and `portus gc --missing DIR` the versions that no pointer "
     "in a directory leads to any more"
