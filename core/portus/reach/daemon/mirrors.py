@@ -25,7 +25,7 @@ from portus.reach.daemon.events import tell
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.address import StoreAddress
 from portus.reach.mirror.copier import Copier, Joined
-from portus.reach.mirror.mirror import models
+from portus.reach.mirror.mirror import firsts, models
 from portus.reach.mirror.opening import configured_key, open_store
 from portus.reach.mirror.store import Store, UnwritableError
 from portus.reach.protocol.address import is_tenant
@@ -50,14 +50,9 @@ class TenantMirrors:
 
     def tenants(self) -> list[str]:
         """Return the tenants that have something in the store. Raises what the store raises."""
-        found, after = [], ""
         with contextlib.closing(open_store(self.address)) as store:
-            while (first := next(store.list("", after), None)) is not None:
-                name, slash, _ = first.name.partition("/")
-                if slash and is_tenant(name):
-                    found.append(name)
-                after = name + chr(ord("/") + 1) if slash else first.name
-        return found
+            names = [each.name.partition("/") for each in firsts(store)]
+        return [name for name, slash, _ in names if slash and is_tenant(name)]
 
     def attach(self, tenant: str, writer: PoolWriter) -> TenantMirror:
         """Fill a pool that was just opened, and mirror it from now on. Blocks while versions are

@@ -373,8 +373,8 @@ def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
     list for each of them, since a log comes first in its folder, and one to see that there are no
     more; of one whose name is long a read, too, which raises ``CorruptionError``, and as
     ``Mirror``."""
-    found, after = {}, ""
-    while (first := next(store.list("", after), None)) is not None:
+    found = {}
+    for first in firsts(store):
         prefix, slash, name = first.name.partition("/")
         if slash and name < LOG:  # of somebody else
             first = next(store.list(f"{prefix}/{LOG}"), first)
@@ -382,11 +382,17 @@ def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
         if number is not None:
             said = model_of(prefix + "/")
             found[said or Seal(key).read_entry(number, store.get(first.name)).model] = number
-        after = prefix + _AFTER_SLASH if slash else first.name
     return dict(sorted(found.items()))
 
 
-_AFTER_SLASH: Final = chr(ord("/") + 1)
+def firsts(store: Store) -> Iterator[ListedObject]:
+    """The first object of each folder of a store, and each object beside them. A list for each, and
+    one to see that there are no more."""
+    after = ""
+    while (first := next(store.list("", after), None)) is not None:
+        yield first
+        folder, slash, _ = first.name.partition("/")
+        after = folder + chr(ord("/") + 1) if slash else first.name
 
 
 class _Source:
