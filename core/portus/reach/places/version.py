@@ -1,4 +1,4 @@
-"""Versions that are open for reading, of a pool, a storage host or a mirror."""
+"""Versions that are open for reading, of a pool or a storage host."""
 
 from __future__ import annotations
 
