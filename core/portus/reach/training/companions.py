@@ -47,8 +47,8 @@ def refuse_settings_of_pools(settings: Settings, what: str) -> None:
     """Raise ``UsageError`` for what only pools have. what: says that there are files."""
     if settings.max_bytes is not None:
         raise UsageError(
-            f"max_bytes: {what}, which have no largest size together; how many stay is said where "
-            "they are made, such as by keep="
+            f"max_bytes: {what}, which have no largest size together; keep= says how many stay, or "
+            "the framework does"
         )
     if settings.durable != 1:
         raise UsageError(f"durable: {what}; only storage hosts have copies")
