@@ -395,7 +395,7 @@ MISTAKES = {
         with_pool(OlderSlotForgottenAtOpen), (save_and_retire, save_one), TORN
     ),
     "records of two commits share a page": Mistake(
-        with_pool(RecordsShareAPage), (retire_by_itself,), LOST
+        with_pool(RecordsShareAPage), (retire_by_itself,), f"{LOST}|V1: page"
     ),
     "space in use is not held": Mistake(with_space(SpaceOfANewVersionNotHeld), (save_three,), TORN),
     "a pin is ignored": Mistake(PinIgnored, (save_while_read,), TORN),

@@ -228,23 +228,23 @@ def test_a_damaged_pool_can_be_written_and_loses_no_more(rotten: Rotten, seed: i
     assert written > WRITES * 3 // 4
 
 
-def test_a_rotten_layout_loses_no_version_of_a_run(rotten: Rotten) -> None:
+def test_rotten_contents_lose_no_version_of_a_run(rotten: Rotten) -> None:
     """Neither those that are there, nor those saved later on top of it."""
-    [layout, *_] = rotten.places["layouts"]
+    [contents, *_] = rotten.places["file tables"]
     descriptor = os.open(rotten.path, os.O_RDWR)
     with listening() as loud:
         with PoolCheckpointer(rotten.path, keep=None) as opened:
             opened.save(STATES[4], 4).wait()
-            byte = os.pread(descriptor, 1, layout.end - 1)
-            os.pwrite(descriptor, bytes([byte[0] ^ 1]), layout.end - 1)
+            byte = os.pread(descriptor, 1, contents.end - 1)
+            os.pwrite(descriptor, bytes([byte[0] ^ 1]), contents.end - 1)
             opened.save(STATES[4], 5).wait()
         os.close(descriptor)
-        assert loud.count
         assert whole_steps(rotten, loud) == set(STATES)
+        assert loud.count
         with PoolView(rotten.path) as view:
             said = loud.count
             assert_same(view.load(step=5), STATES[4])
-        assert loud.count == said, "a version relies on a layout that was rotten before it"
+        assert loud.count == said, "a version relies on contents that were rotten before it"
 
 
 def halved(path: Path, other: bytes) -> None:
