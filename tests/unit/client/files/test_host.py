@@ -21,6 +21,7 @@ import torch
 import portus
 from portus.engine.copying.local import check as hashes
 from portus.engine.copying.segments import Stop
+from portus.engine.pipeline.draft import Labels
 from portus.errors import (
     AbandonedError,
     BusyError,
@@ -42,6 +43,7 @@ from portus.reach.transport import stream
 from portus.reach.transport.regions import ClientLane, Regions
 from portus.reach.transport.stream import Link
 from portus.reach.versions.parts import shared, sources
+from tests.contents import tabled
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
 from tests.simulation.lossy import LossyLink
@@ -376,6 +378,20 @@ def test_the_host_reaches_nothing_any_more_when_it_hears_that_a_save_is_given_up
         draft.release()
         assert pair.closed_in is Phase.SAVING
         assert link.connection.state is Phase.READY, "then it was said, and answered"
+
+
+def test_contents_that_stay_equal_are_stored_once(server: Server) -> None:
+    array, before, found = np.ones(100_000, np.uint8), None, []
+    with contextlib.closing(HostPool(url(server), "run")) as pool:
+        for step in (1, 2):
+            snapshot = snapshot_of([array], step)
+            draft = tabled(pool.draft(snapshot), snapshot.length.tolist())
+            draft.copy(np.arange(1), snapshot.address, Stop())
+            labels = Labels(model=snapshot.model, step=step, token=snapshot.token)
+            before = draft.commit(labels, before, ())
+            found.append(before.record.contents)
+        assert found[0] == found[1]
+        assert check(pool) == []
 
 
 @pytest.mark.long
