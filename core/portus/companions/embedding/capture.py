@@ -21,6 +21,7 @@ from portus.companions.embedding.placed import NO_ROWS, PlacedMoment, RowsThere
 from portus.companions.embedding.schedulers import settings_of
 from portus.companions.embedding.tables import Table, changed_rows
 from portus.companions.embedding.training import ProtectedTraining
+from portus.engine.spec import TensorSpec
 from portus.engine.state.pickling import PickledState
 from portus.engine.state.walk import walked
 from portus.reach.pools.weights_only import Loadable, pickle_for_pool
@@ -51,7 +52,8 @@ class Moments:
         """As it was taken last, if it is written in slices."""
         self._loadable: Final = Loadable()
         self._pickle = b""
-        """Of the state that was taken last."""
+        self._tensors: tuple[TensorSpec, ...] = ()
+        """Pickle and tensors of the state that was taken last."""
         self._counter: Final = torch.tensor(0, device="cpu")
         self.is_whole = True
         """The next moment is taken whole."""
@@ -119,6 +121,7 @@ class Moments:
             left=left,
             dense_batch=batch,
             sliced=self._slices if left else 0,
+            tensors=self._tensors,
             alive=(flat, copied) if mapped is None else copied,  # else tables are the pool's own
         )
         self.is_whole = False
@@ -172,9 +175,10 @@ class Moments:
         """See that a state can be loaded again, as follows from its pickle. Raises
         ``UsageError``."""
         if flat.pickle != self._pickle:
-            walked(state, flat.storages).refuse_freed()
+            found = walked(state, flat.storages)
+            found.refuse_freed()
             self._loadable.check(state, flat)
-            self._pickle = flat.pickle
+            self._pickle, self._tensors = flat.pickle, found.tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portus.engine.copying.segments import memory
-from portus.engine.spec import Extent
+from portus.engine.spec import Extent, TensorSpec
 from portus.reach.index.log import Bunch
 
 Column = npt.NDArray[np.int64]
@@ -33,7 +33,8 @@ class Moment:
     until the commit is over; tables do only if ``rows`` is None. ``rows``: of those that are
     tables, what changed since the moment before, copied; the others are taken whole. None: all of
     each is taken. ``left``: storages that an entry leaves as they were, and the contents with
-    them, if there are any; a version takes them all. ``alive``: what has the memory.
+    them, if there are any; a version takes them all. ``tensors``: those of the state,
+    if they are known. ``alive``: what has the memory.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Moment:
     left: Collection[int] = ()
     dense_batch: int = 0
     sliced: int = 0
+    tensors: tuple[TensorSpec, ...] | None = None
     alive: object = field(default=None, compare=False)
 
     def bunches(self, extents_of: Callable[[int], Sequence[Extent]]) -> list[Bunch]:

@@ -70,7 +70,7 @@ class TableStore:
         self._log: LogWriter | None = None
         self._contents = b""
         self._alike: tuple[bytes, object] = b"", None
-        """Contents with the same tensors, and what these are."""
+        """Contents with the same tensors, and these, if they are known."""
         self._open_end = False
         """Nothing is behind the last entry of the log."""
         self._entry_bytes = 0
@@ -207,20 +207,24 @@ class TableStore:
         if record is None or moment.rows is None:
             return False
         same = np.array_equal(moment.length, record.storages["length"].astype(np.int64))
-        return same and self._has_tensors(moment.contents)
+        return same and self._has_tensors_of(moment)
 
     def tensors(self) -> list[TensorSpec]:
         """The tensors of what is committed."""
         return _stored(self._contents)[1]
 
-    def _has_tensors(self, contents: bytes) -> bool:
-        """True if contents name the same tensors as those that are committed."""
-        if contents in (self._contents, self._alike[0]):
+    def _has_tensors_of(self, moment: Moment) -> bool:
+        """True if what is committed names the same tensors. Contents are followed only if it is not
+        known otherwise: that takes longer than many a batch."""
+        contents, tensors = self._alike
+        if moment.contents in (self._contents, contents):
             return True
-        mine, own = self._alike[1] or _stored(self._contents), _stored(contents)
-        if mine == own:
-            self._alike = contents, own
-        return mine == own
+        if tensors is not None and moment.tensors == tensors:
+            return True
+        if _stored(self._contents) != _stored(moment.contents):
+            return False
+        self._alike = moment.contents, moment.tensors
+        return True
 
     def _append(self, moment: Moment) -> bool:
         """Commit by an entry of the log. False if it is not made for that."""
