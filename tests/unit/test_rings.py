@@ -45,7 +45,7 @@ def table() -> dict[str, str]:
 
 def rings_of_modules() -> dict[str, str]:
     """The ring of each module: that of the nearest of its parents in the table."""
-    rows, found = table(), {}
+    rows, found = {**table(), **dict.fromkeys(ADAPTERS, "reach")}, {}
     for module in modules():
         parents = [module.rsplit(".", cut)[0] for cut in range(module.count(".") + 1)]
         own = [each for each in parents if each in rows and (each != "portus" or each == module)]
