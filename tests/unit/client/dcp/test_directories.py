@@ -39,6 +39,7 @@ from portus.errors import (
 )
 from portus.reach.dcp import whole_calls
 from tests.unit.client.dcp.running import run
+from tests.unit.client.dcp.written_over import written_over
 from tests.warm import in_process
 
 pytestmark = [
@@ -239,13 +240,13 @@ def test_no_flipped_byte_is_handed_out_and_a_look_at_the_file_finds_it(which: in
     assert verify_file(file) == len(whole)
     handed_out = 0
     for at in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[at] ^= 1 << at % 8
-        file.write_bytes(damaged)
-        with pytest.raises((CorruptionError, UsageError)):
-            verify_file(file)
-        if at % 16 == 0:
-            handed_out += _loads_small("step_1")
+        damaged = whole[at] ^ 1 << at % 8
+        with written_over(file, at, bytes([damaged])):
+            with pytest.raises((CorruptionError, UsageError)):
+                verify_file(file)
+            if at % 16 == 0:
+                handed_out += _loads_small("step_1")
+    assert file.read_bytes() == whole
     assert handed_out <= 8, "but for bytes that are part of nothing"
 
 
@@ -254,8 +255,8 @@ def test_no_file_that_was_cut_off_is_handed_out(which: int) -> None:
     portus.dcp.save(SMALL, "step_1")
     file = _files("step_1")[which]
     whole = file.read_bytes()
-    for length in range(0, len(whole), 1 if which == 0 else 7):
-        file.write_bytes(whole[:length])
+    for length in range(len(whole) - 1, -1, -1 if which == 0 else -7):
+        os.truncate(file, length)
         if _loads_small("step_1"):
             assert which == 0, "the pickle is whole, and what is missing is its digest"
             assert pickle.loads(whole[:length])

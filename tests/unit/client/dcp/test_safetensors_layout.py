@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
+from tests.unit.client.dcp.written_over import written_over
 from tests.warm import Warm
 
 pytestmark = [
@@ -159,13 +160,11 @@ def test_no_flipped_byte_is_handed_out_and_a_look_at_the_file_finds_it() -> None
     assert has_digests(file)
     assert verify_file(file) == len(whole)
     for at in (*range(0, 1500, 7), *range(4096, len(whole), 97), len(whole) - 1):
-        damaged = bytearray(whole)
-        damaged[at] ^= 1 << at % 8
-        file.write_bytes(damaged)
-        with pytest.raises((CorruptionError, UsageError)):
-            verify_file(file)
-        with pytest.raises(PortusError):
-            portus.dcp.load(dict(empty()), "step_1")
+        with written_over(file, at, bytes([whole[at] ^ 1 << at % 8])):
+            with pytest.raises((CorruptionError, UsageError)):
+                verify_file(file)
+            with pytest.raises(PortusError):
+                portus.dcp.load(dict(empty()), "step_1")
 
 
 def test_what_is_missing_cut_off_or_of_another_save_is_named() -> None:
