@@ -100,7 +100,6 @@ LARGE = {
     " halves change under one lock",
     "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
     "engine/copying/local": "each way in which bytes move within a machine, side by side",
-    "reach/daemon/requests/saves: SaveRequests": "a method for each message of a save",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
     "companions/embedding/placed": "undo before an update, digests after it: they are one rule",
