@@ -10,7 +10,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -182,7 +182,7 @@ class TrainingFiles:
         as of ``save_directory``."""
         saver, _ = self._opened()
         contents = LiteralContents(bytes_image(text.encode()))
-        request = _TextRequest(follows_links=False, base=self._base, gate=ready)
+        request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
         return saver.save_files([ToSave(path, lambda: contents)], request)
 
     @calls.marked
@@ -219,11 +219,12 @@ class TrainingFiles:
             follows_links=False,
             base=self._base,
             removed_elsewhere=self._removed_elsewhere,
-            gate=ready,
             training=self,
+            gate=ready,
             number=number,
             path=path,
         )
+        handle = None
         try:
             handle = saver.save_files(
                 [
@@ -233,12 +234,10 @@ class TrainingFiles:
                 request,
                 fenced,
             )
-        except BaseException:
-            after.over(number, path, is_committed=False, may_remove=not calls.is_nested())
-            raise
-        if not isinstance(handle.of, Save):  # refused, or written at once in a signal handler
-            is_there = handle.committed
-            after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
+        finally:
+            if not request.begun_as:  # refused, or written at once in a signal handler
+                is_there = handle is not None and handle.committed
+                after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
         return handle
 
     @calls.marked
@@ -403,21 +402,10 @@ class TrainingFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TextRequest(SaveRequest):
-    """The request of a file that becomes visible after ``gate``."""
-
-    gate: Callable[[], None]
-
-    def ready(self) -> None:
-        self.gate()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CheckpointRequest(_TextRequest):
-    """The request of a checkpoint of ``training``, save ``number``, at ``path``."""
+    """The request of a file of ``training`` that becomes visible after ``gate``."""
 
     training: TrainingFiles
-    number: int
-    path: str
+    gate: Callable[[], None]
 
     def make_room(self) -> bool:
         after, mirror = self.training._after, self.training._mirror
@@ -425,7 +413,22 @@ class _CheckpointRequest(_TextRequest):
         has_ended = mirror is not None and mirror.yield_space()
         return has_removed or has_ended
 
+    def ready(self) -> None:
+        self.gate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckpointRequest(_TextRequest):
+    """The request of a checkpoint, save ``number`` of its training, at ``path``. begun_as: the
+    token of the save once it has begun; then it says itself that it is over, also where Ctrl-C came
+    out of its call."""
+
+    number: int
+    path: str
+    begun_as: list[bytes] = field(default_factory=list)
+
     def begun(self, save: Save) -> None:
+        self.begun_as.append(save.token)
         self.training._begin_journal()
         if self.training._journal is not None:
             self.training._journal.begun(self.path, save)

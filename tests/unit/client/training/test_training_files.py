@@ -1,0 +1,81 @@
+"""Saves of a training that do not go as planned: Ctrl-C in the call, a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from portus.engine.files.queue import Queue
+from portus.engine.job.settings import Settings
+from portus.errors import AbandonedError
+from portus.reach.training.training_files import TrainingFiles
+from tests.moments import at
+from tests.unit.conftest import SMALL_BYTES, Mount
+
+MIB = 1 << 20
+
+
+def press() -> None:
+    raise KeyboardInterrupt
+
+
+def weights(size: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.ones(size, dtype=torch.uint8)}
+
+
+@contextlib.contextmanager
+def training(**settings: Any) -> Iterator[tuple[TrainingFiles, threading.Event]]:
+    """Files, and a gate that opens before they close, whatever comes out of the test."""
+    gate = threading.Event()
+    with contextlib.closing(TrainingFiles(Settings(journal=False, **settings))) as files:
+        try:
+            yield files, gate
+        finally:
+            gate.set()
+
+
+def test_a_link_waits_for_a_save_that_goes_on_behind_ctrl_c(tmp_path: Path) -> None:
+    directory, last = str(tmp_path / "step-1"), str(tmp_path / "last")
+
+    with training() as (files, gate):
+
+        def ready() -> None:
+            gate.wait()
+
+        with pytest.raises(KeyboardInterrupt), at("return", Queue.put, press):
+            files.save_directory(directory, {"a.pt": weights(9)}, 1, ready=ready)
+        files.link(last, directory)
+        assert not os.path.lexists(last), "the save is in flight"
+        gate.set()
+        files.wait()
+        assert os.path.samefile(last, directory)
+        assert os.listdir(last) == ["a.pt"]
+
+
+def test_a_text_too_has_room_made_for_it_on_a_full_disk(mount: Mount) -> None:
+    """The first of two checkpoints is to go behind a third one, which fails."""
+    small = mount("tmpfs")
+    with training(on_error="warn") as (files, gate):
+
+        def forbid() -> None:
+            gate.wait()
+            raise AbandonedError("of another rank")
+
+        for step in (1, 2):
+            files.save(weights(5 * MIB), str(small / f"{step}.pt"), step).wait()
+        third = files.save_directory(str(small / "3"), {"a.pt": weights(9)}, 3, ready=forbid)
+        files.remove(str(small / "1.pt"))
+        gate.set()
+        third.join()
+        left = SMALL_BYTES - 10 * MIB
+        text = files.save_text(str(small / "latest"), "x" * (left + MIB), lambda: None)
+        text.wait()
+        assert not (small / "1.pt").exists()
+        assert (small / "2.pt").exists()
