@@ -50,8 +50,8 @@ class Destination:
         files: FileDraft | None,
         make_room: Callable[[], bool],
     ) -> Draft:
-        """Begin one save. files: the draft of what ``at_paths`` returned; released if this raises.
-        make_room: asked where there is no space: True if some was given back. Raises
+        """Begin one save. files: the draft of what ``at_paths`` returned; if this raises, it stays
+        the caller's. make_room: asked where there is no space: True if some was given back. Raises
         ``PortusError``."""
         assert files is not None, "there are files at the paths"
         return files

@@ -48,7 +48,7 @@ from portus.engine.paths.request import (
 from portus.engine.paths.shared import SharedWriter
 from portus.engine.pipeline import observers
 from portus.engine.pipeline.audit import Audit, Auditor, Late
-from portus.engine.pipeline.draft import CommittedVersion
+from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
@@ -293,15 +293,17 @@ class FileSaver:
         joined = JoinedStorages([each.contents for each in new])
         self.destination.open()
         snapshot = self._snapshot(name_of(new), joined, request, fenced)
+        paths = [each.real for each in new if each.real]
+        owner = _Owner(self, request, len(new), joined.describer())
         contents = self.destination.at_paths(new, images, snapshot)
         files = self._files_of(new, asked, request, contents) if contents else None
-        draft = self.destination.draft(new, images, snapshot, files, request.make_room)
-        paths = [each.real for each in new if each.real]
-        owner = _Owner(self, request, paths, len(new), joined.describer())
+        draft: Draft | None = files
         try:
+            draft = self.destination.draft(new, images, snapshot, files, request.make_room)
             save = Save(snapshot, draft, owner, start)
-        except BaseException:  # Ctrl-C
-            draft.release()
+        except BaseException:  # Ctrl-C too
+            if draft is not None:
+                draft.release()
             raise
         try:
             observers.began(save, self.destination.kind)
@@ -398,7 +400,6 @@ class _Owner(SaveOwner):
 
     saver: FileSaver
     request: SaveRequest
-    paths: Sequence[str]
     files: int
     name: Callable[[int], str]
 

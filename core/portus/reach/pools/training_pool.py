@@ -177,20 +177,15 @@ class TrainingPool(Destination):
         pointers = (
             None if files is None else PointerFiles(files, replaced, self.let_go, self.retire)
         )
-        try:
-            return ImageDraft(
-                self._home.draft(whole),
-                self.model,
-                table,
-                images,
-                lambda: self._newest_of(count),
-                make_room,
-                pointers,
-            )
-        except BaseException:
-            if files is not None:
-                files.release()
-            raise
+        return ImageDraft(
+            self._home.draft(whole),
+            self.model,
+            table,
+            images,
+            lambda: self._newest_of(count),
+            make_room,
+            pointers,
+        )
 
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(draft, ImageDraft), "drafts are made here"

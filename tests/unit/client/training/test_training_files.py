@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from portus.engine.directory.folder import FOLDER
 from portus.engine.files.queue import Queue
 from portus.engine.job.settings import Settings
+from portus.engine.pipeline.run import Save
+from portus.engine.state.contents import JoinedStorages
 from portus.errors import AbandonedError
+from portus.reach.index.place import Place
+from portus.reach.pools.image_draft import packed_lengths
 from portus.reach.training.training_files import TrainingFiles
 from tests.moments import at
 from tests.unit.conftest import SMALL_BYTES, Mount
@@ -57,6 +62,26 @@ def test_a_link_waits_for_a_save_that_goes_on_behind_ctrl_c(tmp_path: Path) -> N
         files.wait()
         assert os.path.samefile(last, directory)
         assert os.listdir(last) == ["a.pt"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "pooled"),
+    [
+        (JoinedStorages.describer, False),
+        (Save.__init__, False),
+        (packed_lengths, True),
+        (Save.__init__, True),
+    ],
+)
+def test_ctrl_c_leaves_no_draft(tmp_path: Path, moment: Callable[..., Any], pooled: bool) -> None:
+    pool = Place.named(tmp_path / "run.portus") if pooled else None
+    with contextlib.closing(TrainingFiles(Settings(journal=False), pool=pool)) as files:
+        path = str(tmp_path / "a.pt")
+        with pytest.raises(KeyboardInterrupt), at("call", moment, press):
+            files.save(weights(9), path, 1)
+        hidden = tmp_path / FOLDER
+        assert not hidden.exists() or not [each.name for each in hidden.glob("*.draft.*")]
+        assert files.save(weights(9), path, 2).wait().step == 2
 
 
 def test_a_text_too_has_room_made_for_it_on_a_full_disk(mount: Mount) -> None:
