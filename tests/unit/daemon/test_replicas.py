@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +91,11 @@ def saved(saver: portus.PoolCheckpointer, *steps: int) -> None:
 def steps_at(server: Server) -> list[int]:
     with portus.open(url(server)) as pool:
         return pool.steps("net")
+
+
+def copiers() -> int:
+    """The threads that copy the model, of both hosts."""
+    return sum(each.name == "portus-mirror-net" for each in threading.enumerate())
 
 
 @pytest.mark.parametrize("durable", [2, pytest.param(1, marks=pytest.mark.long)])
@@ -188,6 +194,7 @@ def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
     assert not {9, 10, 11, 12} & {each.step for each in two.log().versions}
     with pytest.raises(StaleError, match=r"step 3, in term 2, at portus://127.0.0.1:\d+"):
         portus.PoolCheckpointer(url(two.first), "net")
+    assert firsts.replica.missing() == [], "nothing is copied from here any more"
     with portus.PoolCheckpointer(two.both, "net") as resumed:
         assert_same(resumed.load(), state(3))
 
@@ -226,6 +233,9 @@ def test_a_host_that_comes_back_is_used_again_once_what_does_not_count_is_let_go
         hosted.writer.retire(hosted.writer.catalogue().ids())
         with pytest.raises(BusyError, match="another client saves model 'net' at portus"):
             portus.PoolCheckpointer(url(two.first), "net")
+        before = copiers()
+        hosted.replica.changed(["net"])
+        assert copiers() == before, "who was refused leads"
     with portus.PoolCheckpointer(two.both, "net", durable=2) as saver:
         assert_same(saver.load(), state(4))
         saved(saver, 5)

@@ -104,7 +104,7 @@ class Replica:
         if other is not None:
             for model in writer.catalogue().models:
                 if not self._has_log(model):
-                    self._made(model).wake()
+                    self._follow(self._made(model), model)
 
     def claimed(self, model: str) -> None:
         """A client is about to save it, over one connection more. When the first one does, the
@@ -211,6 +211,7 @@ class Replica:
         except BaseException:
             self._let_append(model)
             raise
+        self._follow(leader, model)
         if why_not:
             text = (
                 f"{self._tenant}: model {model!r} is saved here WITHOUT its replica, and "
@@ -222,13 +223,16 @@ class Replica:
         joined = _Following(model, self._writer, self._tenant)
         if self._other is None or self._has_log(model):
             store, name = self._objects.below(REPLICA), "the log on this host"
-            leader = Leader(store, name, joined, contextlib.nullcontext(), is_home=True)
-        else:
-            store, turns = self._other.store(self._tenant), self._other.turns
-            leader = Leader(store, self.name, joined, turns, is_home=False)
+            return Leader(store, name, joined, contextlib.nullcontext(), is_home=True)
+        store, turns = self._other.store(self._tenant), self._other.turns
+        return Leader(store, self.name, joined, turns, is_home=False)
+
+    def _follow(self, leader: Leader, model: str) -> None:
+        """Copy what is committed of a model from now on: not while its leader takes the lead, nor
+        if that failed."""
         with self._guard:
             self._leaders[model] = leader
-        return leader
+        leader.wake()
 
     def _has_log(self, model: str) -> bool:
         try:

@@ -70,24 +70,18 @@ class Leader(Copier):
     def lead(self) -> str:
         """Take the lead before the claim is granted. Return "" if the term is taken; else why the
         log cannot be asked: the pool has versions, and the term is taken once the log answers.
+        Nothing is copied before ``wake``. If this raises, the leader is closed.
 
         Raises ``StaleError`` if the model continued elsewhere, and this pool has what does not
         count; ``TransportError`` if the log cannot be asked and the pool has nothing, or is known
         to be behind; ``BusyError`` if somebody saves the model at the other host.
         """
         self._is_wanted = True
-        own = self._joined.infos()
         try:
-            state = self._mirror.read()
-        except TransportError as error:
-            if not own:
-                raise
-            self.wake()
-            return str(error)
-        while not self._has_led(state):
-            state = self._mirror.read()
-        self.wake()
-        return ""
+            return self._why_not_led()
+        except BaseException:
+            self._store.close()
+            raise
 
     def told(self, token: bytes) -> None:
         """Return when the version of that token is in the log; of 16 zeros: when the term is this
@@ -117,6 +111,18 @@ class Leader(Copier):
         """Raise ``StaleError`` if the model went on elsewhere."""
         if self.why_over:
             raise StaleError(self.why_over)
+
+    def _why_not_led(self) -> str:
+        own = self._joined.infos()
+        try:
+            state = self._mirror.read()
+        except TransportError as error:
+            if not own:
+                raise
+            return str(error)
+        while not self._has_led(state):
+            state = self._mirror.read()
+        return ""
 
     def _has_led(self, state: State) -> bool:
         """False if somebody else said something meanwhile."""
