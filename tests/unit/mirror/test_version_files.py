@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import UNIT
 from portus.engine.loading.checkpoint_file import verify_file
 from portus.errors import CorruptionError, MediumError, TransportError
-from portus.reach.index.directory import open_reader
+from portus.reach.index.directory import create_pool, open_reader, open_writer
 from portus.reach.index.reader import PoolReader
+from portus.reach.media.local import LocalFiles
 from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.log import SupersededError
@@ -252,6 +255,45 @@ def test_a_bucket_that_lost_all_of_a_version_is_filled_again(scene: Scene) -> No
         scene.mirror.mend(first, scene.reader, number, Stop())
     scene.mirror.mend(first, scene.reader, number, Stop())
     assert_same(torch.load(scene.objects()["step=1.ckpt"]), state(1))
+
+
+def test_of_many_bytes_around_storages_a_few_units_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda number: None)
+    monkeypatch.setattr("portus.reach.mirror.fetching.ABREAST", 2)
+    monkeypatch.setattr("portus.reach.versions.file_bytes._KEPT", 1)
+    count = 8
+    with portus.PoolCheckpointer(tmp_path / "run.portus", MODEL) as saver:
+        text = random.Random(1).randbytes(UNIT).hex() * (count // 2)
+        saver.save({"w": torch.rand(1000), "text": text}, 1).wait()
+    mirror = Mirror(Folder(str(tmp_path / "bucket")), MODEL)
+    mirror.claim("a test", bytes(16), 0)
+    create_pool(str(tmp_path / "fresh.portus"), LocalFiles())
+    with (
+        contextlib.closing(open_reader(str(tmp_path / "run.portus"))) as reader,
+        contextlib.closing(open_writer(str(tmp_path / "fresh.portus"), LocalFiles())) as writer,
+    ):
+        [entry] = reader.catalogue().entries()
+        with peak() as copying:
+            added = mirror.copy(reader, entry.info.id, Stop()).added
+        with mirror.opened(added) as opened, peak() as fetching:
+            fetch_version(opened, writer)
+        [there] = writer.catalogue().entries()
+        assert restore.load(writer, there)["text"] == text  # type: ignore[index]
+    assert max(*copying, *fetching) < (count - 1) * UNIT
+
+
+@contextlib.contextmanager
+def peak() -> Iterator[list[int]]:
+    """Yield a list that gets the most bytes of memory that were allocated at once."""
+    found: list[int] = []
+    tracemalloc.start()
+    try:
+        yield found
+        found.append(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_is_called_as_what_is_beside_another_has_an_object_of_its_own(

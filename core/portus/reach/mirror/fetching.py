@@ -4,8 +4,8 @@ All versions, oldest first, each by an ordinary commit under its token. Whoever 
 the rest when it is done again, since all that is there is in the mirror too.
 
 Each byte of the files is asked for once, in ranges as they lie there, several at a time, while the
-pool grows. The units of storages are compared with the digests of the manifest before they are
-stored; the bytes around the storages wait in memory until all of them are there.
+pool grows. Units are compared with the digests of the manifest before they are stored; one of the
+bytes around storages waits in memory until all of it is there.
 """
 
 from __future__ import annotations
@@ -129,11 +129,43 @@ class _Range:
     ``around`` from its byte ``inside`` on."""
 
     file: ObjectFile
-    around: Room
+    around: _Around
     start: int
     length: Column
     row: Column
     inside: Column
+
+
+class _Around:
+    """The bytes around the storages of a file, which arrive in any order: each unit is stored once
+    all of it is there. Thread-safe."""
+
+    def __init__(self, size: int, store: Callable[[int, Room], None]) -> None:
+        """size: bytes of all. store: takes the number of a unit, and its bytes."""
+        self._size: Final = size
+        self._store: Final = store
+        self._guard: Final = threading.Lock()
+        self._units: Final[dict[int, tuple[Room, int]]] = {}
+        """Those that are not whole yet, and how many bytes each lacks."""
+
+    def put(self, inside: int, data: Room) -> None:
+        """Take bytes from byte ``inside`` on. Raises what ``store`` raises."""
+        while len(data):
+            unit, at = divmod(inside, UNIT)
+            part = data[: UNIT - at]
+            with self._guard:
+                if unit in self._units:
+                    room, lacks = self._units.pop(unit)
+                else:
+                    lacks = min(UNIT, self._size - unit * UNIT)
+                    room = np.empty(lacks, np.uint8)
+                room[at : at + len(part)] = part
+                lacks -= len(part)
+                if lacks:
+                    self._units[unit] = room, lacks
+            if not lacks:
+                self._store(unit, room)
+            inside, data = inside + len(part), data[len(part) :]
 
 
 class _Arrival:
@@ -173,23 +205,16 @@ class _Arrival:
                 self._room.set_exception(error)
                 raise
 
-        arounds = [np.empty(each.file.around, np.uint8) for each in self._files]
+        last = len(self._lengths) - len(self._files)
         # The first thread to begin has the pool grow; it takes part in the rest then.
         acts: list[Callable[[], None]] = [reserve]
-        for number, around in enumerate(arounds):
-            acts += (partial(self._move, each) for each in self._ranges(number, around))
+        for number, each in enumerate(self._files):
+            around = _Around(each.file.around, partial(self._store_unit, last + number))
+            acts += (partial(self._move, part) for part in self._ranges(number, around))
         in_any_order(lambda act: act(), acts, ABREAST)
-        last = len(self._lengths) - len(arounds)
-        for index, around in enumerate(arounds, last):
-            if len(around):
-                rows = self._first[index] + np.arange(-(-len(around) // UNIT))
-                place, length = unit_spans(
-                    np.array([around.ctypes.data]), np.array([len(around)], np.int64)
-                )
-                self._store(rows, place, length)
         draft.note(reserved[0], self._expected)
 
-    def _ranges(self, number: int, around: Room) -> Iterator[_Range]:
+    def _ranges(self, number: int, around: _Around) -> Iterator[_Range]:
         """All of a file, in order."""
         file = self._files[number].file
         before = sum(len(each.file.length) for each in self._files[:number])
@@ -220,7 +245,7 @@ class _Arrival:
             part.file.read(part.start, room.data)
             columns = (starts[is_around], part.inside[is_around], part.length[is_around])
             for start, inside, length in zip(*(each.tolist() for each in columns), strict=True):
-                part.around[inside : inside + length] = room[start : start + length]
+                part.around.put(inside, room[start : start + length])
             units = ~is_around
             if units.any():
                 place = room.ctypes.data + starts[units]
@@ -228,6 +253,11 @@ class _Arrival:
         if self._advanced is not None:
             with self._telling:
                 self._advanced(size)
+
+    def _store_unit(self, index: int, unit: int, room: Room) -> None:
+        """Store a unit of a storage, from memory."""
+        rows, place = self._first[index] + np.array([unit]), np.array([room.ctypes.data])
+        self._store(rows, place, np.array([len(room)]))
 
     def _store(self, rows: Column, address: Column, length: Column) -> None:
         """Verify units in memory, and store them by calls of the medium: the first touch of a
@@ -255,6 +285,6 @@ class _Arrival:
             )
 
 
-def _range_of(file: ObjectFile, around: Room, pieces: Column) -> _Range:
+def _range_of(file: ObjectFile, around: _Around, pieces: Column) -> _Range:
     begin, length, row, inside = pieces
     return _Range(file, around, int(begin[0]), length, row, inside)

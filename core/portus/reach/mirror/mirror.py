@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
@@ -439,10 +440,7 @@ class _Source:
     def _cut(self, number: int) -> list[Piece]:
         """The pieces of a file."""
         digests = [each.tobytes() for each in self._bytes.digests_of(number)]
-        around = self._bytes.around
-        return pieces_of(
-            self._bytes.files[number], digests, lambda at, size: around(number)[at : at + size]
-        )
+        return pieces_of(self._bytes.files[number], digests, partial(self._bytes.around, number))
 
 
 def _in_parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ writes, and what a mirror is sent."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,22 @@ from portus.reach.versions.buffers import Rooms
 from portus.reach.versions.packed import PackedFile
 from portus.reach.versions.parts import shared, sources
 
+_KEPT: Final = 4
+"""Units of what is around storages, for as many threads."""
+
+
+class _Part(NamedTuple):
+    """Bytes of a unit, from its byte ``start`` on. ``row``: which unit of the version."""
+
+    row: int
+    start: int
+    length: int
+
 
 class FileBytes:
     """See the module. They are in memory of their own: read through a mapping, a bad sector would
-    be SIGBUS. What is around the storages of a file is kept once it was read."""
+    be SIGBUS. Of what is around storages, which is asked for in small parts, a few units are
+    kept."""
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], stop: Stop
@@ -42,7 +54,10 @@ class FileBytes:
         self._sizes: Final[list[int]] = unit_spans(nowhere, self.lengths)[1].tolist()
         self._rooms: Final = Rooms(UNIT)
         self._spans: Final = [each.spans() for each in files]
+        self._first_around: Final = int(self._first[sum(len(each.length) for each in files)])
+        """The first unit of what is around storages."""
         self._kept: Final[dict[int, bytes]] = {}
+        """The last few of these, by their rows."""
 
     def digests_of(self, number: int) -> Digests:
         """The digests of the units of the storages of a file."""
@@ -51,44 +66,56 @@ class FileBytes:
             int(self._first[before]) : int(self._first[before + len(self.files[number].length)])
         ]
 
-    def around(self, number: int) -> bytes:
-        """The bytes around the storages of a file. Raises as ``read``."""
-        if number not in self._kept:
-            index = sum(len(each.length) for each in self.files) + number
-            rows = range(int(self._first[index]), int(self._first[index + 1]))
-            self._kept[number] = b"".join(self._units([row]) for row in rows if self._sizes[row])
-        return self._kept[number]
+    def around(self, number: int, start: int, length: int) -> bytes:
+        """Some of the bytes around the storages of a file. Raises as ``read``."""
+        index = sum(len(each.length) for each in self.files) + number
+        return b"".join(self._together([*self._parts(index, start, length)]))
 
     def read(self, number: int, start: int, size: int) -> Iterator[memoryview]:
         """A range of a file that has whole units, in pieces: ``UNIT`` bytes are read at once.
         Raises ``CorruptionError``, ``StoppedError``, and what the medium raises."""
         file = self.files[number]
         before = sum(len(each.length) for each in self.files[:number])
-        parts: list[int | memoryview] = []
-        """Units by their rows, and what is around storages."""
+        around = sum(len(each.length) for each in self.files) + number
+        parts: list[_Part] = []
         held = 0
         for storage, inside, length in self._spans[number].within(start, size):
-            if storage == len(file.length):
-                parts.append(memoryview(self.around(number))[inside : inside + length])
-                continue
-            first = int(self._first[before + storage])
-            for row in range(first + inside // UNIT, first - (-(inside + length) // UNIT)):
-                if held + self._sizes[row] > UNIT:
+            index = around if storage == len(file.length) else before + storage
+            for part in self._parts(index, inside, length):
+                if held + part.length > UNIT:
                     yield from self._together(parts)
                     parts, held = [], 0
-                parts.append(row)
-                held += self._sizes[row]
+                parts.append(part)
+                held += part.length
         yield from self._together(parts)
 
-    def _together(self, parts: Sequence[int | memoryview]) -> Iterator[memoryview]:
-        """Some parts, whose units are read by one call."""
-        data = memoryview(self._units([each for each in parts if isinstance(each, int)]))
+    def _parts(self, index: int, inside: int, length: int) -> Iterator[_Part]:
+        """Some bytes of a storage by the units that have them."""
+        while length:
+            unit, start = divmod(inside, UNIT)
+            taken = min(UNIT - start, length)
+            yield _Part(int(self._first[index]) + unit, start, taken)
+            inside, length = inside + taken, length - taken
+
+    def _together(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
+        """Some parts, whose units are read by one call, but for those around storages."""
+        own = [each.row for each in parts if each.row < self._first_around]
+        data = memoryview(self._units(own))
         for each in parts:
-            if isinstance(each, int):
-                yield data[: self._sizes[each]]
-                data = data[self._sizes[each] :]
+            if each.row < self._first_around:
+                yield data[: each.length]
+                data = data[each.length :]
             else:
-                yield each
+                yield memoryview(self._kept_unit(each.row))[each.start : each.start + each.length]
+
+    def _kept_unit(self, row: int) -> bytes:
+        found = self._kept.get(row)
+        if found is None:
+            found = self._units([row])
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            self._kept[row] = found
+        return found
 
     def _units(self, rows: Sequence[int]) -> bytes:
         """Units end to end, verified, ``UNIT`` bytes together at most."""
