@@ -136,13 +136,13 @@ class ImageDraft:
             return False  # another save was committed since the storages were compared
         if not self._draft.share(known.version, indices, address, stop):
             return False
-        rows = self._rows(indices)
-        self._digests[rows] = shared(known.version.record, indices).digests
-        self._crcs[rows] = (
-            sum_sources(Sources.in_memory(address, self._length[indices]))
-            if known.crcs is None
-            else known.crcs[rows]
-        )
+        rows, record = self._rows(indices), known.version.record
+        self._digests[rows] = shared(record, indices).digests
+        if known.crcs is None:
+            self._crcs[rows] = sum_sources(Sources.in_memory(address, self._length[indices]))
+        else:  # others had other lengths then, so these had other rows
+            first = record.storages["first_unit"][indices].astype(np.int64)
+            self._crcs[rows] = known.crcs[ranges(first, self._units[indices])]
         return True
 
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:

@@ -141,6 +141,23 @@ def frozen_and_trained(step: int) -> dict[str, Any]:
     }
 
 
+def test_a_file_whose_storages_moved_to_other_units_has_their_crcs(scene: Scene) -> None:
+    """A storage before them has grown, or shrunk, by a unit."""
+    path, shared = scene.path("last.ckpt"), []
+    with scene.training() as files:
+        for step in range(6):
+            state = {
+                "grows": torch.full((UNIT + 1 if step == 3 else 9,), step, dtype=torch.uint8),
+                **{f"{n}": torch.full((70_000,), n) for n in range(4)},
+            }
+            save = files.save(state, path, step)
+            save.wait()
+            shared.append(save.stats.shared_bytes)
+            with zipfile.ZipFile(io.BytesIO(stored(path))) as archive:
+                assert archive.testzip() is None, step
+    assert max(shared[3:]) > 70_000
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_file_whose_storages_are_shared_with_another_version_is_whole(
     scene: Scene, restarts: bool
