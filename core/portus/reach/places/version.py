@@ -38,8 +38,8 @@ class OpenVersion:
         }
 
     def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
-        """See ``OpenCheckpoint``. One unit (16 MiB) is in memory at a time, and what is around the
-        storages."""
+        """See ``OpenCheckpoint``. One unit (16 MiB) is in memory at a time, and a few of what is
+        around the storages."""
         files = [] if self.table is None else list(self.table.files)
         names = [each.name for each in files]
         if name not in names:
