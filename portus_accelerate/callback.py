@@ -61,7 +61,7 @@ class PortusCallback(TrainerCallback, ExportableState):
         max_overhead: float = portus.Cadence.MAX_OVERHEAD,
         mtbf: float | str | None = None,
     ) -> None:
-        portus.checked_cadence(every, max_overhead, mtbf)
+        portus.parse_cadence(every, max_overhead, mtbf)
         said = {"every": every, "max_overhead": max_overhead, "mtbf": mtbf}
         self._said: Final[dict[str, Any]] = said
         self._cadence: portus.Cadence | None = None

@@ -172,7 +172,7 @@ class PlainLoader:
             self._cursor.forget()
             self._cursor.put_back(state["cursor"])
         elif position["batches"]:
-            self._now = randomness.taken()
+            self._now = randomness.take()
         if state["left"]:
             self._cursor.put_back(state["cursor"])
         if told:

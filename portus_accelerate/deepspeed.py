@@ -24,7 +24,7 @@ from typing import Any, Final
 import portus
 from portus_accelerate.engine_files import EngineFiles, why_not
 from portus_accelerate.settings import from_environment, from_mapping
-from portus_accelerate.standing import is_known, spelled
+from portus_accelerate.standing import is_known, spell
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -91,7 +91,7 @@ def _version() -> str:
 
 
 def _range_of(version: str) -> str:
-    return f"Portus was made for DeepSpeed {spelled(OLDEST, NEWEST)}, and this is {version}"
+    return f"Portus was made for DeepSpeed {spell(OLDEST, NEWEST)}, and this is {version}"
 
 
 def _files_of(engine: Any) -> EngineFiles | None:

@@ -68,7 +68,7 @@ _leader: ContextVar[_Leader | None] = ContextVar("portus_leader", default=None)
 
 
 @contextlib.contextmanager
-def led(base: str, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
+def gather_engine_files(base: str, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
     """What engines save inside is a part of a checkpoint whose other files become visible after
     it; the handles of these saves. base: the directory above it whose hidden folder has the drafts.
     now: the saves return when they are complete."""
@@ -125,7 +125,7 @@ class EngineFiles:
                     save_latest=False,
                     **named,
                 )
-            return FilesOfRank(parts, _written_by_step(engine))
+            return FilesOfRank(parts, _tensors_of_step(engine))
 
         leader = _leader.get()
         if leader is None and self._settings.mirror not in (None, "none"):
@@ -232,7 +232,7 @@ class _StandIn:
         return getattr(self._real, name)
 
 
-def _written_by_step(engine: Any) -> list[torch.Tensor]:
+def _tensors_of_step(engine: Any) -> list[torch.Tensor]:
     """What ``_take_model_step`` writes, and nobody else: weights that are trained, their masters,
     and the state of the optimizer."""
     found = [each for each in engine.module.parameters() if each.requires_grad]

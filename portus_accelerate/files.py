@@ -49,7 +49,7 @@ class CheckpointFiles:
     def _remove_cut_off(self, above: str) -> None:
         """Remove directories of automatic naming whose save was cut off, and that nobody else wrote
         into: scripts go on from the highest number, or begin anew where there is none."""
-        for directory in place.numbered(above) if os.path.isdir(above) else ():
+        for directory in place.numbered_directories(above) if os.path.isdir(above) else ():
             if not NUMBERED.fullmatch(os.path.basename(directory)):
                 continue
             if not why_incomplete(directory) or _others_in(directory):

@@ -132,7 +132,7 @@ def heard(trainer: Any, preempt_within: float | str) -> Iterator[None]:
                 del manager._enable_checkpoint
 
 
-def left(trainer: Any) -> Any:
+def run_to_leaving(trainer: Any) -> Any:
     """What ``train`` returns, and does, where an evaluation was left."""
     utils: Any = sys.modules["transformers.trainer_utils"]
     trainer.is_in_train = False

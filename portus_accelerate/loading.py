@@ -11,7 +11,7 @@ from typing import Any, Final
 from accelerate.utils import broadcast_object_list, gather_object, other
 
 import portus
-from portus_accelerate import place, resume, sharded
+from portus_accelerate import fsdp, place, resume
 from portus_accelerate.capture import verifying
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.newest import RANDOM, why_incomplete
@@ -119,8 +119,8 @@ class StateLoader:
         why = why_incomplete(directory)
         if why:
             raise portus.UsageError(why)
-        is_sharded = sharded.saves_shards(self._accelerator)
-        shards = sharded.verifying() if is_sharded else contextlib.nullcontext()
+        is_sharded = fsdp.saves_shards(self._accelerator)
+        shards = fsdp.verifying() if is_sharded else contextlib.nullcontext()
         with verifying(), shards, naming(directory, self._accelerator.process_index):
             return stock(directory)
 
@@ -207,7 +207,7 @@ class StateLoader:
 def _newest_first(above: str) -> list[str]:
     """The checkpoints in ``above``; none where it cannot be listed, which stock says then."""
     with contextlib.suppress(portus.MediumError):
-        return place.numbered(above)[::-1]
+        return place.numbered_directories(above)[::-1]
     return []
 
 

@@ -80,7 +80,11 @@ def is_complete(directory: str) -> bool:
 
 def complete_in(folder: str) -> list[str]:
     """The checkpoints in ``folder`` whose save was not cut off; newest first."""
-    found = [path for path in place.numbered(folder) if NAME.fullmatch(os.path.basename(path))]
+    found = [
+        path
+        for path in place.numbered_directories(folder)
+        if NAME.fullmatch(os.path.basename(path))
+    ]
     return [path for path in found[::-1] if not why_incomplete(path, is_complete)]
 
 

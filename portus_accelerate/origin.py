@@ -46,7 +46,7 @@ def origin_of(directory: str) -> Origin | None:
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
         path = os.path.join(directory, name)
         pointer = portus.read_reference(path)  # following it would open a pool
-        said = _noted_in(path) if pointer is None else (pointer.model, pointer.step)
+        said = _read_note(path) if pointer is None else (pointer.model, pointer.step)
         if said is not None:
             run = _OF_ONE_WRITER.sub("", said[0])
             found.setdefault(Origin(directory, run, said[1]), []).append(name)
@@ -67,7 +67,7 @@ def note(model: str, step: int) -> bytes:
     return json.dumps({"model": model, "step": step}).encode()
 
 
-def _noted_in(path: str) -> tuple[str, int] | None:
+def _read_note(path: str) -> tuple[str, int] | None:
     """Model and step."""
     if not os.path.isfile(path) or os.path.splitext(path)[1] not in _SUFFIXES:
         return None

@@ -32,9 +32,9 @@ import torch.distributed as dist
 
 import portus
 from portus_accelerate import capture, deepspeed, is_on, resume
-from portus_accelerate.saver import SAVER, Saver, chosen_for, save_state, saver_of
+from portus_accelerate.saver import SAVER, Saver, save_state, saver_for, saver_of
 from portus_accelerate.settings import from_environment, from_mapping
-from portus_accelerate.standing import ON, is_known, spelled, status, tell
+from portus_accelerate.standing import ON, is_known, spell, status, tell
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -55,7 +55,7 @@ def install() -> None:
     if not is_known(version, OLDEST, NEWEST):
         reason = (
             f"Accelerate {version} is not supported by this version of Portus "
-            f"({spelled(OLDEST, NEWEST)}): it saves checkpoints by itself"
+            f"({spell(OLDEST, NEWEST)}): it saves checkpoints by itself"
         )
         tell(reason)
         _log.warning("Portus: %s", reason)
@@ -137,7 +137,7 @@ def should_leave(accelerator: Any) -> bool:
     ``preempt_within`` with the other keys of the flag. Raises ``UsageError`` if Portus is not
     turned on.
     """
-    return _asked(accelerator, "should_leave").should_leave()
+    return _saver_of(accelerator, "should_leave").should_leave()
 
 
 def cadence(accelerator: Any) -> portus.Cadence:
@@ -147,7 +147,7 @@ def cadence(accelerator: Any) -> portus.Cadence:
     Raises ``UsageError`` if Portus is not turned on for ``accelerator``. If it is turned on, but
     Accelerate itself saves, "auto" means every 10 minutes.
     """
-    return _asked(accelerator, "cadence").cadence()
+    return _saver_of(accelerator, "cadence").cadence()
 
 
 def _changes() -> list[tuple[Any, str, Any]]:
@@ -183,10 +183,10 @@ def _changes() -> list[tuple[Any, str, Any]]:
     return found
 
 
-def _asked(accelerator: Any, function: str) -> Saver:
+def _saver_of(accelerator: Any, function: str) -> Saver:
     """Return who saves for ``accelerator``. Raises ``UsageError`` if nobody turned Portus on.
     function: who asks."""
-    saver = chosen_for(accelerator)
+    saver = saver_for(accelerator)
     if saver is None:
         raise portus.UsageError(
             f"portus_accelerate.{function}: expected an Accelerator that Portus saves for, found "
@@ -273,7 +273,7 @@ def _log_values(
 
 
 def _backward(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
-    saver = chosen_for(self)
+    saver = saver_for(self)
     if saver is not None:
         saver.training.passes += 1
     return stock(self, *given, **named)

@@ -53,7 +53,7 @@ def step_of(checkpoint: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def numbered(directory: str) -> list[str]:
+def numbered_directories(directory: str) -> list[str]:
     """The directories in ``directory`` that have a number in their name, as those of automatic
     naming do; lowest first. Raises ``MediumError``."""
     try:
@@ -75,5 +75,5 @@ def surplus(newest: str, limit: int | None) -> list[str]:
     ``MediumError``."""
     if limit is None:
         return []
-    others = [path for path in numbered(os.path.dirname(newest)) if path != newest]
+    others = [path for path in numbered_directories(os.path.dirname(newest)) if path != newest]
     return others[: max(0, len(others) - max(0, limit - 1))]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 
-def taken() -> dict[str, Any]:
+def take() -> dict[str, Any]:
     """Where they stand."""
     found = {
         "python": random.getstate(),
@@ -22,7 +22,7 @@ def taken() -> dict[str, Any]:
 
 
 def put(states: dict[str, Any]) -> None:
-    """Put them where they stood when they were ``taken``."""
+    """Put them where they stood when they were ``take``."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -121,7 +121,7 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
             f"Portus knows {FORMAT}: a newer one saved it. Upgrade Portus here, or set "
             "PORTUS_DISABLE=1, and the run continues with other data and random numbers"
         )
-    then = randomness.taken()
+    then = randomness.take()
     if len(saved["loaders"]) != len(loaders) and accelerator.is_main_process:
         data.tell_count(len(saved["loaders"]), len(loaders))
     running = saved.get("running")
@@ -150,7 +150,7 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
             randomness.put(then)
     if running is not None and running["index"] < len(loaders):
         loader = loaders[running["index"]]
-        _waiting.append(_Resumed(loader, loaders, running["start"], randomness.taken()))
+        _waiting.append(_Resumed(loader, loaders, running["start"], randomness.take()))
     for loader in loaders:
         if _is_finished(loader):
             _waiting.append(_Resumed(loader, loaders))
@@ -158,7 +158,7 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
 
 def iterate(stock: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
     """Yield what ``__iter__`` of one of Accelerate's loaders does, going on where it has to."""
-    resumed, plain = _resumed(loader), data.of(loader)
+    resumed, plain = _resume(loader), data.of(loader)
     own = plain.loader if plain is not None else loader if resumed is None else resumed.loader
     if own is not loader:  # of skip_first_batches, which older versions let begin at epoch 0
         loader.iteration = own.iteration
@@ -205,7 +205,7 @@ def _tell_epoch(loader: Any) -> None:
         loader.dataset.set_epoch(loader.iteration)
 
 
-def _resumed(loader: Any) -> _Resumed | None:
+def _resume(loader: Any) -> _Resumed | None:
     for each in _waiting:
         if each.is_of(loader):
             _waiting.remove(each)
@@ -292,7 +292,7 @@ def _put(loader: Any, position: dict[str, Any]) -> None:
 
 def _start(loader: Any) -> dict[str, Any]:
     generators = {name: each.get_state() for name, each in _generators(loader).items()}
-    return {"random": randomness.taken(), "generators": generators}
+    return {"random": randomness.take(), "generators": generators}
 
 
 def _restore(loader: Any, start: dict[str, Any]) -> None:

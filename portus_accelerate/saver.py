@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any, Final
 
 import portus
-from portus_accelerate import data, deepspeed, place, resume, sharded
+from portus_accelerate import data, deepspeed, fsdp, place, resume
 from portus_accelerate.capture import Capture, capturing, torch_name
-from portus_accelerate.engine_files import EngineFiles, led
+from portus_accelerate.engine_files import EngineFiles, gather_engine_files
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.loading import StateLoader, Stock
 from portus_accelerate.newest import RANDOM, why_incomplete
@@ -86,8 +86,8 @@ class Saver:
         what = _BYPASSES.get(kind)
         if kind == "DEEPSPEED" and self.settings.pool_at is not None:
             what = "DeepSpeed, with a pool,"
-        kind = sharded.kind_of(self._accelerator)
-        if kind not in (None, sharded.SHARDED, sharded.FULL):
+        kind = fsdp.kind_of(self._accelerator)
+        if kind not in (None, fsdp.SHARDED, fsdp.FULL):
             what = f"FSDP with {kind}"
         if what is not None:
             ACCELERATE.say_once(
@@ -193,10 +193,10 @@ class Saver:
                 handles[-1].wait()
 
         now = self._over or self.settings.blocking or _is_temporary(directory)
-        if sharded.saves_shards(self._accelerator) and not portus.is_nested():
-            parts_of_ranks = sharded.saving(self._files.opened_shards(directory), step, now=now)
+        if fsdp.saves_shards(self._accelerator) and not portus.is_nested():
+            parts_of_ranks = fsdp.saving(self._files.opened_shards(directory), step, now=now)
         else:
-            parts_of_ranks = led(os.path.dirname(run.links), now=now)
+            parts_of_ranks = gather_engine_files(os.path.dirname(run.links), now=now)
         with capturing(directory) as capture, parts_of_ranks as shards:
             capture.flush = lambda: save(now=True)
             yield
@@ -315,11 +315,11 @@ def _is_writer(accelerator: Any) -> bool:
 
 def saver_of(accelerator: Any) -> Saver | None:
     """Return who saves for ``accelerator``; None if it saves by itself."""
-    found = chosen_for(accelerator)
+    found = saver_for(accelerator)
     return found if found is not None and found.is_on() else None
 
 
-def chosen_for(accelerator: Any) -> Saver | None:
+def saver_for(accelerator: Any) -> Saver | None:
     """Return who was to save for ``accelerator``, and may leave all to Accelerate; None if nobody
     turned Portus on."""
     found = accelerator.__dict__.get(SAVER)

@@ -56,7 +56,7 @@ class Settings(portus.Settings):
             portus.Preemption(self.preempt_within)  # says what makes no sense, now
         if (self.every, self.max_overhead, self.mtbf) != (None, portus.Cadence.MAX_OVERHEAD, None):
             every = "auto" if self.every is None else self.every
-            portus.checked_cadence(every, self.max_overhead, self.mtbf)
+            portus.parse_cadence(every, self.max_overhead, self.mtbf)
 
     @property
     def pool_at(self) -> portus.Place | None:

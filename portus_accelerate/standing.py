@@ -54,6 +54,6 @@ def is_known(version: str, oldest: tuple[int, ...], newest: tuple[int, ...]) -> 
     return oldest <= numbers[: len(oldest)] <= newest
 
 
-def spelled(oldest: tuple[int, ...], newest: tuple[int, ...]) -> str:
+def spell(oldest: tuple[int, ...], newest: tuple[int, ...]) -> str:
     """Return a range of versions as users write it."""
     return " to ".join(".".join(map(str, each)) for each in (oldest, newest))

@@ -86,7 +86,7 @@ def steps_in(folder: str) -> list[str]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def loaded_newest(load_step: Callable[[int], bool], folder: str, step: int) -> bool:
+def load_newest(load_step: Callable[[int], bool], folder: str, step: int) -> bool:
     """Call ``load_step`` with ``step``; where that is -1, the newest, and it is damaged, with the
     one before it, and so on. What it returns. Raises ``CorruptionError`` if all are damaged, and
     for a step that was named."""

@@ -14,7 +14,7 @@ from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 from portus.dcp import PortusStorageWriter, load
-from portus_accelerate.titan import loaded_newest, purge, save
+from portus_accelerate.titan import load_newest, purge, save
 
 
 class PortusCheckpoints(CheckpointManager):
@@ -75,7 +75,7 @@ class PortusCheckpoints(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _load(self, step: int = -1) -> bool:
-        return loaded_newest(super()._load, self.folder, step)
+        return load_newest(super()._load, self.folder, step)
 
     def _maybe_wait_for_staging(self) -> None:
         self._writer.fence()

@@ -166,7 +166,7 @@ def _train(
     if resume_from_checkpoint:
         saver.loader.fetch(os.path.join(os.path.abspath(output), "checkpoint-0"))
     saver.begin(output)
-    chosen = _chosen(self, saver, resume_from_checkpoint)
+    chosen = _choose(self, saver, resume_from_checkpoint)
     is_path = isinstance(chosen, str | os.PathLike)
     is_own = is_path and os.path.dirname(os.path.abspath(chosen)) == os.path.abspath(output)
     _follow_the_cadence(self, saver)
@@ -174,7 +174,7 @@ def _train(
         try:
             result = stock(self, chosen, *more, **named)
         except leaving.EvaluationLeft:
-            result = leaving.left(self)
+            result = leaving.run_to_leaving(self)
         except BaseException:
             saver.leave()
             raise
@@ -200,7 +200,7 @@ def _rotate_now(trainer: Any, chosen: str) -> None:
 
 def _is_newest(checkpoint: str) -> bool:
     """True if none beside it is newer, by its step or by its time: Trainer goes by either."""
-    beside = place.numbered(os.path.dirname(checkpoint))
+    beside = place.numbered_directories(os.path.dirname(checkpoint))
     steps = [path for path in beside if NAME.fullmatch(os.path.basename(path))]
     times = sorted(steps, key=os.path.getmtime)  # those of one time stay in the order of steps
     return steps[-1:] == times[-1:] == [checkpoint]
@@ -239,7 +239,7 @@ def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
     trainer.control = some.on_log(trainer.args, trainer.state, trainer.control, metrics)
 
 
-def _chosen(trainer: Any, saver: Saver, asked: Any) -> Any:
+def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
     """What to resume from: the newest checkpoint that all processes finished, if none is named.
     Raises ``UsageError`` for one whose save was cut off."""
     if isinstance(asked, str | os.PathLike):
@@ -248,7 +248,9 @@ def _chosen(trainer: Any, saver: Saver, asked: Any) -> Any:
         return asked
     output, count = os.path.abspath(trainer.args.output_dir), trainer.args.world_size
     is_here = os.path.isdir(output)  # for this process: it still takes part in what all do
-    beside = saver.loader.as_main_says(output, place.numbered(output) if is_here else [])
+    beside = saver.loader.as_main_says(
+        output, place.numbered_directories(output) if is_here else []
+    )
     beside = [path for path in beside if NAME.fullmatch(os.path.basename(path))]
     if not beside:
         return asked  # Trainer says that there is none

@@ -108,7 +108,7 @@ def _values(stock: Callable[..., Any], self: Any, args: Any, dataloader: Any) ->
         return found
     training, checkpoint = _Training(plain, batches=batches), vars(self)[_OWN]
     vars(self)[_OWN] = training
-    saved = None if args.ignore_data_skip else _saved_in(checkpoint, args, plain.is_dispatched)
+    saved = None if args.ignore_data_skip else _read_saved(checkpoint, args, plain.is_dispatched)
     step, per_step = _step_of(checkpoint), args.gradient_accumulation_steps
     steps = _steps(batches, per_step)
     counted = (step // steps, step % steps * per_step, batches, batches)
@@ -173,7 +173,7 @@ def _go_on(training: _Training, saved: Mapping[str, Any], trainer: Any) -> bool:
     return True
 
 
-def _saved_in(checkpoint: Any, args: Any, is_of_main: bool) -> dict[str, Any] | None:
+def _read_saved(checkpoint: Any, args: Any, is_of_main: bool) -> dict[str, Any] | None:
     """What this process saved, or the main one if there were others or ``is_of_main``; None if
     nothing was. Raises ``UsageError`` for what a newer Portus saved."""
     if checkpoint is None:

@@ -48,7 +48,7 @@ class CadenceHooks:
                     f"{of_model_checkpoint[name]!r}. Leave it out, or add a ModelCheckpoint"
                 )
         self._every, self._max_overhead, self._mtbf = every, max_overhead, mtbf
-        portus.checked_cadence(every, max_overhead, mtbf)  # it counts from the start of the fit
+        portus.parse_cadence(every, max_overhead, mtbf)  # it counts from the start of the fit
         self._cadence: portus.Cadence | None = None
         self._loaded: dict[str, object] | None = None
         super().__init__(every_n_train_steps=1, **of_model_checkpoint)  # type: ignore[call-arg]

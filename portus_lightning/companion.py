@@ -33,7 +33,7 @@ from portus_lightning.patch import (
     saves_shards,
     uploads_each,
 )
-from portus_lightning.preempted import Leaving
+from portus_lightning.preemption import Leaving
 from portus_lightning.resume import renew_at_epoch_end
 
 KEY: Final = "portus_random"
@@ -68,9 +68,9 @@ class CompanionHooks:
         self._data = None if stage == "fit" else self._data
         io.run.begin(stock.local_path(trainer.default_root_dir))
         if knows_shards(trainer.strategy):
-            from portus_lightning import sharded  # it needs much of torch.distributed
+            from portus_lightning import shards  # it needs much of torch.distributed
 
-            sharded.attach(trainer.strategy, io.run)
+            shards.attach(trainer.strategy, io.run)
         if stage == "fit" and stock.is_on():
             self._data = data.TrainingData(trainer, io.fixed_batch)
             for message in warnings_for(trainer, io.run) if trainer.is_global_zero else ():

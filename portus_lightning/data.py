@@ -80,7 +80,7 @@ class TrainingData:
         is_pending: nothing was trained since a state was loaded, so the loaders are still there.
         """
         if is_pending and self._saved:
-            return _gathered([None if each is None else dict(each) for each in self._saved])
+            return _gather([None if each is None else dict(each) for each in self._saved])
         if not self._cursors:
             return None
         progress = self._loop.epoch_loop.batch_progress
@@ -88,7 +88,7 @@ class TrainingData:
         is_over = (
             done == progress.current.ready and self._loop.epoch_loop._num_ready_batches_reached()
         )
-        return _gathered(
+        return _gather(
             [
                 None
                 if cursor is None
@@ -205,7 +205,7 @@ class TrainingData:
         is_known = (
             len(loaders) == 1
             or self._loop._combined_loader._mode == "min_size"
-            or None not in [_known(partial(len, each)) for each in loaders]
+            or None not in [_length_of(partial(len, each)) for each in loaders]
         )
         self._cursors = [
             portus.DataCursor(each, ranks=ranks, fixed=self._fixed)
@@ -299,7 +299,7 @@ class TrainingData:
             )
 
 
-def _gathered(states: list[Any]) -> dict[str, Any]:
+def _gather(states: list[Any]) -> dict[str, Any]:
     """The states of loaders, as a checkpoint has them: what belongs to a rank apart."""
     random = [
         torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
@@ -327,10 +327,10 @@ def _is_stateful(loader: object) -> bool:
 
 
 def _length(cursor: portus.DataCursor, of_stock: bool = False) -> int | None:
-    return _known(lambda: len(cursor.stock) if of_stock else cursor.batches)
+    return _length_of(lambda: len(cursor.stock) if of_stock else cursor.batches)
 
 
-def _known(length: Callable[[], int | None]) -> int | None:
+def _length_of(length: Callable[[], int | None]) -> int | None:
     """A length; None where nobody knows it, as of a sampler without one."""
     try:
         return length()

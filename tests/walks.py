@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by: python -m tests.walks -->\n\n", "<!-- end of what is made -->"
 
-WRAPPERS = ("engine/media/calls", "companions/job/replaced")
+WRAPPERS = ("engine/media/calls", "companions/job/replacement")
 """Modules whose functions wrap others, and do nothing else."""
-EITHER = {"engine/writer/staged": "StagedWay.", "engine/writer/cached": "CachedWay."}
+EITHER = {"engine/writer/staged_way": "StagedWay.", "engine/writer/cached_way": "CachedWay."}
 """Two ways to write: which one is taken is measured on each file system."""
 
 SAVE = [
@@ -46,8 +46,8 @@ COMMIT = [
     "engine/directory/publisher.Publication.publish",
 ]
 LOAD = [
-    "engine/files/pending.PendingPaths.wait_for", "engine/loading/open_file.opened",
-    "engine/loading/recognized.load_opened", "engine/image/torch_reader.read_torch",
+    "engine/files/pending.PendingPaths.wait_for", "engine/loading/open_file.open_file",
+    "engine/loading/any_format.load_opened", "engine/image/torch_reader.read_torch",
     "engine/loading/stored_bytes.StoredBytes.fetch", "engine/copying/local.fetch",
 ]  # fmt: skip
 STEPS = {

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
         this_is_a_pointer_run_portus_export as this_is_a_pointer_run_portus_export,
     )
     from portus.companions.job.cadence import Cadence as Cadence
-    from portus.companions.job.cadence import checked_cadence as checked_cadence
+    from portus.companions.job.cadence import parse_cadence as parse_cadence
     from portus.companions.job.preemption import Preemption as Preemption
     from portus.companions.job.preemption import times_preempted as times_preempted
-    from portus.companions.job.replaced import around as around
+    from portus.companions.job.replacement import around as around
     from portus.companions.job.stock import Framework as Framework
     from portus.companions.job.stock import is_disabled as is_disabled
     from portus.companions.loaders.cursor import DataCursor as DataCursor
     from portus.companions.loaders.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
     from portus.companions.loaders.randomness import capture_randomness as capture_randomness
     from portus.companions.loaders.randomness import restore_randomness as restore_randomness
-    from portus.companions.loaders.seeded import SeededDataset as SeededDataset
+    from portus.companions.loaders.seeds import SeededDataset as SeededDataset
     from portus.companions.run import Run as Run
     from portus.companions.shelf.shelf import Shelf as Shelf
     from portus.engine.job.settings import Settings as Settings
@@ -91,7 +91,7 @@ _MODULE_OF: Final = {
     "Run": "portus.companions.run",
     "SaveHandle": "portus.engine.pipeline.handle",
     "SaveStats": "portus.engine.pipeline.handle",
-    "SeededDataset": "portus.companions.loaders.seeded",
+    "SeededDataset": "portus.companions.loaders.seeds",
     "Settings": "portus.engine.job.settings",
     "SettingsDict": "portus.engine.job.settings",
     "Shelf": "portus.companions.shelf.shelf",
@@ -102,10 +102,10 @@ _MODULE_OF: Final = {
     "UsageError": "portus.errors",
     "VersionInfo": "portus.engine.spec",
     "allow": "portus.reach.pools.resolve",
-    "around": "portus.companions.job.replaced",
+    "around": "portus.companions.job.replacement",
     "capture_randomness": "portus.companions.loaders.randomness",
     "check": "portus.reach.index.check",
-    "checked_cadence": "portus.companions.job.cadence",
+    "parse_cadence": "portus.companions.job.cadence",
     "is_disabled": "portus.companions.job.stock",
     "is_nested": "portus.engine.media.calls",
     "is_reference": "portus.reach.pools.resolve",

@@ -33,21 +33,21 @@ _CUT_MIN: Final = 100
 _HOSTS: Final = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d{0,5})?(\+.*)?", re.S)
 
 
-def masked(text: str, *, is_address: bool = False) -> str:
+def mask(text: str, *, is_address: bool = False) -> str:
     """Return ``text`` with ``***`` for what may be a secret in the addresses in it: users and
     passwords, queries and fragments. A tenant of a storage host is not one.
 
     is_address: all of it is one address, whatever is wrong with it; it may lack the scheme.
     """
     if is_address:
-        return _WHOLE.sub(_masked_address, text, count=1)
+        return _WHOLE.sub(_mask_address, text, count=1)
     if "@" not in text and ":/" not in text:
         return text
-    text = _BARE.sub(_masked_address, _QUOTED.sub(_masked_address, text))
+    text = _BARE.sub(_mask_address, _QUOTED.sub(_mask_address, text))
     return _USER.sub(rf"\1{HIDDEN}@", text)
 
 
-def _masked_address(found: re.Match[str]) -> str:
+def _mask_address(found: re.Match[str]) -> str:
     start, rest = found["start"], re.sub("%40", "@", found["rest"], flags=re.I)
     quote = found.groupdict().get("quote") or ""
     authority = _AUTHORITY.match(rest)[0]  # type: ignore[index]  # it may be empty
@@ -88,7 +88,7 @@ class PortusError(Exception):
 
 
 def _safe(argument: object) -> object:
-    return masked(argument) if isinstance(argument, str) else argument
+    return mask(argument) if isinstance(argument, str) else argument
 
 
 class UsageError(PortusError, ValueError):

@@ -1,5 +1,5 @@
 """Trains and saves, and prints where a line of the core ran with a lock held and no marked function
-(``calls.marked``) on the stack: a signal handler that interrupts it there, and waits for a save,
+(``calls.mark``) on the stack: a signal handler that interrupts it there, and waits for a save,
 waits for ever. Prints also which locks were taken while others were held, by any thread. Run as a
 script, so that its locks are there before those of Portus.
 
@@ -26,7 +26,7 @@ _mine = _held[threading.get_ident()]
 """Those of the main thread."""
 _nested: set[tuple[str, str]] = set()
 """Where two locks were made, the second of which was taken while the first was held."""
-_FREE = ("engine/copying/thread.py", "engine/media/written.py")
+_FREE = ("engine/copying/thread.py", "engine/media/write_watch.py")
 """What makes locks that one thread takes and another one gives back, and that nobody waits for
 while others are held."""
 

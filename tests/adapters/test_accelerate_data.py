@@ -506,7 +506,7 @@ def test_a_dataset_that_changed_is_told_and_the_epoch_is_stocks(
 
 def test_what_a_portus_saved_that_did_not_follow_loaders_goes_on_too(tmp_path: Path) -> None:
     accelerator, (data,) = prepared(tmp_path, made("shuffled"))
-    start = {"random": randomness.taken(), "generators": {}, "made": None}
+    start = {"random": randomness.take(), "generators": {}, "made": None}
     batches = iter(data)
     next(batches)
     saved: Any = {
@@ -515,7 +515,7 @@ def test_what_a_portus_saved_that_did_not_follow_loaders_goes_on_too(tmp_path: P
         "loaders": [{"iteration": 0, "generators": {}, "made": None}],
         "running": {"index": 0, "start": start},
     }
-    now = randomness.taken()
+    now = randomness.take()
     expected = rows(batches), float(torch.rand(1))
     elsewhere()
     randomness.put(now)

@@ -22,7 +22,7 @@ from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.plan import Flags
 from portus.engine.pipeline.run import Stage
 from portus.engine.state.pickling import pickle_state
-from portus.engine.state.walk import walked
+from portus.engine.state.walk import walk
 from portus.errors import AbandonedError, PortusError
 from portus.reach.pools.checkpointer import PoolCheckpointer
 
@@ -174,7 +174,7 @@ def slow_saves(folder: Path, **settings: Any) -> Iterator[SlowSaves]:
 
 def contents(state: object) -> dict[str, bytes]:
     """The bytes of every tensor of a state, by key path."""
-    flat = walked(state)
+    flat = walk(state)
     memory = [_bytes_of(each.clone()) for each in flat.storages]
     return {spec.name: memory[spec.storage].numpy().tobytes() for spec in flat.tensors}
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from portus.companions.cadence.bounded import Costs, Rule, Tuner
+from portus.companions.cadence.bound import Costs, Rule, Tuner
 from portus.companions.cadence.checkfreq import Profile
 from tests.bench.pages import table, written
 from tests.bench.published import Released, algorithm_1, daly_s
@@ -148,7 +148,7 @@ class AsReleased:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """``portus.companions.cadence.bounded``; what it measured is part of the state."""
+    """``portus.companions.cadence.bound``; what it measured is part of the state."""
 
     tuner: Tuner
 

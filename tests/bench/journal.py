@@ -12,7 +12,7 @@ from typing import Final
 
 from portus.cli.output import Output
 from portus.cli.report import run
-from portus.companions.cadence.bounded import overhead
+from portus.companions.cadence.bound import overhead
 from portus.companions.journal.lines import (
     Decided,
     Head,
@@ -20,7 +20,7 @@ from portus.companions.journal.lines import (
     Saved,
     SessionBegun,
     SessionEnded,
-    encoded,
+    encode,
 )
 from tests.bench.cadence import (
     BOUND,
@@ -120,7 +120,7 @@ def example(directory: Path) -> Path:
     inside = directory / ".portus" / "run.journal"
     inside.mkdir(parents=True)
     lines = [Head(format=1, model="run"), *written(outcome, job)]
-    (inside / "run.lines").write_bytes(b"".join(map(encoded, lines)))
+    (inside / "run.lines").write_bytes(b"".join(map(encode, lines)))
     return directory
 
 

@@ -15,8 +15,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Final
 
-from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, placed
-from portus.companions.cadence.steps import rounded_up, share
+from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, place_snapshot
+from portus.companions.cadence.steps import round_up, share
 from portus.engine.settings.numbers import not_negative, over_zero
 
 
@@ -78,10 +78,10 @@ def algorithm_1(profile: Profile, max_overhead: float) -> IntervalChoice:
     ``UsageError`` unless ``max_overhead`` is over 0 and under 1.
     """
     share("max_overhead", max_overhead)
-    snapshot, stall = placed(profile)
+    snapshot, stall = place_snapshot(profile)
     in_turn = (profile.host_copy_s + profile.store_s - stall) / profile.step_s
     in_bound = stall / (max_overhead * profile.step_s)
-    return IntervalChoice(max(rounded_up(in_turn), rounded_up(in_bound)), snapshot, stall)
+    return IntervalChoice(max(round_up(in_turn), round_up(in_bound)), snapshot, stall)
 
 
 PROFILED_FROM: Final = 5

@@ -16,13 +16,13 @@ import torch
 from portus.companions.embedding import store
 from portus.companions.embedding.moment import Moment, Rows
 from portus.companions.embedding.store import TableStore
-from portus.companions.embedding.tables import changed_rows
+from portus.companions.embedding.tables import copy_rows
 from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import digest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE
 from portus.engine.state.pickling import pickle_state
-from portus.engine.state.walk import walked
+from portus.engine.state.walk import walk
 from portus.errors import MediumError
 from portus.reach.index.directory import open_writer
 from portus.reach.index.reader import PoolReader
@@ -124,7 +124,7 @@ class User(Process[State]):
             self.dense_batch = step
         moment = self.moment(step, None if whole or self.is_new else numbers)
         if is_relaxed or sliced:
-            dense = [spec.storage for spec in walked(tensors).tensors if spec.name == "dense"]
+            dense = [spec.storage for spec in walk(tensors).tensors if spec.name == "dense"]
             moment = replace(moment, left=dense, sliced=sliced)
         else:
             self.dense = {}
@@ -136,11 +136,11 @@ class User(Process[State]):
         self.report((after,))
 
     def moment(self, step: int, numbers: dict[str, torch.Tensor] | None) -> Moment:
-        flat = walked(self.tensors)
+        flat = walk(self.tensors)
         rows: dict[int, Rows] = {}
         for spec in flat.tensors:
             if numbers is not None and spec.name in numbers:
-                rows[spec.storage] = changed_rows(self.tensors[spec.name], numbers[spec.name])
+                rows[spec.storage] = copy_rows(self.tensors[spec.name], numbers[spec.name])
         return Moment(
             step,
             pickle_state(self.tensors).pickle,

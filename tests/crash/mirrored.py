@@ -19,7 +19,7 @@ from portus.engine.copying.segments import Digests
 from portus.engine.format.checksum import UNIT, digest, unit_counts
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, TransportError
-from portus.reach.mirror.log import KnownLog, MirrorLog, SupersededError, folded
+from portus.reach.mirror.log import KnownLog, MirrorLog, SupersededError, fold
 from portus.reach.mirror.objects import (
     LOG,
     MANIFESTS,
@@ -35,7 +35,7 @@ from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of
 from portus.reach.mirror.requests import GetObject, Steps
 from portus.reach.mirror.store import MissingError
 from portus.reach.mirror.writer import GRACE_S, Version, Writer, read_manifest
-from portus.reach.versions.packed import FileTable, PackedFile, encode_table
+from portus.reach.versions.file_table import FileTable, PackedFile, encode_table
 from tests.simulation.model_store import ModelStore, Odds, Unsure
 
 MODEL = "gpt"
@@ -156,7 +156,7 @@ class Oracle:
         number = entry_number(name)
         assert number == self.state.number + 1
         before, entry = self.state, SEAL.read_entry(number, data, MODEL)
-        self.state = folded(before, number, entry)
+        self.state = fold(before, number, entry)
         for fact in entry.facts:
             if isinstance(fact, Added) and fact in self.state.versions:
                 self._is_whole(fact)

@@ -13,7 +13,7 @@ from typing import Final, cast
 import numpy as np
 import torch
 
-from portus.companions.embedding.placed import (
+from portus.companions.embedding.in_pool import (
     NO_ROWS,
     PlacedMoment,
     PlacedStore,
@@ -22,7 +22,7 @@ from portus.companions.embedding.placed import (
 )
 from portus.engine.spec import PAGE
 from portus.engine.state.pickling import pickle_state
-from portus.engine.state.walk import walked
+from portus.engine.state.walk import walk
 from portus.reach.index.directory import open_writer
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.pools.restore import load
@@ -83,7 +83,7 @@ class User(DeviceProcess[State]):
         return place
 
     def index(self, name: str) -> int:
-        return next(each.storage for each in walked(self.tensors).tensors if each.name == name)
+        return next(each.storage for each in walk(self.tensors).tensors if each.name == name)
 
     def log(self, rows: Mapping[str, Sequence[int]]) -> None:
         """What an update of these rows needs, before it."""
@@ -157,7 +157,7 @@ class User(DeviceProcess[State]):
         self.report((self.state,))
 
     def moment(self, step: int) -> PlacedMoment:
-        flat = walked(self.tensors)
+        flat = walk(self.tensors)
         index = {each.name: each.storage for each in flat.tensors}
         placed = {index[name]: place for name, place in self.places.items()}
         return PlacedMoment(

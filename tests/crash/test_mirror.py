@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from portus.reach.mirror.log import KnownLog, MirrorLog, folded
+from portus.reach.mirror.log import KnownLog, MirrorLog, fold
 from portus.reach.mirror.objects import (
     Added,
     Claimed,
@@ -137,7 +137,7 @@ class TakesTheirsForItsOwn(MirrorLog):
 
     def _folded(self, number: int, data: bytes | None) -> State:
         assert data is not None
-        return folded(self.state, number, self._seal.read_entry(number, data, self._model))
+        return fold(self.state, number, self._seal.read_entry(number, data, self._model))
 
 
 class WithItsOwnLog(Writer):

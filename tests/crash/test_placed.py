@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from portus.companions.embedding import placed
-from portus.companions.embedding.placed import PlacedMoment, PlacedStore
+from portus.companions.embedding import in_pool
+from portus.companions.embedding.in_pool import PlacedMoment, PlacedStore
 from portus.companions.embedding.slices import Slices
 from portus.companions.embedding.store import TableStore
 from portus.reach.index.in_place import cell_digests
@@ -129,7 +129,7 @@ class UndoThatCounts(LogWriter):
 
 
 def log_of(writer: type[LogWriter]) -> Mistake:
-    return lambda patch: patch.setattr(placed, "LogWriter", writer)
+    return lambda patch: patch.setattr(in_pool, "LogWriter", writer)
 
 
 class LoggedAfterwards(User):
@@ -168,7 +168,7 @@ class LoggedBeforeThePreviousUpdate(User):
             data = self.early[place][number]
             assert self.store._log is not None
             assert self.store._record is not None
-            bunch = Bunch(placed._offsets(place, number), data)
+            bunch = Bunch(in_pool._offsets(place, number), data)
             self.store._log.append_undo(self.store._record.info.commit, [bunch])
             place.logged, place.old = number, cell_digests(number, data)
 
@@ -189,11 +189,11 @@ def logged_once_and_for_all(patch: pytest.MonkeyPatch) -> None:
 
 def rows_not_durable(patch: pytest.MonkeyPatch) -> None:
     """The batch is committed, and its rows are in caches."""
-    patch.setattr(placed, "_runs", lambda place: np.empty((0, 2), np.int64))
+    patch.setattr(in_pool, "_runs", lambda place: np.empty((0, 2), np.int64))
 
 
 def one_cell_of_a_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(placed, "cells_of", lambda rows, row, cell: np.unique(rows * row // cell))
+    patch.setattr(in_pool, "cells_of", lambda rows, row, cell: np.unique(rows * row // cell))
 
 
 def digests_of_the_batch_before(patch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def _sealed(self: PlacedStore) -> None:
 
 def nothing_is_put_back(patch: pytest.MonkeyPatch) -> None:
     """Who opens the pool says that undo was carried out, and did nothing."""
-    patch.setattr(placed, "pending", _forgotten)
+    patch.setattr(in_pool, "pending", _forgotten)
 
 
 def _forgotten(medium: Any, record: Any) -> list[Any]:

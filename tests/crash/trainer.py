@@ -38,9 +38,9 @@ from portus.reach.index.records import NOWHERE, VersionEntry, decode_copies, rea
 from portus.reach.index.roots import read_roots
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import Locks
-from portus.reach.pools.image_draft import CommittedImages, ImageDraft, packed_lengths
+from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.version_file import VersionFile, file_in, table_of
-from portus.reach.versions.packed import FileTable, PackedFile, encode_table
+from portus.reach.versions.file_table import FileTable, PackedFile, encode_table
 from portus.reach.versions.parts import Before
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults
@@ -350,7 +350,7 @@ class Trainer:
             step, surplus = self.next_step(model), self.surplus(model, keep)
             after = changed(after, model, [step], surplus)
             state, made = snapshot(model, step), images(model, step)
-            asked = AskedDraft(self.writer, packed_lengths(made))
+            asked = AskedDraft(self.writer, lengths_of(made))
             draft = ImageDraft(asked, model, table(model, step), made, lambda: None, lambda: False)
             draft.copy(np.arange(len(LENGTHS)), state.address, Stop())
             labels = Labels(model=model, step=step, token=state.token)
@@ -368,7 +368,7 @@ class Trainer:
     def write(self, model: str, step: int, retire: Collection[int]) -> None:
         """One save through the pipeline, as the client has it done. Raises what made it fail."""
         state, made, known = snapshot(model, step), images(model, step), self.before.get(model)
-        pool = PoolDraft(self.writer, packed_lengths(made))
+        pool = PoolDraft(self.writer, lengths_of(made))
         draft = ImageDraft(pool, model, table(model, step), made, lambda: known, lambda: False)
         save = Save(state, draft, _Owner(self, model, known, retire))
         save.copy_now()

@@ -21,7 +21,7 @@ from portus.engine.media import linux
 from portus.engine.media.file_calls import write_all
 from portus.engine.paths import process, shared
 from portus.engine.paths.face import load, save
-from portus.engine.writer import staged
+from portus.engine.writer import staged_way
 from portus.errors import MediumError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -98,7 +98,7 @@ def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]
     with monkeypatch.context() as patched:
         patched.setattr(shared, "Linux", lambda: Failing(injector))
         patched.setattr(linux, "allocate", injector.around(linux.allocate, "allocate"))
-        patched.setattr(staged, "write_all", injector.around(write_all, "write"))
+        patched.setattr(staged_way, "write_all", injector.around(write_all, "write"))
         for name in ("fdatasync", "ftruncate"):
             patched.setattr(os, name, injector.around(getattr(os, name), name))
         for step in range(1, STEPS + 1):

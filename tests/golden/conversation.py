@@ -22,10 +22,10 @@ import numpy as np
 from portus.engine.format.checksum import digest
 from portus.reach.index.records import decode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Fault, Said, packed_column
-from portus.reach.transport.dial import raised
+from portus.reach.protocol.messages import Fault, Said, pack_column
+from portus.reach.transport.dial import error_of
 from portus.reach.transport.stream import Link
-from portus.reach.versions.packed import FileTable, PackedFile, encode_table
+from portus.reach.versions.file_table import FileTable, PackedFile, encode_table
 from portus.testing.hosting import serving
 
 HERE: Final = Path(__file__).resolve().parent
@@ -34,8 +34,8 @@ NONCE: Final = b"n" * 16
 CLIENT: Final = b"c" * 16
 FIRST, SECOND, GIVEN_UP = b"1" * 16, b"2" * 16, b"3" * 16
 DATA: Final = [bytes(range(256)) * 4, b"", b"\7" * 60]
-LENGTHS: Final = packed_column([len(each) for each in DATA])
-ALL: Final = packed_column([0, 1, 2])
+LENGTHS: Final = pack_column([len(each) for each in DATA])
+ALL: Final = pack_column([0, 1, 2])
 DIGESTS: Final = b"".join(digest(each) for each in DATA)
 CONTENTS: Final = encode_table(
     FileTable([PackedFile("a.pt", 1084, np.array([60, 0]), np.array([1024, 0]))])
@@ -51,7 +51,7 @@ def talk(link: Link, version: int) -> None:
     def ask(message: Said, expected: type[Said] = said.Done) -> Said:
         answer = link.ask(message)
         if not isinstance(answer, expected):
-            raise raised(answer)
+            raise error_of(answer)
         return answer
 
     def send() -> None:
@@ -73,8 +73,8 @@ def talk(link: Link, version: int) -> None:
         ask(said.Metrics({"loss": 0.5}))
     first = committed(ask(said.Confirm(DIGESTS, bytes(16), CONTENTS, b""), said.Committed))
     ask(said.Begin("model", 11, SECOND, LENGTHS), said.Begun)
-    assert ask(said.Share(FIRST, packed_column([0, 1])), said.Shared) == said.Shared(True)
-    ask(said.Offer(packed_column([2]), packed_column([2])), said.Pull)
+    assert ask(said.Share(FIRST, pack_column([0, 1])), said.Shared) == said.Shared(True)
+    ask(said.Offer(pack_column([2]), pack_column([2])), said.Pull)
     link.send_payload(said.DATA, memoryview(DATA[2]), None)
     assert isinstance(link.hear(), said.Pulled)
     committed(ask(said.Confirm(DIGESTS, FIRST, CONTENTS, b"", True), said.Committed))
@@ -84,15 +84,15 @@ def talk(link: Link, version: int) -> None:
     assert isinstance(refused, said.Refused)
     assert refused.fault is Fault.USAGE
     ask(said.Pin(first))
-    link.send(said.Read(packed_column([0, 1000, 4096, 500])))
+    link.send(said.Read(pack_column([0, 1000, 4096, 500])))
     page = bytearray(1500)
     link.fill(memoryview(page), None)
     assert any(page)
     assert link.receive() == said.Done()
-    ask(said.Check(packed_column([0]), b""), said.Checked)
+    ask(said.Check(pack_column([0]), b""), said.Checked)
     ask(said.Unpin(first))
     ask(said.Forget(ALL))
-    ask(said.Retire(packed_column([first])))
+    ask(said.Retire(pack_column([first])))
     if link.connection.knows(said.Note.kind):
         ask(said.Note("a save failed"))
     ask(said.GiveBack())

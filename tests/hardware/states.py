@@ -22,7 +22,7 @@ from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
 from portus.reach.files.host import HostPool
 from portus.reach.index.reader import PoolReader
-from portus.reach.versions.parts import shared, sources
+from portus.reach.versions.parts import share, sources
 from tests.contents import tabled
 
 Bytes = NDArray[np.uint8]
@@ -88,7 +88,7 @@ def loaded(pool: PoolReader, targets: Sequence[Bytes], step: int) -> bool:
         record = pool.record(current)
         lengths = record.storages["length"].astype(np.int64)
         assert lengths.tolist() == [each.nbytes for each in targets]
-        group = shared(record, np.arange(len(lengths)))
+        group = share(record, np.arange(len(lengths)))
         address = np.array([each.ctypes.data for each in targets], np.int64)
         found = fetch(pool.medium, sources(address, lengths, group.extents), Stop())
     return bool(np.array_equal(found, group.digests))

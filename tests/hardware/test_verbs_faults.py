@@ -22,9 +22,9 @@ from portus.reach.index.directory import format_device, open_reader
 from portus.reach.index.findings import Severity
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, packed_column, packed_handles
+from portus.reach.protocol.messages import Said, pack_column, pack_handles
 from portus.reach.protocol.vocabulary import Phase
-from portus.reach.transport.dial import raised
+from portus.reach.transport.dial import error_of
 from portus.reach.transport.verbs import RegisterError
 from portus.testing.nursery import Nursery, nursery
 from tests.hardware.conftest import DEVDAX, WAIT_S_MAX
@@ -237,10 +237,10 @@ def walk(server: Server) -> Iterator[Walk]:
 def refusal(walk: Walk, message: Said) -> Exception:
     answer = walk.ask(message, said.Refused)
     assert isinstance(answer, said.Refused)
-    return raised(answer)
+    return error_of(answer)
 
 
-ONE = packed_column([0])
+ONE = pack_column([0])
 
 
 def test_memory_that_is_given_back_before_it_is_pulled_is_refused(
@@ -272,8 +272,8 @@ def test_a_handle_that_lies_at_a_restore_is_refused_and_others_are_served(
     extents = walk.record.extents
     offsets = np.stack([extents["offset"], extents["length"]], axis=1).reshape(-1)
     handle = PUSHES[lie](walk.region.start, walk.region.remote_key)
-    packed = packed_handles([handle[0]], [handle[1]])
-    message = said.Push(packed_column([SIZE]), packed_column(offsets.astype(np.int64)), packed)
+    packed = pack_handles([handle[0]], [handle[1]])
+    message = said.Push(pack_column([SIZE]), pack_column(offsets.astype(np.int64)), packed)
     error = refusal(walk, message)
     assert isinstance(error, UsageError)
     assert "cannot be reached" in str(error)
@@ -296,10 +296,10 @@ def test_memory_that_may_only_be_read_is_never_written(server: Server) -> None:
             entry = next(iter(pool.catalogue().entries()))
             extents = pool.record(entry).extents[:1]
             size = min(key.length, int(extents["length"][0]))
-            ranges = packed_column([int(extents["offset"][0]), size])
-            handle = packed_handles([key.start], [key.remote_key])
+            ranges = pack_column([int(extents["offset"][0]), size])
+            handle = pack_handles([key.start], [key.remote_key])
             before = state[0].copy()
-            answer = link.ask(said.Push(packed_column([size]), ranges, handle))
+            answer = link.ask(said.Push(pack_column([size]), ranges, handle))
             assert isinstance(answer, said.Refused), answer
             assert answer.fault is said.Fault.USAGE
         assert np.array_equal(state[0], before)
@@ -320,7 +320,7 @@ def test_an_end_that_is_not_there_fails_its_own_save_alone() -> None:
             assert others_save(server), "while it hangs"
             answer = walk.hear(said.Refused)
             assert isinstance(answer, said.Refused)
-            assert isinstance(raised(answer), TransportError)
+            assert isinstance(error_of(answer), TransportError)
             assert "no progress" in answer.text or "no longer answers" in answer.text
         finally:
             walk.close()
@@ -356,8 +356,8 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
     walk.to("connected")
     with pytest.raises(RegisterError, match="ulimit -l"):
         walk.lane.register(walk.array.ctypes.data, TEN_TERABYTES)
-    lengths = packed_column([TEN_TERABYTES])
-    handle = packed_handles([walk.array.ctypes.data], [7])
+    lengths = pack_column([TEN_TERABYTES])
+    handle = pack_handles([walk.array.ctypes.data], [7])
     walk.ask(said.Register(0, lengths, handle), said.Done)
     walk.link.send(said.Begin(MODEL, 1, b"t" * 16, lengths))
     answer = walk.link.hear()
@@ -368,7 +368,7 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
         walk.ask(said.Abandon(), said.Abandoned)  # until then it may be offered again
     else:
         assert isinstance(answer, said.Refused)
-        assert isinstance(raised(answer), MediumError)
+        assert isinstance(error_of(answer), MediumError)
     check_sound(server)
     assert others_save(server)
 

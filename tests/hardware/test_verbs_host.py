@@ -32,7 +32,7 @@ from portus.reach.index.findings import Severity
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
-from portus.reach.protocol.messages import packed_column, packed_handles
+from portus.reach.protocol.messages import pack_column, pack_handles
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
 from tests.contents import table
@@ -362,8 +362,8 @@ def test_a_handle_that_lies_is_refused_and_others_save(server: Server, lie: str)
         assert lane is not None
         region = lane.register(array.ctypes.data, array.nbytes)
         address, key, length = LIES[lie](region.start, region.remote_key, array.nbytes)
-        lengths, one = packed_column([length]), packed_column([0])
-        link.ask(said.Register(0, lengths, packed_handles([address], [key])))
+        lengths, one = pack_column([length]), pack_column([0])
+        link.ask(said.Register(0, lengths, pack_handles([address], [key])))
         link.ask(said.Begin("liar", 1, b"t" * 16, lengths))
         answer = link.ask(said.Offer(one, one))
         assert isinstance(answer, said.Refused), answer

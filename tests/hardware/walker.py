@@ -17,13 +17,13 @@ from portus.engine.format.checksum import UNIT, digest
 from portus.reach.index.records import VersionRecord, decode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, parse
-from portus.reach.protocol.messages import Said, packed_column, packed_handles
+from portus.reach.protocol.messages import Said, pack_column, pack_handles
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
 from portus.reach.transport.regions import ClientLane
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import Region, load
-from portus.reach.versions.parts import shared, sources
+from portus.reach.versions.parts import share, sources
 from portus.testing.nursery import Say
 from tests.contents import table
 from tests.hardware.states import Bytes, state_of
@@ -104,14 +104,14 @@ class Walk:
 
     def _registered(self) -> None:
         self.region = self.lane.register(self.array.ctypes.data, SIZE)
-        handle = packed_handles([self.region.start], [self.region.remote_key])
-        self.ask(said.Register(0, packed_column([SIZE]), handle), said.Done)
+        handle = pack_handles([self.region.start], [self.region.remote_key])
+        self.ask(said.Register(0, pack_column([SIZE]), handle), said.Done)
 
     def _begun(self) -> None:
-        self.ask(said.Begin(MODEL, 1, b"t" * 16, packed_column([SIZE])), said.Begun)
+        self.ask(said.Begin(MODEL, 1, b"t" * 16, pack_column([SIZE])), said.Begun)
 
     def _offered(self) -> None:
-        self.link.send(said.Offer(packed_column([0]), packed_column([0])))
+        self.link.send(said.Offer(pack_column([0]), pack_column([0])))
 
     def _pulled(self) -> None:
         self.hear(said.Pulled)
@@ -140,12 +140,12 @@ class Walk:
         self.ask(said.Pin(self.record.info.id), said.Done)
 
     def _pushing(self) -> None:
-        extents = shared(self.record, np.arange(1)).extents
+        extents = share(self.record, np.arange(1)).extents
         moved = sources(np.array([self.region.start]), np.array([SIZE]), extents)
         ranges = np.stack([moved.extent_offset, moved.extent_length], axis=1).reshape(-1)
-        handle = packed_handles([self.region.start], [self.region.remote_key])
+        handle = pack_handles([self.region.start], [self.region.remote_key])
         self.array[:] = 0
-        self.link.send(said.Push(packed_column([SIZE]), packed_column(ranges), handle))
+        self.link.send(said.Push(pack_column([SIZE]), pack_column(ranges), handle))
 
     def _pushed(self) -> None:
         self.hear(said.Pushed)

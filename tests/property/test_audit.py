@@ -21,7 +21,7 @@ import torch
 
 from portus.engine.fence.fence import Fence
 from portus.engine.fence.snapshot import Suspects, copy_order
-from portus.engine.media import written
+from portus.engine.media import write_watch
 from portus.engine.pipeline.audit import AuditMethod
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save
@@ -114,7 +114,7 @@ class Model:
         if rng.random() < 0.5:
             places = [(each.data_ptr(), each.nbytes) for each in self.tensors()]
             address, length = np.array(places, np.int64).T
-            written.make_huge(address, length, lambda: True)
+            write_watch.make_huge(address, length, lambda: True)
 
     def step(self) -> None:
         for parameter in self.parameters:

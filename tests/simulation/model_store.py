@@ -17,7 +17,7 @@ from typing import Final
 
 from portus.engine.format.checksum import digest
 from portus.errors import TransportError, UsageError
-from portus.reach.mirror.names import checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.names import check_name, check_prefix, short, writable_bytes
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
 from portus.reach.mirror.pieces import WantedObject
 from portus.reach.mirror.requests import (
@@ -79,7 +79,7 @@ class ModelStore:
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._asked("list")
-        checked_prefix(prefix, _WHERE)
+        check_prefix(prefix, _WHERE)
         with self._guard:
             names = sorted(n for n in self.objects if n.startswith(prefix) and n > after)
             entries = [ListedObject(n, len(self.objects[n][0]), self.objects[n][1]) for n in names]
@@ -104,7 +104,7 @@ class ModelStore:
         if self._is_closed:
             raise UsageError(f"{_WHERE} is closed")
         for name in names:
-            checked_name(name, _WHERE)
+            check_name(name, _WHERE)
         with self._guard:
             self.counts[kind] += 1
 

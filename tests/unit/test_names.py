@@ -13,8 +13,8 @@ import torch
 import portus
 from portus.companions.run import Run
 from portus.errors import UsageError
-from portus.reach.index.place import Place, quoted
-from portus.reach.media.names import NAME_MAX, fitting, hidden
+from portus.reach.index.place import Place, quote
+from portus.reach.media.names import NAME_MAX, fitting, hidden_name
 from tests.unit.cli.scene import portus as command
 
 NAMES = {
@@ -75,7 +75,7 @@ def test_a_run_says_of_directories_that_are_no_utf8_which_is_which(tmp_path: Pat
         for each in (b"\xff", b"\xfe", rb"\xff", b"a\xff" * 100, b"b\xff" * 100)
     ]
     assert len({*names}) == len(names)
-    assert all(len(quoted(each)) < 220 and each.encode() for each in names)
+    assert all(len(quote(each)) < 220 and each.encode() for each in names)
 
 
 @each_name
@@ -131,4 +131,4 @@ def test_a_derived_name_has_room_whole_characters_and_is_unique(name: str) -> No
             stem = os.fsencode(made)[:-17]
             assert os.fsencode(name).startswith(stem)
             assert name.startswith(os.fsdecode(stem))
-    assert len(os.fsencode(hidden(name, ".1-2.new"))) <= NAME_MAX
+    assert len(os.fsencode(hidden_name(name, ".1-2.new"))) <= NAME_MAX

@@ -17,7 +17,7 @@ ONE_IMPLEMENTATION = {
     "core/portus/engine/writer/image_file.py: Unpublished": "of publishers, on a floor above",
     "core/portus/reach/media/dax.py: Space": "tests replace the device, which loses power",
     "core/portus/reach/media/pool.py: FileSystem": "tests replace the disk, which crashes",
-    "core/portus/reach/transport/onesided.py: Pair": "tests replace the network card",
+    "core/portus/reach/transport/one_sided.py: Pair": "tests replace the network card",
     "core/portus/testing/adapter.py: Trains": "whoever writes an adapter implements it",
 }
 """Why there is a ``Protocol`` that fewer than two classes of what is shipped, but for the test kit,

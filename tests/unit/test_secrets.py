@@ -19,7 +19,7 @@ import portus
 import portus.dcp
 import portus.embedding
 from portus.cli.app import app
-from portus.errors import MediumError, PortusError, masked
+from portus.errors import MediumError, PortusError, mask
 
 SECRET = "S3CRET"
 
@@ -179,7 +179,7 @@ def test_doctor_says_no_secret_of_any_place() -> None:
     result = CliRunner().invoke(app, ["doctor", *ADDRESSES])
     assert SECRET not in result.output
     said = " ".join(result.output.split())
-    assert [address for address in ADDRESSES if masked(address) not in said] == []
+    assert [address for address in ADDRESSES if mask(address) not in said] == []
 
 
 @pytest.mark.timeout(400)  # each of hundreds of addresses is tried by a command
@@ -222,5 +222,5 @@ def test_errors_keep_their_number_and_what_is_no_secret() -> None:
         "/data/a@b/file: model net:v1@12",
     )
     for text in same:
-        assert masked(text) == text
-    assert masked("user:S3CRET@host", is_address=True) == "***@host"
+        assert mask(text) == text
+    assert mask("user:S3CRET@host", is_address=True) == "***@host"

@@ -20,13 +20,13 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "m
 BROAD_EXCEPT = {
     "core/portus_in_torch.py: _register": "an error would break import torch for everybody",
     "core/portus/cli/doctor.py: adapters": "an adapter that is broken is a finding, not an end",
-    "core/portus/reach/pools/weights_only.py: unpickled": "what torch makes of nonsense; told",
+    "core/portus/reach/pools/weights_only.py: unpickle": "what torch makes of nonsense; told",
     "core/portus/engine/state/pickling.py: _place_of_failure": "looks for the part that fails",
     "core/portus/engine/state/pickling.py: pickle_state": "code of a user; told with its place",
     "core/portus/engine/image/key_paths.py: storage_places": (
         "a message without it is better than none"
     ),
-    "core/portus/engine/image/key_paths.py: stored_in": (
+    "core/portus/engine/image/key_paths.py: storages_in": (
         "what is no pickle is a finding of a check"
     ),
     "core/portus/engine/fence/fence.py: _await_copy": "in the user's step; must not end training",
@@ -34,8 +34,8 @@ BROAD_EXCEPT = {
     "core/portus/reach/shards/directories.py: read_metadata": "what torch's metadata hold; told",
     "core/portus/reach/shards/rank_contents.py: _naming": "code of a planner; told with its name",
     "core/portus/reach/dcp/directory_writer.py: _reason": "why a save failed, for other ranks",
-    "core/portus/reach/shards/planned.py: _plans_alike": "other ranks wait; torch tells it",
-    "core/portus/reach/shards/planned.py: agreed": "other ranks wait for a word; raised after",
+    "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
+    "core/portus/reach/shards/plans.py: agree": "other ranks wait for a word; raised after",
     "core/portus/reach/versions/parallel.py: run": "raised in the thread that asks for the result",
     "core/portus/reach/versions/parallel.py: in_any_order": (
         "raised in the thread that waits for all"
@@ -102,7 +102,7 @@ LARGE = {
     "engine/copying/local": "each way in which bytes move within a machine, side by side",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
-    "companions/embedding/placed": "undo before an update, digests after it: they are one rule",
+    "companions/embedding/in_pool": "undo before an update, digests after it: they are one rule",
     "reach/index/log": "one record format: its writer, its reader, its recovery",
     "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from portus.cli.options import AS_JSON, argument, flag, group, option
-from portus.cli.output import BUSY, EXIT_CODES, Row, count_text, reported, size_text
+from portus.cli.output import BUSY, EXIT_CODES, Row, count_text, reporting, size_text
 from portus.errors import TransportError
 from portus.reach.daemon.admin import (
     Asked,
@@ -55,7 +55,7 @@ _OFF: Final = flag("--off", "allow saves again")
 @commands.command("show", epilog=EXIT_CODES)
 def show(host: str = _HOST, as_json: bool = AS_JSON) -> None:
     """List tenants with their bytes and quotas, and connections with their claims and pins."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         found = _ask(host, Look(), HostStatus)
         output.document(msgspec.to_builtins(found, builtin_types=()))
         draining = ", draining: no new saves" if found.draining else ""
@@ -97,7 +97,7 @@ def kick(
     as_json: bool = AS_JSON,
 ) -> None:
     """Close one connection, or all of a tenant. Saves in flight fail; clients may reconnect."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         count = _ask(host, Kick(who), RequestDone).count
         output.document({"ended": count})
         output.line(f"{count_text(count, 'connection')} ended")
@@ -111,7 +111,7 @@ def read_only(
     as_json: bool = AS_JSON,
 ) -> None:
     """Refuse a tenant's saves and removals, until --off or a restart."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         _ask(host, ReadOnly(tenant, not off), RequestDone)
         output.document({"tenant": tenant, "read_only": not off})
         output.line(f"{tenant}: {'saves may begin again' if off else 'read-only until --off'}")
@@ -128,7 +128,7 @@ def drain(
 
     Loads continue. Exit code 75 if saves are still in flight when the time is over.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
         output.document({"draining": not off, "saves": left})
         in_flight = f"no new saves; {count_text(left, 'save')} in flight"
@@ -142,7 +142,7 @@ def reopen(host: str = _HOST, tenant: str = _TENANT, as_json: bool = AS_JSON) ->
 
     Reads the whole pool. Then the host closes the tenant's connections, and clients reconnect.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         size = _ask(host, Reopen(tenant), RequestDone, None).count
         output.document({"tenant": tenant, "size": size})
         output.line(
@@ -153,7 +153,7 @@ def reopen(host: str = _HOST, tenant: str = _TENANT, as_json: bool = AS_JSON) ->
 @commands.command("reload", epilog=EXIT_CODES)
 def reload(host: str = _HOST, as_json: bool = AS_JSON) -> None:
     """Make the host reread its secrets, quotas and certificates, as SIGHUP does."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         _ask(host, Reload(), RequestDone)
         output.document({"reloaded": True})
         output.line("secrets, quotas and certificates were read again")

@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 
 from portus import __version__
 from portus.cli.options import flag
-from portus.cli.output import EXIT_CODES, reported
-from portus.errors import masked
+from portus.cli.output import EXIT_CODES, reporting
+from portus.errors import mask
 
 _GROUPS: Final = {
     "Checkpoints": {
@@ -80,12 +80,12 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         try:
-            with reported(as_json=False):  # Ctrl-C while a module is imported
+            with reporting(as_json=False):  # Ctrl-C while a module is imported
                 return super().invoke(ctx)
         except Exception as error:
             said = getattr(error, "message", None)  # of any error of the parser
             if isinstance(said, str):
-                error.message = masked(said)  # type: ignore[attr-defined]
+                error.message = mask(said)  # type: ignore[attr-defined]
             raise
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.options import AS_JSON, Texts, argument
-from portus.cli.output import Output, count_text, reported, said, size_text
+from portus.cli.output import Output, count_text, error_line, reporting, size_text
 from portus.cli.pools import find_pool, refuse_pointer
 from portus.engine.copying.local import Source, Stop, copy
 from portus.engine.image.image import Image
@@ -29,7 +29,7 @@ from portus.engine.spec import Extent
 from portus.engine.writer.image_file import ImageFile
 from portus.engine.writer.ring import StagingRing
 from portus.engine.writer.ways import TRIES, Kind, Way, Ways
-from portus.errors import PortusError, UsageError, masked
+from portus.errors import PortusError, UsageError, mask
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
 from portus.reach.media.dax import is_device
@@ -75,7 +75,7 @@ def command(
     as_json: bool = AS_JSON,
 ) -> None:
     """Say what to change here, and how fast this machine is: verdict first."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(places or (), output)
 
 
@@ -86,9 +86,9 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
     failed: dict[str, str] = {}
     for text in places:
         try:
-            pool, place = _meant(text)
+            pool, place = _targets(text)
         except PortusError as error:
-            failed[masked(text, is_address="://" in text)] = said(error)
+            failed[mask(text, is_address="://" in text)] = error_line(error)
             continue
         pools.append(pool)
         if place is not None:
@@ -99,18 +99,18 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
         looked_at = list({each.name: each for each in looked_at}.values())
     else:
         looked_at, to_measure = list(pools_here()), dict.fromkeys(_usual_places())
-    machine = [*Machine().found(), *loopback.found()]
+    machine = [*Machine().found(), *loopback.loopback_findings()]
     shown = [MachineFinding("place", each, f"not measured: {why}") for each, why in failed.items()]
     measured = []
     for place in to_measure:
         try:
             speeds = measure(place, size)
         except PortusError as error:
-            failed[place] = said(error)
+            failed[place] = error_line(error)
             shown.append(MachineFinding("place", place, f"cannot be measured: {failed[place]}"))
         else:
             measured.append(speeds)
-            shown += _shown_speeds(speeds)
+            shown += _speed_findings(speeds)
     found = [*frameworks, *looked_at, *machine]
     advice = [f"{each.topic} {each.name}: {each.advice}" for each in found if each.advice]
     advice += [
@@ -138,7 +138,7 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
 _ELSEWHERE: Final = "on a storage host, not measured from here: run `portus doctor` on its machine"
 
 
-def _meant(text: str) -> tuple[Place, str | None]:
+def _targets(text: str) -> tuple[Place, str | None]:
     """Return the pool to look at, and the directory or device to measure, or None if that is not on
     this machine. A pool file is measured in its directory, and a directory with ``.portus`` in
     there. Raises ``UsageError`` for what is no place of this machine, nor a storage host."""
@@ -167,7 +167,7 @@ def measure(place: str, size: int) -> Speeds:
     Of a device only the load is measured: nothing is written there. Raises ``UsageError`` for
     what is neither, ``MediumError``.
     """
-    with _opened(os.path.abspath(place), size) as medium:
+    with _open(os.path.abspath(place), size) as medium:
         size = min(size, medium.size)
         source = np.ones(size, np.uint8)
         target = np.zeros(size, np.uint8)
@@ -243,7 +243,7 @@ def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]
 
 
 @contextlib.contextmanager
-def _opened(place: str, size: int) -> Iterator[Medium]:
+def _open(place: str, size: int) -> Iterator[Medium]:
     files = LocalFiles()
     if is_device(place):
         medium: Medium = files.open(place, writable=False)
@@ -301,11 +301,11 @@ def _pools_of(place: Place) -> Iterator[MachineFinding]:
                 except PortusError as error:
                     if is_device(path):
                         continue
-                    text = f"cannot be read: {said(error)}"
+                    text = f"cannot be read: {error_line(error)}"
                     yield MachineFinding("pool", path, text, f"portus verify --pool {path}")
                 is_seen = True
     except PortusError as error:
-        yield MachineFinding("pool", place.path, f"cannot be looked at: {said(error)}")
+        yield MachineFinding("pool", place.path, f"cannot be looked at: {error_line(error)}")
         return
     if not is_seen:
         yield MachineFinding("pool", place.path, "no pool in it yet")
@@ -348,7 +348,7 @@ def _usual_places() -> list[str]:
     return [place, *(["/dev/shm"] if os.path.isdir("/dev/shm") else [])]
 
 
-def _shown_speeds(speeds: Speeds) -> Iterator[MachineFinding]:
+def _speed_findings(speeds: Speeds) -> Iterator[MachineFinding]:
     """Yield what is shown of a place that was measured."""
     place = speeds.place
     for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):

@@ -16,7 +16,7 @@ from typing import Final
 from portus.cli import files, trees
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
 from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
-from portus.cli.output import Json, Output, count_text, reported, size_text
+from portus.cli.output import Json, Output, count_text, reporting, size_text
 from portus.cli.pools import allow, open_places, version_document
 from portus.cli.progress import bar
 from portus.engine.directory.folder import FOLDER
@@ -27,10 +27,10 @@ from portus.reach.formats.safetensors import SUFFIX
 from portus.reach.index.place import local_path
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
-from portus.reach.leaving.written import WrittenExport
+from portus.reach.leaving.export_result import WrittenExport
 from portus.reach.places.base import OpenCheckpoint, adding
 from portus.reach.places.opening import newest
-from portus.reach.places.version import OpenVersion, opened_version
+from portus.reach.places.version import OpenVersion, open_version
 from portus.reach.pools.resolve import use_reference
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
@@ -100,7 +100,7 @@ def command(
     memory are written separately. The numpy arrays of a shelf become tensors. A directory gets the
     weights as model.safetensors, or as files of at most --shard-size and an index.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         options = ExportOptions(
             target=target,
             out=out,
@@ -124,23 +124,23 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> None:
             found = newest(places.select())
             title = found.name
             about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
-            with found.opened() as opened, _explained(options, title):
+            with found.opened() as opened, _explain(options, title):
                 done = (
-                    _written_files(opened, title, options)
+                    _write_files(opened, title, options)
                     if opened.files
-                    else _written_tree(opened, title, options)
+                    else _write_tree(opened, title, options)
                 )
     else:
         allow(pool)
         title, about = path, {"file": os.path.abspath(path)}
-        with _explained(options, title):
-            written = _written_directory if os.path.isdir(path) else _written_file
+        with _explain(options, title):
+            written = _write_directory if os.path.isdir(path) else _write_file
             done = written(path, options)
     _show(title, about, done, options, output)
 
 
 @contextlib.contextmanager
-def _explained(options: ExportOptions, title: str) -> Iterator[None]:
+def _explain(options: ExportOptions, title: str) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
@@ -166,7 +166,7 @@ def _write(opened: OpenCheckpoint, name: str, path: str) -> int:
     return size
 
 
-def _written_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
+def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
     """Write all files of a checkpoint, or the one that is meant."""
     names = list(opened.files)
     if len(names) > 1 and options.file is None:
@@ -197,21 +197,21 @@ def _written_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -
     with tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder:
         whole = os.path.join(folder, name)
         _write(opened, name, whole)
-        return _converted(whole, options, title)
+        return _convert(whole, options, title)
 
 
-def _written_file(path: str, options: ExportOptions) -> WrittenExport:
+def _write_file(path: str, options: ExportOptions) -> WrittenExport:
     """Write a file, or the one that a pointer leads to."""
     said = pointer_at(path)
     if said is None or not options.is_exact(said.part or ""):
         _refuse_kind(options)
-        return _converted(path, options, path)
+        return _convert(path, options, path)
     _refuse_there(options)
     with file_in_place(options.out) as temporary:
         return WrittenExport(size=_copy_led_to(path, options.out, temporary), exact=True)
 
 
-def _written_directory(path: str, options: ExportOptions) -> WrittenExport:
+def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
     """Write a directory of pointers: the files that they lead to, and the other files in it."""
     if not _has_pointers(path):
         raise UsageError(f"{path}: expected a torch file, found a directory; name one of its files")
@@ -251,7 +251,7 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
     """Write the file that a pointer leads to; return its size."""
 
     def copy(reader: PoolReader, entry: VersionEntry, said: Reference) -> int:
-        with opened_version(reader, entry) as opened:
+        with open_version(reader, entry) as opened:
             if said.part not in opened.files:
                 raise CorruptionError(f"{path}: it leads to a version that lacks this file")
             check_room(out, opened.files[said.part].size)
@@ -260,7 +260,7 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
     return use_reference(path, copy)
 
 
-def _converted(path: str, options: ExportOptions, title: str) -> WrittenExport:
+def _convert(path: str, options: ExportOptions, title: str) -> WrittenExport:
     """Write what ``names`` say of a file, or all of it, as a file of another kind."""
     from portus.reach.leaving import from_file  # and torch with it
 
@@ -282,7 +282,7 @@ def _converted(path: str, options: ExportOptions, title: str) -> WrittenExport:
         raise type(error)(str(error).replace(path, title)) from error
 
 
-def _written_tree(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
+def _write_tree(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
     """Write a version of a shelf, or of embedding tables."""
     assert isinstance(opened, OpenVersion), "all others have files"
     if options.is_directory or options.file is not None:
@@ -329,23 +329,23 @@ def _show(
     output: Output,
 ) -> None:
     for names in done.shared:
-        text = f"these share memory, and are written separately: {_listed(names)}"
+        text = f"these share memory, and are written separately: {_list(names)}"
         output.note(f"note: {text}")
     if len({*done.batches.values()}) > 1:
         parts = ", ".join(f"the {name} at batch {number}" for name, number in done.batches.items())
         output.note(f"note: this is of several batches, as relaxed mode leaves it: {parts}")
     if done.left_out:
         text = f"{count_text(len(done.left_out), 'value')} that safetensors cannot hold"
-        output.note(f"note: left out {text}: {_listed(done.left_out)}")
+        output.note(f"note: left out {text}: {_list(done.left_out)}")
     if done.no_weights:
         text = f"{count_text(len(done.no_weights), 'tensor')} that are not weights of the model"
-        text = f"{text}: {_listed(done.no_weights)}; use --names for others"
+        text = f"{text}: {_list(done.no_weights)}; use --names for others"
         output.note(f"note: left out {text}")
     what = "as it was saved" if done.exact else count_text(done.tensors, "tensor")
     output.line(f"{options.out}: {title}, {what}, {size_text(done.size)}, verified")
     output.document({**about, "out": os.path.abspath(options.out), **asdict(done)})
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
     return ", ".join(names[:_NAMED_MAX]) + more

@@ -30,7 +30,7 @@ from portus.reach.places.directory import (
     DirectoryPlace,
     StoredFile,
     is_checkpoint,
-    verified_by,
+    verification_of,
 )
 from portus.reach.places.opening import Places
 
@@ -67,17 +67,17 @@ def find_files(target: str | None, pool: str | None) -> str | None:
         if hidden is None or Place.by_variable() is not None or pools_at(Place.named(hidden)):
             return None
         target = os.path.dirname(hidden)
-        return None if next(found_below(target), None) is None else target
+        return None if next(files_below(target), None) is None else target
     if os.path.isfile(target):
         return target if is_checkpoint(target) else None
     is_hidden = os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY
     if not os.path.isdir(target) or is_hidden or pools_at(Place.named(target)):
         return None
-    has_any = next(found_below(target), None) or next(_garbage_below(target), None)
+    has_any = next(files_below(target), None) or next(_garbage_below(target), None)
     return None if has_any is None else target
 
 
-def found_below(path: str) -> Iterator[StoredFile]:
+def files_below(path: str) -> Iterator[StoredFile]:
     """Yield the checkpoint files in a directory and those below it, or the one at ``path``. Raises
     ``MediumError``."""
     return DirectoryPlace.at(path).found()
@@ -90,7 +90,7 @@ def _garbage_below(path: str) -> Iterator[Collection]:
 def ls(path: str, every: bool, output: Output) -> list[Json]:
     """List the files of each directory; return them for machines."""
     by_directory: dict[str, list[StoredFile]] = {}
-    for each in found_below(path):
+    for each in files_below(path):
         by_directory.setdefault(os.path.dirname(each.path), []).append(each)
     documents: list[Json] = []
     for directory, files in by_directory.items():
@@ -164,8 +164,8 @@ def show(path: str, output: Output) -> None:
     """Show the tensors of one file."""
     from portus.reach.leaving.outline import outline_of  # and torch with it
 
-    [found], outline = found_below(path), outline_of(path)
-    by = verified_by(path, outline.has_digests)
+    [found], outline = files_below(path), outline_of(path)
+    by = verification_of(path, outline.has_digests)
     size, age = size_text(found.info.size), age_text(found.info.time_ns)
     output.line(f"{path_text(path)}: {size}, saved {age}, {CHECKS[by]}")
     if found.leads_to:

@@ -6,7 +6,7 @@ import contextlib
 import os
 
 from portus.cli.options import AS_JSON, argument, flag
-from portus.cli.output import Output, reported, size_text
+from portus.cli.output import Output, reporting, size_text
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import format_device, open_reader
 from portus.reach.media.dax import device_facts
@@ -19,7 +19,7 @@ def command(
     as_json: bool = AS_JSON,
 ) -> None:
     """Make an empty pool on a DAX device."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(device, force=force, output=output)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from portus.cli import files
 from portus.cli.options import AS_JSON, POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
-from portus.cli.output import Json, Output, count_text, reported, size_text
+from portus.cli.output import Json, Output, count_text, reporting, size_text
 from portus.cli.pools import open_places, version_document
 from portus.errors import PortusError, UsageError
 from portus.reach.places.base import Collection, Garbage, GarbageOptions, OpenPlace
@@ -30,7 +30,7 @@ def command(
     With --missing, first delete versions whose pointers somebody removed. It looks at the files of
     this machine: run it where DIR is mounted.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(place or pool, output, missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from portus.cli.output import size_text
 from portus.errors import MediumError, UsageError
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.names import hidden
+from portus.reach.media.names import hidden_name
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def directory_in_place(
 def _beside(out: str) -> Iterator[str]:
     """Yield a path beside ``out``, and remove what is left there at the end."""
     directory, name = os.path.split(os.path.abspath(out))
-    temporary = os.path.join(directory, hidden(name, f".{os.getpid()}.portus"))
+    temporary = os.path.join(directory, hidden_name(name, f".{os.getpid()}.portus"))
     try:
         yield temporary
     except MediumError:

@@ -22,7 +22,7 @@ from portus.cli.output import size_text
 from portus.engine.copying.segments import memory
 from portus.engine.spec import PAGE
 from portus.errors import TransportError
-from portus.reach.transport.onesided import Pair
+from portus.reach.transport.one_sided import Pair
 from portus.reach.transport.verbs import Domain, Port, Region, load, ports
 
 TOPIC: Final = "RDMA loopback"
@@ -35,7 +35,7 @@ _WAIT_S_MAX: Final = 60.0
 _ON_DEMAND: Final = "with on-demand paging"
 
 
-def found() -> Iterator[MachineFinding]:
+def loopback_findings() -> Iterator[MachineFinding]:
     """Yield what each active port can, and whether its bytes arrive. Nothing without any."""
     active = ports()
     if not active:
@@ -49,13 +49,13 @@ def found() -> Iterator[MachineFinding]:
     for port in active:
         try:
             with contextlib.closing(Domain(port)) as domain:
-                yield from _tried(port, domain)
+                yield from _try_port(port, domain)
         except TransportError as error:
             advice = "trainers reach this host over sockets until that is fixed"
             yield MachineFinding(TOPIC, port.device, f"cannot be tried: {error}", advice)
 
 
-def misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
+def count_misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
     """Return how many of the transfers at ``PLACES`` left other bytes than they should have.
 
     Each region has ``SIZE`` bytes of this process. writes: from near to far, else reads back."""
@@ -78,7 +78,7 @@ def misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
     return wrong
 
 
-def _tried(port: Port, domain: Domain) -> Iterator[MachineFinding]:
+def _try_port(port: Port, domain: Domain) -> Iterator[MachineFinding]:
     limits, device, count = domain.limits, port.device, len(PLACES)
     address = ipaddress.IPv6Address(port.gid)
     text = f"port {port.number} has {address.ipv4_mapped or address}; at most {limits.regions} "
@@ -118,8 +118,8 @@ def _wrong(domain: Domain, *, on_demand: bool) -> tuple[int, int]:
         for each, is_far in zip(pages, (False, True), strict=True)
     )
     try:
-        writes = misplaced(pairs[0], near, far, writes=True)
-        return writes, misplaced(pairs[0], near, far, writes=False)
+        writes = count_misplaced(pairs[0], near, far, writes=True)
+        return writes, count_misplaced(pairs[0], near, far, writes=False)
     finally:
         for pair in pairs:
             pair.close()

@@ -14,11 +14,11 @@ from portus.cli.output import (
     Row,
     age_text,
     count_text,
+    error_line,
     fields,
     newest_rows,
     path_text,
-    reported,
-    said,
+    reporting,
     size_text,
 )
 from portus.cli.pools import open_places, table_document, version_document
@@ -26,7 +26,7 @@ from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.places.base import OpenPlace, StoredCheckpoint, Usage
-from portus.reach.versions.packed import FileTable
+from portus.reach.versions.file_table import FileTable
 
 NEWEST: Final = 10
 """Versions of a model that are listed, unless all are asked for."""
@@ -43,7 +43,7 @@ def command(
 ) -> None:
     """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
     their versions, and the directories of the pointers to them."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(place or pool, every, output)
 
 
@@ -154,7 +154,7 @@ def _show_runs(place: Place, output: Output) -> list[Json]:
     """Show the trainings that were here, and where their files are; return them for machines."""
     found, failed = runs_in(directories_of(place))
     for error in failed:
-        output.note(f"portus: skipped: {said(error)}")
+        output.note(f"portus: skipped: {error_line(error)}")
     documents: list[Json] = []
     for name, journals in sorted(found.items()):
         paths = files_of(journals)
@@ -176,7 +176,7 @@ def _tables(versions: list[StoredCheckpoint], output: Output) -> dict[int, FileT
         except StaleError:
             continue
         except CorruptionError as error:
-            output.note(f"portus: {said(error)}")
+            output.note(f"portus: {error_line(error)}")
         else:
             if table is not None:
                 found[id(each)] = table

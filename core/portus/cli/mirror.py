@@ -16,7 +16,7 @@ from portus.cli.output import (
     Row,
     age_text,
     count_text,
-    reported,
+    reporting,
     size_text,
 )
 from portus.cli.pools import nearest, open_places
@@ -32,7 +32,7 @@ from portus.reach.mirror.mirrors import Mirrors
 from portus.reach.mirror.objects import Added, Filed
 from portus.reach.mirror.whole import digest_of
 from portus.reach.places.base import StoredCheckpoint
-from portus.reach.places.mirror import claim, retried, term_of
+from portus.reach.places.mirror import claim, retry, term_of
 from portus.reach.places.version import OpenVersion
 
 _Versions = dict[bytes, StoredCheckpoint]
@@ -46,7 +46,7 @@ _MIRROR: Final = argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR", Non
 @commands.command("status", epilog=EXIT_CODES)
 def status(url: Text = _MIRROR, pool: Text = POOL, as_json: bool = AS_JSON) -> None:
     """Show what is mirrored, which writer mirrors it, and what the mirror still lacks."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         address = _address(url)
         documents: list[Json] = []
         rows: list[Row] = []
@@ -109,7 +109,7 @@ def repair(
     Versions are sent again from the pool, and files of runs from the directory that they were
     mirrored from, if they are intact there. Exit code 1 if something stays damaged.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         address = _address(url)
         root = local_path(directory or os.curdir, "--files")
         documents: list[Json] = []
@@ -143,12 +143,12 @@ def _results(
     done = 0
     with bar(model) as advanced:
         for added in versions:
-            result = _repaired(mirror, added, local)
+            result = _repair(mirror, added, local)
             done += added.size
             advanced(done, total)
             yield "version", result, f"{model}@{added.step}", {"step": added.step}
         for filed in files:
-            result = _repaired_file(mirrors.files_of(model), filed, root)
+            result = _repair_file(mirrors.files_of(model), filed, root)
             done += filed.size
             advanced(done, total)
             about: dict[str, Json] = {"step": filed.step, "file": filed.path}
@@ -169,7 +169,7 @@ _RESULTS: Final = {
 }
 
 
-def _repaired(mirror: Mirror, added: Added, local: _Versions) -> str:
+def _repair(mirror: Mirror, added: Added, local: _Versions) -> str:
     try:
         if not mirror.damaged(added, Stop()):
             return "whole"
@@ -181,13 +181,13 @@ def _repaired(mirror: Mirror, added: Added, local: _Versions) -> str:
     if found is None:
         return "damaged"
     try:
-        retried(partial(_mend, mirror, added, found))
+        retry(partial(_mend, mirror, added, found))
     except CorruptionError:
         return "damaged"
     return "mended"
 
 
-def _repaired_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
+def _repair_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
     try:
         mirrored.check_file(filed, lambda _: None)
     except CorruptionError:
@@ -199,7 +199,7 @@ def _repaired_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
     with contextlib.suppress(OSError), open(path, "rb") as file:
         source = UploadedFile.opened(file.fileno(), path, filed.time_ns)
         if digest_of(file.fileno(), source.size, path) == filed.digest:
-            return "mended" if retried(partial(_mend_file, mirrored, filed, source)) else "removed"
+            return "mended" if retry(partial(_mend_file, mirrored, filed, source)) else "removed"
     return "damaged"
 
 

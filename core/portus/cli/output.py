@@ -121,12 +121,12 @@ class Output:
         """Say that an error ended a part of the command, which exits with its code if no other one
         is higher; return the error for machines."""
         self.code = max(self.code, exit_code(error))
-        self.note(f"portus: {what}{said(error)}")
+        self.note(f"portus: {what}{error_line(error)}")
         return error_document(error)
 
 
 @contextlib.contextmanager
-def reported(as_json: bool) -> Iterator[Output]:
+def reporting(as_json: bool) -> Iterator[Output]:
     """Run a command: its errors become one line and an exit code, never a traceback."""
     output = Output(as_json)
     try:
@@ -137,7 +137,7 @@ def reported(as_json: bool) -> Iterator[Output]:
             raise typer.Exit(output.code)
     except PortusError as error:
         output.document({"error": error_document(error)})
-        output.note(f"portus: {said(error)}")
+        output.note(f"portus: {error_line(error)}")
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as error:
         output.note("portus: interrupted")
@@ -179,7 +179,11 @@ def exit_code(error: PortusError) -> int:
 
 def error_document(error: PortusError) -> dict[str, Json]:
     """Return an error for machines."""
-    return {"kind": type(error).__name__, "message": said(error), "exit_code": exit_code(error)}
+    return {
+        "kind": type(error).__name__,
+        "message": error_line(error),
+        "exit_code": exit_code(error),
+    }
 
 
 def fields(source: object, *names: str) -> dict[str, Json]:
@@ -187,7 +191,7 @@ def fields(source: object, *names: str) -> dict[str, Json]:
     return {name: getattr(source, name) for name in names}
 
 
-def said(error: PortusError) -> str:
+def error_line(error: PortusError) -> str:
     """Return an error in one line, without the number of an ``OSError``."""
     text = error.strerror if isinstance(error, MediumError) and error.strerror else str(error)
     return " ".join(text.split())

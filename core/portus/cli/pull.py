@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from portus.cli.options import AS_JSON, Text, argument, option
-from portus.cli.output import Json, Output, count_text, reported, size_text
+from portus.cli.output import Json, Output, count_text, reporting, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.engine.directory.folder import FOLDER
@@ -18,7 +18,7 @@ from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.mirrors import Mirrors, meant
+from portus.reach.mirror.mirrors import Mirrors, resolve
 from portus.reach.places.base import adding
 
 _HOW: Final = "portus export takes one version out of a mirror"
@@ -37,7 +37,7 @@ def command(
     Of a run that saves files: all files that are not in DIR. Of a pool: all versions; portus export
     writes their files. Started again after an interruption, it resumes.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(mirror, directory, pool, output)
 
 
@@ -64,9 +64,9 @@ def run(url: str, directory: str | None, pool: str | None, output: Output) -> No
         os.makedirs(root, exist_ok=True)
         for each in models:
             if mirrors.of(each).read().files:
-                documents.append(_pulled_files(address, each, root, output))
+                documents.append(_pull_files(address, each, root, output))
             else:
-                documents.append(_pulled(mirrors.of(each), place.pool_of(each), output))
+                documents.append(_pull(mirrors.of(each), place.pool_of(each), output))
     output.document({"pulled": documents})
 
 
@@ -76,7 +76,7 @@ def _address_and_model(url: str) -> tuple[StoreAddress, str | None]:
     with Mirrors(address) as mirrors:
         if mirrors.models():
             return address, None
-    found = meant(url, "MIRROR")
+    found = resolve(url, "MIRROR")
     if found.step is not None:
         raise UsageError(f"{url}: a pull takes all versions of a model; {_HOW}")
     return found.address, found.model
@@ -86,7 +86,7 @@ def _ranks(models: list[str], model: str) -> list[str]:
     return [each for each in models if each.startswith(f"{model}/rank-")]
 
 
-def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
+def _pull_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
     from portus.reach.training.file_mirror import DirectoryMirror  # it needs torch
 
     home = os.path.join(root, FOLDER)
@@ -98,7 +98,7 @@ def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) 
     return {"model": model, "files": [os.path.join(root, each) for each in paths]}
 
 
-def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
+def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
     state = mirror.read()
     home = FileHome(place, mirror.model)
     writer = home.open()

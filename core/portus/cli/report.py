@@ -9,7 +9,7 @@ from typing import Final
 from portus.cli import report_page, report_picture
 from portus.cli.in_place import file_in_place
 from portus.cli.options import AS_JSON, POOL, Text, argument, option
-from portus.cli.output import Json, Output, fields, moment_text, reported
+from portus.cli.output import Json, Output, fields, moment_text, reporting
 from portus.cli.training import (
     WHERE,
     WHY,
@@ -46,7 +46,7 @@ def command(
     Reads the journal beside the pool. The run may be active, killed or finished. The HTML page is
     self-contained; the plot needs matplotlib.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(name, pool, output, page=html, picture=png)
 
 

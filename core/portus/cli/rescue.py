@@ -7,18 +7,18 @@ import os
 from dataclasses import dataclass
 
 from portus.cli.options import AS_JSON, Text, argument, flag, option
-from portus.cli.output import FOUND, Json, Output, count_text, moment_text, reported, size_text
+from portus.cli.output import FOUND, Json, Output, count_text, moment_text, reporting, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.engine.media.base import Medium
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.index.check import Severity, check
-from portus.reach.index.directory import locked, pools_at
+from portus.reach.index.directory import lock, pools_at
 from portus.reach.index.place import Place, local_path
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.rebuild import chosen, copy_versions, rebuild
+from portus.reach.index.rebuild import choose, copy_versions, rebuild
 from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
@@ -55,7 +55,7 @@ def command(
     single versions from it. Exit code 1 if nothing is intact, or if a version that the pool lists
     is damaged.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(place, into, in_place, output)
 
 
@@ -135,7 +135,7 @@ def _show(path: str, seen: list[_Seen], output: Output) -> None:
 
 
 def _some(path: str, medium: Medium, whole: list[RecoverableVersion]) -> list[RecoverableVersion]:
-    versions = chosen(medium, whole)
+    versions = choose(medium, whole)
     if not versions:
         raise CorruptionError(f"{path}: no version is whole; there is nothing to make a pool of")
     return versions
@@ -160,7 +160,7 @@ def _in_place(path: str) -> str:
     """Repair the pool file at ``path``, and return ``path``. If its writer can read the file, it
     repairs a slot or a superblock; otherwise the pool is rebuilt from the versions found whole."""
     with contextlib.ExitStack() as stack:
-        locks = stack.enter_context(contextlib.closing(locked(path, _FILES)))
+        locks = stack.enter_context(contextlib.closing(lock(path, _FILES)))
         medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))
         try:
             PoolWriter(medium, locks)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from portus.cli import files
 from portus.cli.options import AS_JSON, POOL_OR_MIRROR, Text, argument, flag, option
-from portus.cli.output import Json, Output, count_text, reported, size_text
+from portus.cli.output import Json, Output, count_text, reporting, size_text
 from portus.cli.pools import allow, open_places, version_document
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
@@ -46,7 +46,7 @@ def command(
 
     A torch file that a link beside it leads to takes --force.
     """
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(targets, pool, yes=yes, force=force, keep=keep, output=output)
 
 
@@ -118,7 +118,7 @@ def _remove_versions(
         question = f"Remove {count_text(len(found), 'version')}, all of {name}?"
         if is_model and keep is None and not yes and not output.ask(question):
             raise UsageError(f"nothing was removed: use --yes for all of {name}, or {name}@STEP")
-        pointers = _removed(places, found)
+        pointers = _remove(places, found)
         then = "; ".join(dict.fromkeys(each.after_removal for each in places.all()))
     for each in found:
         output.line(f"removed {each.name} (version {each.info.id})")
@@ -138,7 +138,7 @@ def _refuse_linked(places: Places, found: Sequence[StoredCheckpoint]) -> None:
             raise UsageError(f"{led}: {each.path} leads to it; --force removes it")
 
 
-def _removed(places: Places, found: Sequence[StoredCheckpoint]) -> int:
+def _remove(places: Places, found: Sequence[StoredCheckpoint]) -> int:
     """Remove these checkpoints, and their pointers first; return how many pointers. Nothing is
     removed, with an error, if one is not there any more: all places are locked before that is
     checked."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from portus.cli.options import AS_JSON, POOL, POOL_ARGUMENT, Text, option
-from portus.cli.output import FOUND, ROT, reported
+from portus.cli.output import FOUND, ROT, reporting
 from portus.cli.verify import run
 from portus.reach.daemon.pools import parse_rate
 
@@ -16,6 +16,6 @@ def command(
 ) -> None:
     """Read every byte as verify does, but slowly, and from the disk rather than the page cache.
     Exit code 4 if damage was found."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(None, place or pool, output, bytes_per_s=parse_rate(rate))
         output.code = ROT if output.code == FOUND else output.code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from portus.cli.options import Text, Texts, argument, option
-from portus.cli.output import reported
+from portus.cli.output import reporting
 from portus.reach.daemon.events import log_to_stderr
 from portus.reach.daemon.main import ServeOptions, serve
 
@@ -45,7 +45,7 @@ def command(
     On SIGHUP it rereads the files of secrets, quotas and certificates. Exit code 3 of this command:
     a connection hung at shutdown and was abandoned.
     """
-    with reported(False) as output:
+    with reporting(False) as output:
         log_to_stderr()
         options = ServeOptions(
             place=place,

@@ -17,7 +17,7 @@ from portus.cli.output import (
     count_text,
     fields,
     moment_text,
-    reported,
+    reporting,
     size_text,
 )
 from portus.cli.pools import allow, open_places, table_document, version_document
@@ -26,7 +26,7 @@ from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec
 from portus.reach.format.arrays import ArrayShape
-from portus.reach.index.log import logged
+from portus.reach.index.log import read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.places.base import StoredCheckpoint
@@ -41,7 +41,7 @@ _VALUE_MAX: Final = 60
 
 def command(target: str = TARGET, pool: Text = POOL_OR_MIRROR, as_json: bool = AS_JSON) -> None:
     """Show what is in a torch file; or the versions of a model, or everything in one version."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(target, pool, output)
 
 
@@ -154,7 +154,7 @@ def _show_leaves(
     from portus.reach.pools.restore import contents_of  # and torch with it
 
     tensors, leaves = contents_of(reader, entry)
-    changed = logged(reader.medium, record)
+    changed = read_log(reader.medium, record)
     batches = batches_of(tensors, Storages(reader, record, changed))
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from portus.cli.output import Output, age_text, count_text, moment_text, said, size_text
+from portus.cli.output import Output, age_text, count_text, error_line, moment_text, size_text
 from portus.cli.pools import find_pool, nearest
 from portus.companions.journal.account import Account, CommittedSave, IntervalDecision, account
 from portus.companions.journal.lines import Saved
@@ -76,13 +76,13 @@ class JournaledRun:
 def training_of(run: str | None, pool: str | None, output: Output) -> JournaledRun:
     """Return the training that ``run`` means; None: the only one there is. Says what cannot be read
     beside it. Raises ``UsageError`` if there is none, or several, and what reading raises."""
-    directories, where, name, path = _looked_in(run, pool)
+    directories, where, name, path = _find_journals(run, pool)
     found, failed = runs_in(directories)
-    chosen = _chosen(name, path, found)
+    chosen = _choose_runs(name, path, found)
     if failed and not chosen:
         raise failed[0]
     for damage in failed:
-        output.note(f"portus: skipped: {said(damage)}")
+        output.note(f"portus: skipped: {error_line(damage)}")
     if not found:
         raise UsageError(
             f"{where}: there is no journal yet. One begins with the first step of a training "
@@ -124,7 +124,7 @@ def runs_in(
     return found, failed
 
 
-def _looked_in(
+def _find_journals(
     run: str | None, pool: str | None
 ) -> tuple[Sequence[str], str, str | None, str | None]:
     """Return the directories of journals in which ``run`` is looked for, what to call their place,
@@ -154,7 +154,7 @@ def _looked_in(
     return directories_of(place), place.path, name, path
 
 
-def _chosen(
+def _choose_runs(
     name: str | None, path: str | None, found: dict[str, list[FoundJournal]]
 ) -> Collection[str]:
     """Return the runs that are meant: by name, else by their files, else all."""

@@ -15,9 +15,9 @@ from portus.cli.progress import bar
 from portus.engine.loading.patterns import matcher
 from portus.engine.spec import TensorSpec, VersionInfo
 from portus.errors import CorruptionError, UsageError
-from portus.reach.index.log import logged
+from portus.reach.index.log import read_log
 from portus.reach.leaving import safetensors
-from portus.reach.leaving.written import WrittenExport
+from portus.reach.leaving.export_result import WrittenExport
 from portus.reach.places.base import adding
 from portus.reach.places.version import OpenVersion
 from portus.reach.pools.contents import Storages, tensor_bytes
@@ -55,12 +55,12 @@ def write(
     beginning of names. Raises ``UsageError`` for what such a file cannot hold, ``CorruptionError``,
     ``MediumError``.
     """
-    from portus.reach.pools.restore import contents_of, named  # and torch with it
+    from portus.reach.pools.restore import contents_of, describe  # and torch with it
 
     reader, entry, record = opened.reader, opened.entry, opened.record
     keep = matcher(list(names) or None)
     with open(temporary, "wb") as file:
-        storages = Storages(reader, record, logged(reader.medium, record))
+        storages = Storages(reader, record, read_log(reader.medium, record))
         specs, leaves = contents_of(reader, entry)
         if is_torch:
             from portus.reach.leaving import torch_file
@@ -68,7 +68,7 @@ def write(
             fits: Callable[[int], None] = lambda size: check_room(out, size)  # noqa: E731
             torch_file.write(reader, entry, file, keep=keep, fits=fits)
             if keep is not None:
-                keep.complain(named(entry.info))
+                keep.complain(describe(entry.info))
             done = WrittenExport(tensors=sum(keep is None or keep(spec.name) for spec in specs))
         else:
             tensors, left_out = _tensors(leaves, keep, strip)
@@ -76,7 +76,7 @@ def write(
                 text = "has no tensor of such a name; portus show lists them"
                 raise UsageError(f"{entry.info.model}@{entry.info.step} {text}")
             _write_safetensors(tensors, storages, entry.info, out, file)
-            shared = safetensors.shared(tensors)
+            shared = safetensors.shared_names(tensors)
             done = WrittenExport(tensors=len(tensors), shared=shared, left_out=left_out)
         file.flush()
         os.fsync(file.fileno())

@@ -15,11 +15,11 @@ from portus.cli.output import (
     Output,
     count_text,
     error_document,
+    error_line,
     exit_code,
     fields,
     path_text,
-    reported,
-    said,
+    reporting,
     size_text,
 )
 from portus.cli.pools import allow, open_places
@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Read every byte of a torch file, of those below a directory, or of a pool, and check every
     rule of the format. Exit code 1 if damage was found."""
-    with reported(as_json) as output:
+    with reporting(as_json) as output:
         run(target, pool, output)
 
 
@@ -47,9 +47,9 @@ def run(
     documents: list[Json] = []
     codes: list[int] = []
     has_files = has_damage = False
-    with _meant(target, pool, is_scrub=bytes_per_s is not None) as places:
+    with _places_of(target, pool, is_scrub=bytes_per_s is not None) as places:
         for check in _checks(places, pace):
-            verdict, error, passed_s = _checked(check)
+            verdict, error, passed_s = _run_check(check)
             code = _code(verdict, error)
             codes.append(code)
             has_files = has_files or check.file is not None
@@ -71,7 +71,7 @@ def run(
     output.code = FOUND if has_damage or (has_files and FOUND in codes) else max(codes)
 
 
-def _meant(target: str | None, pool: str | None, *, is_scrub: bool) -> Places:
+def _places_of(target: str | None, pool: str | None, *, is_scrub: bool) -> Places:
     path = files.find_files(*((pool, None) if is_scrub else (target, pool)))
     if path is None:
         return open_places(pool, target, whole=True)
@@ -88,7 +88,7 @@ def _checks(places: Places, pace: CheckPace) -> Iterator[Check]:
         yield from place.checks(chosen, pace)
 
 
-def _checked(check: Check) -> tuple[Verdict, PortusError | None, float]:
+def _run_check(check: Check) -> tuple[Verdict, PortusError | None, float]:
     """Return what a check found, why it could not be ended, and how long it took."""
     verdict, start, error = Verdict(check.path), time.monotonic(), None
     try:
@@ -118,10 +118,10 @@ def _show(
 ) -> None:
     path = check.path if check.file is None else path_text(check.path)
     if error is not None and check.file is None:
-        output.note(f"portus: {said(error)}")
+        output.note(f"portus: {error_line(error)}")
         return
     if error is not None:
-        output.line(f"{path}: DAMAGED: {said(error)}")
+        output.line(f"{path}: DAMAGED: {error_line(error)}")
         return
     for finding in verdict.findings:
         output.line(f"{finding.severity.value} {finding}")

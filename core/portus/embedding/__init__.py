@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from portus.companions.embedding.elsewhere import Elsewhere as Elsewhere
 from portus.companions.embedding.elsewhere import fill as fill
-from portus.companions.embedding.protected import Protected as Protected
-from portus.companions.embedding.protected import protect as protect
+from portus.companions.embedding.protection import Protected as Protected
+from portus.companions.embedding.protection import protect as protect
 from portus.companions.embedding.resume import Resumed as Resumed
 from portus.companions.embedding.rowwise import RowwiseAdagrad as RowwiseAdagrad
 

@@ -85,7 +85,7 @@ class VersionInfo:
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-def checked_step(step: object) -> int:
+def check_step(step: object) -> int:
     """A step of training, as a user passes one. Raises ``UsageError`` for what is none."""
     try:
         number = operator.index(step)  # type: ignore[arg-type]  # that is what is tried

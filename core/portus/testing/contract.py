@@ -361,7 +361,7 @@ class SparseMediumContract(MediumContract):
         assert isinstance(sparse, SparseMedium)
 
     def test_what_is_discarded_is_zero_and_all_else_stays(self, sparse: SparseMedium) -> None:
-        assert sparse.discard(_given(2, 3, 4, 9)) >= 0
+        assert sparse.discard(_extents(2, 3, 4, 9)) >= 0
         assert sparse.discard([]) == 0
         assert sparse.size == len(_PAGES)
         assert load(sparse, 0, len(_PAGES)) == _pages_without(2, 3, 4, 9)
@@ -370,7 +370,7 @@ class SparseMediumContract(MediumContract):
             assert load(sparse, hole.offset, hole.length) == bytes(hole.length)
 
     def test_what_is_filled_keeps_its_bytes_and_is_stored_to(self, sparse: SparseMedium) -> None:
-        sparse.discard(_given(2, 3, 4, 9))
+        sparse.discard(_extents(2, 3, 4, 9))
         sparse.fill([Extent(0, 4 * PAGE), Extent(9 * PAGE, PAGE)])
         assert load(sparse, 0, len(_PAGES)) == _pages_without(2, 3, 4, 9)
         assert sparse.size == len(_PAGES)
@@ -381,14 +381,14 @@ class SparseMediumContract(MediumContract):
         assert self.read_behind(sparse, 0, len(_PAGES)) == _pages_without(3, 4, 9)
 
     def test_it_grows_behind_what_was_discarded_at_its_end(self, sparse: SparseMedium) -> None:
-        sparse.discard(_given(14, 15))
+        sparse.discard(_extents(14, 15))
         sparse.grow(len(_PAGES) + PAGE)
         assert sparse.size == len(_PAGES) + PAGE
         assert load(sparse, 0, sparse.size) == _pages_without(14, 15) + bytes(PAGE)
 
     def test_power_loss_leaves_what_was_discarded_or_zero(self, sparse: SparseMedium) -> None:
         discarded, tried = (2, 3, 9), 0
-        sparse.discard(_given(*discarded))
+        sparse.discard(_extents(*discarded))
         for found in self.after_power_loss(sparse):
             tried += 1
             assert len(found) == len(_PAGES)
@@ -401,8 +401,8 @@ class SparseMediumContract(MediumContract):
     def test_power_loss_after_a_persist_leaves_what_was_stored_there(
         self, sparse: SparseMedium
     ) -> None:
-        sparse.discard(_given(2, 3))
-        sparse.fill(_given(2))
+        sparse.discard(_extents(2, 3))
+        sparse.fill(_extents(2))
         sparse.store(2 * PAGE, b"new" + bytes(PAGE - 3))
         sparse.persist([Extent(2 * PAGE, PAGE)])
         for found in self.after_power_loss(sparse):
@@ -422,7 +422,7 @@ class SparseMediumContract(MediumContract):
         with pytest.raises(MediumError):
             sparse.persist([Extent(0, 5)])
         assert_raises(
-            MediumError, lambda: sparse.discard(_given(2)), lambda: sparse.fill(_given(2))
+            MediumError, lambda: sparse.discard(_extents(2)), lambda: sparse.fill(_extents(2))
         )
         assert load(sparse, PAGE, len(_PAGES) - PAGE) == _PAGES[PAGE:]
 
@@ -732,7 +732,7 @@ class LocksContract(abc.ABC):
 _PAGES: Final = b"".join(bytes([number + 1]) * PAGE for number in range(16))
 
 
-def _given(*pages: int) -> list[Extent]:
+def _extents(*pages: int) -> list[Extent]:
     return [Extent(page * PAGE, PAGE) for page in pages]
 
 

@@ -53,7 +53,7 @@ def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(os, "stat", told)
     patch.setattr(dax, "_SYS_DEVICES", facts)
-    patch.setattr(pmem, "_loaded", lambda library: Coherent())
+    patch.setattr(pmem, "_load", lambda library: Coherent())
 
 
 def _tell(facts: str, size: int) -> None:

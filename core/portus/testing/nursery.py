@@ -273,14 +273,14 @@ def _serve(module: str, number: int) -> None:
             answer = os.fork()
             if answer == 0:
                 connection.close()
-                function = _named(request["start"], module)
+                function = _named_function(request["start"], module)
                 _run(function, request["arguments"], *descriptors)
             for each in descriptors:
                 os.close(each)
         connection.send(str(answer).encode())
 
 
-def _named(name: str, module: str) -> Callable[..., None]:
+def _named_function(name: str, module: str) -> Callable[..., None]:
     owner, _, function = name.rpartition(":")
     found: Callable[..., None] = getattr(importlib.import_module(owner or module), function)
     return found

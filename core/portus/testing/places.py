@@ -165,7 +165,7 @@ class PlaceContract(abc.ABC):
     def test_a_check_reads_every_byte(self, place: OpenPlace) -> None:
         for step in (1, 2):
             save(self, step)
-        assert checked(place, None) == []
+        assert check_place(place, None) == []
         size = sum(each.size for each in verdicts(place, None))
         assert size >= 2 * sum(_LENGTHS)
 
@@ -174,9 +174,9 @@ class PlaceContract(abc.ABC):
             save(self, step)
         assert self.flip_behind(tensors_of(file_name(2))["t0"].tobytes()[:4096]) == 1
         whole, damaged = place.list()
-        assert checked(place, [whole]) == []
-        assert checked(place, [damaged]) != []
-        assert checked(place, None) != []
+        assert check_place(place, [whole]) == []
+        assert check_place(place, [damaged]) != []
+        assert check_place(place, None) != []
         with damaged.opened() as opened:
             [name] = opened.files
             with pytest.raises(CorruptionError):
@@ -210,7 +210,7 @@ def tensors_of(name: str) -> Tensors:
     }
 
 
-def assembled(tensors: Tensors) -> bytes:
+def assemble(tensors: Tensors) -> bytes:
     """Return the bytes of a file, put together here."""
     named = [NamedTensor(name, "U8", (len(each),), len(each)) for name, each in tensors.items()]
     image = safetensors_image(named, {})
@@ -234,7 +234,7 @@ def save(
     """Save a checkpoint; return the bytes that its files are to have."""
     files = {name: tensors_of(name) for name in names or [file_name(step)]}
     contract.save(files, step, ready)
-    return {name: assembled(tensors) for name, tensors in files.items()}
+    return {name: assemble(tensors) for name, tensors in files.items()}
 
 
 def read(file: OpenFile) -> bytes:
@@ -258,7 +258,7 @@ def verdicts(place: OpenPlace, chosen: Sequence[StoredCheckpoint] | None) -> lis
     return found
 
 
-def checked(place: OpenPlace, chosen: Sequence[StoredCheckpoint] | None) -> list[str]:
+def check_place(place: OpenPlace, chosen: Sequence[StoredCheckpoint] | None) -> list[str]:
     """Return the errors that checks find, in words."""
     try:
         found = [each for verdict in verdicts(place, chosen) for each in verdict.findings]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from portus.companions.cadence.bounded import Costs, Rule, Tuner
+from portus.companions.cadence.bound import Costs, Rule, Tuner
 from portus.companions.cadence.checkfreq import Profile
 from tests.bench.cadence import (
     BOUND,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from portus.companions.cadence.bounded import Costs, Rule, Tuner, decide, overhead
+from portus.companions.cadence.bound import Costs, Rule, Tuner, decide, overhead
 from portus.companions.cadence.checkfreq import Profile, SnapshotPlace
 from portus.errors import UsageError
 from tests.bench.published import (

@@ -19,11 +19,11 @@ import torch
 
 from portus.cli import doctor, loopback
 from portus.cli.doctor import adapters, measure
-from portus.cli.loopback import PLACES, SIZE, misplaced
+from portus.cli.loopback import PLACES, SIZE, count_misplaced
 from portus.cli.machine import Machine, MachineFinding
 from portus.engine.media.file_system import file_system_of
 from portus.engine.spec import PAGE
-from portus.engine.writer.staged import set_direct
+from portus.engine.writer.staged_way import set_direct
 from portus.engine.writer.ways import MEASURED_MIN
 from portus.errors import UsageError
 from portus.reach.pools.checkpointer import PoolCheckpointer
@@ -136,7 +136,7 @@ def test_bytes_that_a_device_puts_at_the_wrong_place_are_noticed(is_right: bool)
         for each in pages
     )
     for writes in (True, False):
-        wrong = misplaced(Paging(is_right=is_right), near, far, writes=writes)
+        wrong = count_misplaced(Paging(is_right=is_right), near, far, writes=writes)
         assert wrong == (0 if is_right else len(PLACES))
 
 
@@ -146,7 +146,7 @@ def test_a_machine_without_an_active_port_tries_none(
     monkeypatch.setattr(
         "portus.reach.transport.verbs._SYS", str(machine.root / "sys/class/infiniband")
     )
-    assert list(loopback.found()) == []
+    assert list(loopback.loopback_findings()) == []
 
 
 def test_gpus_are_told_with_their_driver(machine: Machine) -> None:
@@ -273,7 +273,7 @@ class Looked:
 @pytest.fixture
 def look(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Looked]:
     monkeypatch.setattr(Machine, "found", lambda self: iter(()))
-    monkeypatch.setattr("portus.cli.loopback.found", lambda: iter(()))
+    monkeypatch.setattr("portus.cli.loopback.loopback_findings", lambda: iter(()))
     monkeypatch.setattr(doctor, "ADAPTERS", "none")
     real = doctor.measure
     monkeypatch.setattr(doctor, "measure", lambda place, size: real(place, 1 << 20))

@@ -22,7 +22,7 @@ from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles, UploadedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
-from portus.reach.mirror.opening import configured_key, open_file_store, open_store
+from portus.reach.mirror.opening import key_from_environment, open_file_store, open_store
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import portus, portus_json, state
 
@@ -44,7 +44,7 @@ class Scene:
     def mirror(self) -> None:
         """Upload what the pool has."""
         store = open_store(parse(self.url))
-        to = Mirror(store, "net", key=configured_key())
+        to = Mirror(store, "net", key=key_from_environment())
         known = {each.token for each in to.claim("a test", bytes(16), 0).versions}
         with contextlib.closing(open_reader(str(self.pool))) as reader:
             for entry in reader.catalogue().entries():

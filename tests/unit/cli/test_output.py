@@ -11,9 +11,9 @@ from portus import errors
 from portus.cli.output import (
     EXIT_CODES,
     age_text,
+    error_line,
     exit_code,
     moment_text,
-    said,
     size_text,
 )
 from tests.unit.cli.scene import COMMANDS, call_of, names_of, portus
@@ -81,11 +81,11 @@ def test_every_error_has_an_exit_code_that_the_help_tells(
 ) -> None:
     assert exit_code(error) == code
     assert f"{code} " in EXIT_CODES
-    assert said(error) == "x"
+    assert error_line(error) == "x"
 
 
 def test_an_error_is_one_line() -> None:
-    assert said(errors.UsageError("a\n  b")) == "a b"
+    assert error_line(errors.UsageError("a\n  b")) == "a b"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -17,7 +17,7 @@ import torch
 from portus.cli.output import Output
 from portus.cli.report import sparks
 from portus.cli.training import training_of
-from portus.companions.journal.lines import Head, encoded
+from portus.companions.journal.lines import Head, encode
 from portus.engine.job.settings import Settings
 from portus.reach.index.place import Place
 from portus.reach.pools.checkpointer import PoolCheckpointer
@@ -75,7 +75,7 @@ def test_what_cannot_be_reported_is_said_with_what_to_do(tmp_path: Path) -> None
     other = portus("report", "c", "--pool", tmp_path / ".portus")
     assert "no journal of a run 'c'; there are ['a', 'b']" in other.err
     lines = tmp_path / ".portus/a.journal/a.lines"
-    lines.write_bytes(encoded(Head(format=2, model="a")))
+    lines.write_bytes(encode(Head(format=2, model="a")))
     newer = portus("report", lines.parent)
     assert newer.code == 2
     assert "written by a newer one. Upgrade Portus here" in newer.err
@@ -196,7 +196,7 @@ def test_a_page_holds_nothing_that_a_name_could_make_it_run(tmp_path: Path) -> N
     folder.mkdir(parents=True)
     (source,) = (example(tmp_path / "e") / ".portus").glob("*/*.lines")
     rest = source.read_bytes().split(b"\n", 1)[1]
-    (folder / "x.lines").write_bytes(encoded(Head(format=1, model=evil)) + rest)
+    (folder / "x.lines").write_bytes(encode(Head(format=1, model=evil)) + rest)
     assert portus("report", tmp_path, "--html", tmp_path / "a.html").code == 0
     text = (tmp_path / "a.html").read_text()
     assert "<script>" not in text

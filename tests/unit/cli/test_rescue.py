@@ -130,7 +130,7 @@ def test_what_was_saved_after_another_rescue_stays(
     run: Run, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     both_slots(run.net)
-    locked = directory.locked
+    locked = directory.lock
 
     def late(path: str, files: FileSystem) -> FileLocks:
         """The lock, once another one has mended the pool, and a training has saved to it."""
@@ -142,7 +142,7 @@ def test_what_was_saved_after_another_rescue_stays(
             both_slots(run.net)
         return locked(path, files)
 
-    monkeypatch.setattr(rescue, "locked", late)
+    monkeypatch.setattr(rescue, "lock", late)
     said = command("rescue", run.net, "--in-place")
     assert (said.code, said.err) == (0, ""), said.out
     with run.trainer() as trainer:

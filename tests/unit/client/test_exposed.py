@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.engine.fence.snapshot import copy_order
-from portus.engine.media import linux, written
+from portus.engine.media import linux, write_watch
 from portus.engine.pipeline.run import Save
 from portus.reach.index.check import check
 from portus.reach.pools.checkpointer import PoolCheckpointer
@@ -153,17 +153,17 @@ def test_a_call_and_text_tell_the_same_of_memory_that_is_shared(
     some = sorted(address)[10:90]
     with open("/proc/self/maps", "rb") as maps:
         try:
-            called = linux.shared_maps(maps.fileno(), 0, 1 << 63)
-            of_some = linux.shared_maps(maps.fileno(), int(some[0]) + 5, int(some[-1]) + 5)
+            called = linux.shared_mappings(maps.fileno(), 0, 1 << 63)
+            of_some = linux.shared_mappings(maps.fileno(), int(some[0]) + 5, int(some[-1]) + 5)
         except OSError as error:
             pytest.skip(f"the kernel has no such call: {error}")
     expected = [True, False] * 50
-    assert written.exposed(address, np.full(100, 10)).tolist() == expected
+    assert write_watch.exposure(address, np.full(100, 10)).tolist() == expected
     monkeypatch.setattr(linux, "_PROCMAP_QUERY", 0)
-    assert called == written._shared(0, 1 << 63)
-    assert of_some == written._shared(int(some[0]) + 5, int(some[-1]) + 5)
+    assert called == write_watch._shared_runs(0, 1 << 63)
+    assert of_some == write_watch._shared_runs(int(some[0]) + 5, int(some[-1]) + 5)
     assert 0 < len(of_some) < len(called)
-    assert written.exposed(address, np.full(100, 10)).tolist() == expected
+    assert write_watch.exposure(address, np.full(100, 10)).tolist() == expected
 
 
 @pytest.mark.usefixtures("told_by")

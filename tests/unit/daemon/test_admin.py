@@ -20,7 +20,7 @@ import torch
 import portus
 from portus.errors import BusyError, MediumError, TransportError, UsageError
 from portus.reach.daemon.admin import Desk, Kick, Look, ask
-from portus.reach.daemon.main import ServeOptions, _desk, prepared, reload
+from portus.reach.daemon.main import ServeOptions, _desk, prepare, reload
 from portus.reach.daemon.metrics import application
 from portus.reach.daemon.server import Server
 from portus.reach.protocol import messages as said
@@ -35,7 +35,7 @@ STATE = {"x": torch.arange(100_000)}
 
 @contextlib.contextmanager
 def started(options: ServeOptions, path: str) -> Iterator[Server]:
-    server = prepared(options)
+    server = prepare(options)
     desk = Desk(path, server, lambda: reload(options, server))
     server.start()
     desk.start()
@@ -109,7 +109,7 @@ def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
         with pytest.raises(BusyError, match="made tenant 'default' read-only"):
             run.save(STATE, 2).wait()
         with client(server) as link:
-            answer = link.ask(said.Retire(said.packed_column([1])))
+            answer = link.ask(said.Retire(said.pack_column([1])))
             assert isinstance(answer, said.Refused), "removed"
         with portus.PoolCheckpointer(url(server, "other"), on_error="raise") as other:
             other.save(STATE, 1).wait()
@@ -301,7 +301,7 @@ def test_a_host_without_a_socket_for_its_operator_says_so(
     if variable:
         monkeypatch.setenv(variable, str(tmp_path))
     options = ServeOptions(place="memory:1M", listen=[f"unix:{tmp_path}/door"])
-    server = prepared(options)
+    server = prepare(options)
     try:
         desk, line = _desk(options, server)
     finally:

@@ -18,7 +18,7 @@ from portus.reach.daemon.places import Places
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
-from portus.reach.protocol.messages import packed_column
+from portus.reach.protocol.messages import pack_column
 from portus.reach.transport.dial import Credentials, _greet, dial
 from portus.reach.transport.stream import Link
 from tests.hosts import Host
@@ -120,13 +120,13 @@ def come_from(address: str, host: Host) -> Link:
 
 def registers(link: Link) -> None:
     for number in range(0, 8 * MANY, MANY):
-        link.ask(said.Register(number, packed_column([0] * MANY)))
+        link.ask(said.Register(number, pack_column([0] * MANY)))
 
 
 def begins(link: Link) -> None:
     model = os.urandom(8).hex()
     link.ask(said.Claim(model, os.urandom(16)))
-    link.ask(said.Begin(model, 1, os.urandom(16), packed_column([0] * MANY)))
+    link.ask(said.Begin(model, 1, os.urandom(16), pack_column([0] * MANY)))
     if link.connection.state.value == "saving":
         for _ in range(100):
             if not isinstance(link.ask(said.Offer(b"", b"")), said.Pulled):
@@ -159,12 +159,12 @@ def pins(link: Link) -> None:
 
 def checks(link: Link) -> None:
     while True:
-        link.ask(said.Check(packed_column([0] * (MANY // 2)), b""))
+        link.ask(said.Check(pack_column([0] * (MANY // 2)), b""))
 
 
 def reads(link: Link) -> None:
     """Many ranges, and takes nothing of them."""
-    link.send(said.Read(packed_column([0, 4096] * (4 * MANY))))
+    link.send(said.Read(pack_column([0, 4096] * (4 * MANY))))
 
 
 ATTACKS: list[Callable[[Link], None]] = [

@@ -23,7 +23,7 @@ import torch
 import portus
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.counters import TIMED
-from portus.reach.daemon.main import ServeOptions, heard, prepared
+from portus.reach.daemon.main import ServeOptions, heard, prepare
 from portus.reach.daemon.pools import parse_size
 from portus.reach.daemon.server import _answers, open_door
 from portus.reach.index.directory import open_reader
@@ -97,9 +97,9 @@ def test_a_second_host_of_one_directory_is_told_of_the_first_at_once(tmp_path: P
     with Host(place) as host:
         match = f"process {host.process.pid} of this machine already serves it"
         with pytest.raises(BusyError, match=match):
-            prepared(ServeOptions(place=str(place), listen=["127.0.0.1:0"]))
+            prepare(ServeOptions(place=str(place), listen=["127.0.0.1:0"]))
         host.kill()
-        server = prepared(ServeOptions(place=str(place), listen=["127.0.0.1:0"]))
+        server = prepare(ServeOptions(place=str(place), listen=["127.0.0.1:0"]))
         assert server.stop()
 
 
@@ -148,7 +148,7 @@ def test_a_pool_that_somebody_writes_is_not_served(
     with portus.PoolCheckpointer(tmp_path / "one.portus") as checkpointer:
         checkpointer.save(STATE, 1).wait()
         with pytest.raises(BusyError, match="another writer has held it"):
-            prepared(ServeOptions(place=str(tmp_path / "one.portus"), listen=["127.0.0.1:0"]))
+            prepare(ServeOptions(place=str(tmp_path / "one.portus"), listen=["127.0.0.1:0"]))
 
 
 def test_systemd_is_told_when_it_is_ready_and_when_it_ends(
@@ -277,10 +277,10 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
         link, _ = dial(parse(host.url), Credentials.from_environment(), 60)
         with contextlib.closing(link):
             link.ask(said.Claim("raw", b"c" * 16))
-            link.ask(said.Begin("raw", 7, b"t" * 16, said.packed_column([5])))
+            link.ask(said.Begin("raw", 7, b"t" * 16, said.pack_column([5])))
             link.ask(said.Abandon())
-            link.ask(said.Begin("raw\nline", 8, b"t" * 16, said.packed_column([5])))
-            link.ask(said.Retire(said.packed_column([2])))
+            link.ask(said.Begin("raw\nline", 8, b"t" * 16, said.pack_column([5])))
+            link.ask(said.Retire(said.pack_column([2])))
         assert host.stop() == 0
     found = logged(host)
     assert found["serving"][0]["address"] == host.url
@@ -397,7 +397,7 @@ def test_who_begins_no_tls_is_ended_in_time(
     monkeypatch.setattr("portus.reach.daemon.server.GREETING_S", 0.2)
     cert, key = certificate(tmp_path)
     options = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
-    server = prepared(options)
+    server = prepare(options)
     server.start()
     try:
         for said_first in (b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"):
@@ -462,14 +462,14 @@ def test_a_senseless_wish_is_refused_and_nothing_listens(
         metrics=options.get("metrics"),  # type: ignore[arg-type]
     )
     with pytest.raises(UsageError, match=match):
-        prepared(made)
+        prepare(made)
 
 
 def test_an_address_in_use_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(MediumError, match=f"portus://127.0.0.1:{port}: cannot listen"):
-            prepared(ServeOptions(place=str(tmp_path), listen=[f"127.0.0.1:{port}"]))
+            prepare(ServeOptions(place=str(tmp_path), listen=[f"127.0.0.1:{port}"]))
 
 
 def test_a_start_that_fails_leaves_no_socket(tmp_path: Path) -> None:
@@ -477,14 +477,14 @@ def test_a_start_that_fails_leaves_no_socket(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         listen = [f"unix:{tmp_path / 'socket'}"]
         with pytest.raises(MediumError, match=f"127.0.0.1:{port}: cannot listen"):
-            prepared(ServeOptions(place="memory:1M", listen=listen, metrics=str(port)))
+            prepare(ServeOptions(place="memory:1M", listen=listen, metrics=str(port)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MediumError, match="cannot make the pool directory"):
-        prepared(ServeOptions(place=str(tmp_path / "file" / "pools"), listen=["127.0.0.1:0"]))
+        prepare(ServeOptions(place=str(tmp_path / "file" / "pools"), listen=["127.0.0.1:0"]))
 
 
 def listening_at(path: Path) -> contextlib.closing[socket.socket]:

@@ -11,7 +11,7 @@ from portus.engine.format.checksum import digest
 from portus.reach.files.host import HostPool
 from portus.reach.index.records import decode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import packed_column
+from portus.reach.protocol.messages import pack_column
 from tests.contents import table
 from tests.hosts import Host
 
@@ -32,7 +32,7 @@ def rss(process: int) -> int:
 def save_many(url: str, model: str, count: int, first: int) -> None:
     """Saves by the words of the protocol: quicker than a whole client, the same for the host."""
     pool = HostPool(url, model)
-    lengths, alone = packed_column([SIZE]), packed_column([0])
+    lengths, alone = pack_column([SIZE]), pack_column([0])
     kept: list[int] = []
     try:
         with pool.links.borrowed() as link:
@@ -44,7 +44,7 @@ def save_many(url: str, model: str, count: int, first: int) -> None:
                 link.ask(said.Offer(alone, alone))
                 link.send_payload(said.DATA, memoryview(data), None)
                 assert isinstance(link.hear(), said.Pulled)
-                confirm = said.Confirm(digest(data), bytes(16), table([SIZE]), packed_column(kept))
+                confirm = said.Confirm(digest(data), bytes(16), table([SIZE]), pack_column(kept))
                 committed = link.ask(confirm)
                 assert isinstance(committed, said.Committed)
                 kept = [decode_version(memoryview(committed.record)).info.id]

@@ -15,7 +15,7 @@ import torch
 import portus
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon import mirrors as mirrors_of_hosts
-from portus.reach.daemon.main import ServeOptions, prepared
+from portus.reach.daemon.main import ServeOptions, prepare
 from portus.reach.daemon.mirrors import TenantMirrors
 from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.mirror import Mirror
@@ -257,7 +257,7 @@ def test_portus_serve_waits_for_its_mirror_at_sigterm_and_begins_with_it(
 
 def test_wrong_words_end_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--mirror 's3//bucket': expected s3://"):
-        prepared(ServeOptions(place=str(tmp_path), listen=["127.0.0.1:0"], mirror="s3//bucket"))
+        prepare(ServeOptions(place=str(tmp_path), listen=["127.0.0.1:0"], mirror="s3//bucket"))
 
 
 def test_a_host_with_models_begins_with_no_mirror_that_it_may_read_and_not_write(

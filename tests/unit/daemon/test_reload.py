@@ -14,7 +14,7 @@ import torch
 
 import portus
 from portus.errors import MediumError, UsageError
-from portus.reach.daemon.main import ServeOptions, prepared, reload
+from portus.reach.daemon.main import ServeOptions, prepare, reload
 from portus.reach.daemon.pools import Pools, Quotas, read_quotas
 from portus.reach.daemon.secrets import SECRETS_MAX, Secrets, read_secrets
 from portus.reach.daemon.server import Server
@@ -34,7 +34,7 @@ def write(path: Path, *lines: str) -> str:
 
 @contextlib.contextmanager
 def started(options: ServeOptions) -> Iterator[Server]:
-    server = prepared(options)
+    server = prepare(options)
     server.start()
     try:
         yield server

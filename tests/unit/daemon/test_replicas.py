@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.errors import BusyError, PortusError, StaleError, TransportError, UsageError
-from portus.reach.daemon.main import ServeOptions, prepared
+from portus.reach.daemon.main import ServeOptions, prepare
 from portus.reach.daemon.server import Server
 from portus.reach.mirror.address import parse as parse_store
 from portus.reach.mirror.leading import REPLICA
@@ -343,7 +343,7 @@ def test_what_cannot_be_a_replica_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def started(replica: str, **more: Any) -> None:
-        prepared(
+        prepare(
             ServeOptions(
                 place=str(tmp_path / "first"), listen=["127.0.0.1:0"], replica=replica, **more
             )
@@ -359,7 +359,7 @@ def test_what_cannot_be_a_replica_ends_the_start(
         started("portus://a", mirror=f"file://{tmp_path}/bucket")
     port = free_port()
     with pytest.raises(UsageError, match="this is the host itself"):
-        prepared(
+        prepare(
             ServeOptions(
                 place=str(tmp_path / "first"),
                 listen=[f"127.0.0.1:{port}"],
@@ -399,7 +399,7 @@ def test_a_replica_that_is_too_old_is_named_and_nothing_is_saved(
             saved(saver, 1)
         assert steps_at(first) == []
     with serving(tmp_path / "second", address=address), pytest.raises(UsageError, match=named):
-        prepared(
+        prepare(
             ServeOptions(
                 place=str(tmp_path / "other"), listen=["127.0.0.1:0"], replica=str(address)
             )

@@ -37,12 +37,12 @@ from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, Transport, parse
 from portus.reach.protocol.connection import HEADER
-from portus.reach.protocol.messages import Said, packed_column, packed_handles
+from portus.reach.protocol.messages import Said, pack_column, pack_handles
 from portus.reach.protocol.proof import proof_of_client, proof_of_host
 from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
 from portus.reach.transport.budget import FREE
-from portus.reach.transport.dial import Credentials, dial, raised, read_secret
+from portus.reach.transport.dial import Credentials, dial, error_of, read_secret
 from portus.reach.transport.stream import Link
 from tests.contents import table
 from tests.hosts import serving, url
@@ -51,9 +51,9 @@ from tests.unit.protocol.examples import EXAMPLES, LEAST
 TOKEN = b"t" * 16
 SECRET = b"a secret of sixteen bytes and more"
 DATA = [bytes([1]) * 100_000, b"", bytes([2]) * 5000]
-LENGTHS = packed_column([len(each) for each in DATA])
+LENGTHS = pack_column([len(each) for each in DATA])
 CONTENTS = table([len(each) for each in DATA])
-ALL = packed_column([0, 1, 2])
+ALL = pack_column([0, 1, 2])
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def client(
 def asked(link: Link, message: Said, expected: type[Said]) -> Said:
     answer = link.ask(message)
     if isinstance(answer, said.Refused):
-        raise raised(answer)
+        raise error_of(answer)
     assert isinstance(answer, expected), answer
     return answer
 
@@ -227,7 +227,7 @@ BEGIN = (said.Begin("m", 1, TOKEN, LENGTHS), said.Begun)
 
 
 def test_a_region_of_another_length_is_refused(server: Server) -> None:
-    wrong = (said.Register(0, packed_column([99_999, 0, 5000])), said.Done)
+    wrong = (said.Register(0, pack_column([99_999, 0, 5000])), said.Done)
     offer = (said.Offer(ALL, ALL), said.Pull)
     refused(server, UsageError, "other lengths", wrong, BEGIN, offer)
 
@@ -237,19 +237,19 @@ def test_a_region_that_is_registered_already_is_refused(server: Server) -> None:
 
 
 def test_a_region_that_was_forgotten_is_refused(server: Server) -> None:
-    forget = (said.Forget(packed_column([2])), said.Done)
+    forget = (said.Forget(pack_column([2])), said.Done)
     refused(
         server, UsageError, "registered", REGISTER, forget, BEGIN, (said.Offer(ALL, ALL), said.Pull)
     )
 
 
 def test_a_storage_that_is_not_there_is_refused(server: Server) -> None:
-    offer = (said.Offer(packed_column([3]), packed_column([0])), said.Pull)
+    offer = (said.Offer(pack_column([3]), pack_column([0])), said.Pull)
     refused(server, UsageError, "not there", REGISTER, BEGIN, offer)
 
 
 def test_a_storage_that_comes_twice_is_refused(server: Server) -> None:
-    offer = (said.Offer(packed_column([1, 1]), packed_column([1, 1])), said.Pull)
+    offer = (said.Offer(pack_column([1, 1]), pack_column([1, 1])), said.Pull)
     refused(server, UsageError, "twice", REGISTER, BEGIN, offer)
 
 
@@ -257,7 +257,7 @@ def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
     with client(server) as link:
         pulled(link)
         with pytest.raises(UsageError, match="have a place already"):
-            asked(link, said.Offer(packed_column([1]), packed_column([1])), said.Pull)
+            asked(link, said.Offer(pack_column([1]), pack_column([1])), said.Pull)
         assert link.connection.state is Phase.READY
     assert versions(server) == 0
 
@@ -331,11 +331,11 @@ def test_sharing_what_cannot_be_shared_is_refused(
 ) -> None:
     with client(server) as link:
         confirmed(link)
-        asked(link, said.Begin("m", 2, b"u" * 16, packed_column(lengths)), said.Begun)
+        asked(link, said.Begin("m", 2, b"u" * 16, pack_column(lengths)), said.Begun)
         if len(lengths) == 3:
-            asked(link, said.Share(TOKEN, packed_column([2])), said.Shared)
+            asked(link, said.Share(TOKEN, pack_column([2])), said.Shared)
         with pytest.raises(UsageError, match=match):
-            asked(link, said.Share(TOKEN, packed_column(indices)), said.Shared)
+            asked(link, said.Share(TOKEN, pack_column(indices)), said.Shared)
         assert link.connection.state is Phase.READY
     assert versions(server) == 1
 
@@ -345,7 +345,7 @@ def test_columns_that_are_none_are_refused(server: Server) -> None:
 
 
 def test_lengths_that_wrap_around_are_refused(server: Server) -> None:
-    lengths = packed_column([1 << 61] * 8)
+    lengths = pack_column([1 << 61] * 8)
     refused(server, TransportError, "too large", (said.Begin("m", 1, TOKEN, lengths), said.Begun))
 
 
@@ -355,7 +355,7 @@ def test_a_model_that_was_not_claimed_is_refused(server: Server) -> None:
 
 
 def test_reading_beyond_the_pool_is_refused(server: Server) -> None:
-    ranges = packed_column([0, 1 << 50])
+    ranges = pack_column([0, 1 << 50])
     refused(server, UsageError, "the pool has", (said.Read(ranges), said.Done))
 
 
@@ -395,12 +395,12 @@ def test_a_token_that_a_version_has_makes_no_other(server: Server) -> None:
 
 
 def test_ten_terabytes_are_refused_and_others_save(tmp_path: Path) -> None:
-    lengths = packed_column([10 << 40])
+    lengths = pack_column([10 << 40])
     with serving(tmp_path / "pools", quota=64 << 20) as server, client(server) as link:
         asked(link, said.Register(0, lengths), said.Done)  # a number: no memory is taken
         with pytest.raises(MediumError, match="quota is 67108864 bytes"):
             asked(link, said.Begin("m", 1, TOKEN, lengths), said.Begun)
-        asked(link, said.Forget(packed_column([0])), said.Done)
+        asked(link, said.Forget(pack_column([0])), said.Done)
         confirmed(link)
         assert versions(server) == 1
 
@@ -409,12 +409,12 @@ def test_ten_terabytes_are_refused_and_others_save(tmp_path: Path) -> None:
 def test_memory_is_taken_up_to_its_size_and_the_quota(place: str, quota: int | None) -> None:
     with serving(place, quota=quota) as server, client(server) as link:
         with pytest.raises(MediumError, match=r"max_bytes|quota"):
-            asked(link, said.Begin("m", 1, TOKEN, packed_column([2 << 20])), said.Done)
-        asked(link, said.Begin("m", 1, TOKEN, packed_column([1 << 19])), said.Begun)
+            asked(link, said.Begin("m", 1, TOKEN, pack_column([2 << 20])), said.Done)
+        asked(link, said.Begin("m", 1, TOKEN, pack_column([1 << 19])), said.Begun)
 
 
 def test_ten_terabytes_do_not_fit_without_a_quota_either(server: Server) -> None:
-    lengths, one = packed_column([10 << 40]), packed_column([0])
+    lengths, one = pack_column([10 << 40]), pack_column([0])
     with client(server) as link:
         asked(link, said.Register(0, lengths), said.Done)
         asked(link, said.Begin("m", 1, TOKEN, lengths), said.Begun)
@@ -458,14 +458,14 @@ def test_a_host_that_is_to_have_verbs_does_not_start_without(server: Server) -> 
 
 
 def test_a_push_without_a_queue_pair_is_refused(server: Server) -> None:
-    handles = packed_handles([4096], [1])
-    message = said.Push(packed_column([10]), packed_column([0, 10]), handles)
+    handles = pack_handles([4096], [1])
+    message = said.Push(pack_column([10]), pack_column([0, 10]), handles)
     refused(server, UsageError, "not connected by verbs", (message, said.Pushed))
 
 
 def test_a_push_from_beyond_the_pool_is_refused(server: Server) -> None:
-    ranges = packed_column([1 << 50, 10])
-    message = said.Push(packed_column([10]), ranges, packed_handles([4096], [1]))
+    ranges = pack_column([1 << 50, 10])
+    message = said.Push(pack_column([10]), ranges, pack_handles([4096], [1]))
     refused(server, UsageError, "the pool has", (message, said.Pushed))
 
 
@@ -473,9 +473,9 @@ def test_a_push_from_beyond_the_pool_is_refused(server: Server) -> None:
     "handles",
     [
         b"1234",
-        packed_handles([1, 2], [3, 4]),
-        packed_handles([-1] * 3, [0] * 3),
-        packed_handles([0] * 3, [1 << 32] * 3),
+        pack_handles([1, 2], [3, 4]),
+        pack_handles([-1] * 3, [0] * 3),
+        pack_handles([0] * 3, [1 << 32] * 3),
     ],
 )
 def test_handles_that_are_none_are_refused(server: Server, handles: bytes) -> None:
@@ -485,7 +485,7 @@ def test_handles_that_are_none_are_refused(server: Server, handles: bytes) -> No
 
 def test_handles_without_a_queue_pair_mean_the_socket(server: Server) -> None:
     with client(server) as link:
-        handles = packed_handles([4096, 0, 4096], [1, 0, 1])
+        handles = pack_handles([4096, 0, 4096], [1, 0, 1])
         asked(link, said.Register(0, LENGTHS, handles), said.Done)
         asked(link, BEGIN[0], said.Begun)
         asked(link, said.Offer(ALL, ALL), said.Pull)
@@ -753,7 +753,7 @@ def test_a_client_that_stops_reading_is_ended_and_holds_nobody_up(tmp_path: Path
         with client(server) as link:
             size, writer = 32 << 20, server.house.pools.of("default").writer
             writer.release(writer.reserve(2 * size))  # so large is it now
-            deaf.send(said.Read(packed_column([0, size, 0, size])))
+            deaf.send(said.Read(pack_column([0, size, 0, size])))
             confirmed(link)
         settled(server, lambda: server.connections() == 0)
 
@@ -824,7 +824,7 @@ def test_a_client_has_so_many_regions_at_most(
     with client(server) as link:
         registered(link)
         with pytest.raises(UsageError, match="more than 3 regions"):
-            asked(link, said.Register(3, packed_column([1])), said.Done)
+            asked(link, said.Register(3, pack_column([1])), said.Done)
 
 
 def test_a_client_has_so_many_pins_and_claims_at_most(
@@ -888,7 +888,7 @@ def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
         with caplog.at_level(logging.ERROR, "portus.daemon"):
             answer = link.hear()
             assert isinstance(answer, said.Refused), answer
-        assert isinstance(raised(answer), MediumError)
+        assert isinstance(error_of(answer), MediumError)
         assert "refused" in caplog.text
         assert link.connection.state is Phase.READY
     assert np.all([versions(server) == 0])
@@ -900,7 +900,7 @@ def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> N
     assert first.take(1, 0)
     others.tenant = "default"
     others.keep(budget.tenant_max - budget.connection_max + FREE)
-    lengths = packed_column([0] * (2 * FREE // 8))
+    lengths = pack_column([0] * (2 * FREE // 8))
     with client(server) as link:
         confirmed(link)
         link.send(said.Register(100, lengths))
@@ -919,7 +919,7 @@ def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
 ) -> None:
     with serving(tmp_path / "pools", memory=1 << 20) as server, client(server) as link:
         with pytest.raises(UsageError, match=r"524288 at most: raise `portus serve --mem"):
-            asked(link, said.Register(100, packed_column([0] * (1 << 16))), said.Done)
+            asked(link, said.Register(100, pack_column([0] * (1 << 16))), said.Done)
         confirmed(link)
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
         asked(link, said.Share(TOKEN, ALL), said.Shared)
@@ -937,7 +937,7 @@ def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
         whole = server.house.budget.connection_max // 2 - 16 * said.DIGEST_SIZE
         hanging._socket.sendall(hanging.connection._begun(said.Confirm.kind, whole) + bytes([0x95]))
         settled(server, lambda: 0 < server.house.budget.taken <= 4 << 20)
-        asked(link, said.Register(100, packed_column([0] * (1 << 18))), said.Done)
+        asked(link, said.Register(100, pack_column([0] * (1 << 18))), said.Done)
 
 
 def test_a_check_of_more_than_the_pool_has_is_refused(server: Server) -> None:
@@ -945,10 +945,10 @@ def test_a_check_of_more_than_the_pool_has_is_refused(server: Server) -> None:
     with client(server) as link:
         confirmed(link)
         again = 1 << 15
-        ranges = packed_column([0, 1 << 16] * again)
+        ranges = pack_column([0, 1 << 16] * again)
         with pytest.raises(UsageError, match="bytes, of a pool of"):
-            asked(link, said.Check(packed_column([(1 << 16) * again]), ranges), said.Checked)
-        found = asked(link, said.Check(packed_column([0]), b""), said.Checked)
+            asked(link, said.Check(pack_column([(1 << 16) * again]), ranges), said.Checked)
+        found = asked(link, said.Check(pack_column([0]), b""), said.Checked)
         assert found == said.Checked(digest(b""))
 
 
@@ -970,7 +970,7 @@ def test_the_end_does_not_wait_for_what_is_hashed(
         for module in ("reads", "saves"):
             monkeypatch.setattr(f"portus.reach.daemon.requests.{module}.check", endless)
         if request_of == "check":
-            link.send(said.Check(packed_column([0]), b""))
+            link.send(said.Check(pack_column([0]), b""))
         else:
             asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
             link.send(said.Share(TOKEN, ALL))
@@ -996,7 +996,7 @@ def test_a_client_that_hangs_up_is_hashed_for_no_more(
 
     monkeypatch.setattr("portus.reach.daemon.requests.reads.check", endless)
     with client(server) as link:
-        link.send(said.Check(packed_column([0]), b""))
+        link.send(said.Check(pack_column([0]), b""))
         assert began.wait(20)
         assert not ended.wait(0.05), "it is waited for"
     assert ended.wait(20)
@@ -1018,10 +1018,10 @@ def test_so_many_are_hashed_for_at_once_and_other_tenants_too(
         tenants = ["one"] * (most + 1) + ["two"]
         links = [stack.enter_context(client(server, name, model=None)) for name in tenants]
         for link in links[:-1]:
-            link.send(said.Check(packed_column([0]), b""))
+            link.send(said.Check(pack_column([0]), b""))
         assert all(working.acquire(timeout=20) for _ in range(most))
         assert not working.acquire(timeout=0.2), "one tenant has half of the turns"
-        links[-1].send(said.Check(packed_column([0]), b""))
+        links[-1].send(said.Check(pack_column([0]), b""))
         assert working.acquire(timeout=20)
         go_on.set()
         for link in links:

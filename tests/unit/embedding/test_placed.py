@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import portus
+from portus.companions.embedding.in_pool import PlacedStore
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.placed import PlacedStore
 from portus.companions.embedding.slices import Slices
 from portus.companions.embedding.store import MODEL
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
@@ -322,9 +322,9 @@ def test_a_reader_of_a_version_that_was_folded_in_is_told_to_come_back(
                 tables.wait()
             small.step(3)
             tables.wait()
-            return log.logged(*found)
+            return log.read_log(*found)
 
-        monkeypatch.setattr(restore, "logged", late)
+        monkeypatch.setattr(restore, "read_log", late)
         for _ in range(3):
             with portus.open(device) as view, pytest.raises(BusyError, match="changed in place"):
                 view.load(MODEL)

@@ -13,7 +13,7 @@ import pytest
 from portus.engine.spec import PAGE, Extent, VersionInfo
 from portus.errors import CorruptionError
 from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST, WITH_NEXT
-from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, logged
+from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, read_log
 from portus.reach.index.records import NOWHERE, VersionLog, VersionRecord
 from portus.reach.media.memory import Memory
 
@@ -78,7 +78,7 @@ def test_entries_come_back_in_order_and_a_version_counts_its_own(medium: Memory)
     assert [each.contents for each in entries(medium, following)] == [b""] * 5
     writer.append([], b"[]", 6)
     assert len(list(entries(medium, record))) == 4
-    assert logged(medium, following).contents == b"[]"
+    assert read_log(medium, following).contents == b"[]"
     earlier = replace(record, info=replace(record.info, commit=4))
     assert list(entries(medium, earlier)) == []
 
@@ -176,7 +176,7 @@ def test_rows_in_bunches_come_back_over_extents_and_windows(medium: Memory, size
                 for row, at in enumerate(start.tolist()):
                     image[at : at + size] = data[row]
         writer.append([], b"", record.info.commit, bunches)
-    found = logged(medium, record)
+    found = read_log(medium, record)
     for low, high in ((0, 10_000), (0, 1), (5, PAGE), (100, 9_999), (PAGE, 2 * PAGE + 1)):
         target = bytearray(high - low)
         found.over(0, low, memoryview(target))
@@ -199,7 +199,7 @@ def test_what_each_entry_writes_whole_takes_memory_once(medium: Memory) -> None:
             writer.append([(Extent(place, length), data[0].data)], b"", record.info.commit)
         else:
             writer.append([], b"", record.info.commit, [Bunch(np.array([place]), data)])
-    found = logged(medium, record)
+    found = read_log(medium, record)
     target = bytearray(PAGE)
     found.over(0, 0, memoryview(target))
     assert bytes(target) == image.tobytes()

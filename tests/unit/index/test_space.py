@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from portus.engine.spec import PAGE
-from portus.reach.index.space import EMPTY, Runs, alone, choose, gaps, merged, page_count, runs_of
+from portus.reach.index.space import EMPTY, Runs, alone, choose, gaps, merge, page_count, runs_of
 
 _RANGES = st.lists(st.tuples(st.integers(0, 60 * PAGE), st.integers(0, 5 * PAGE)), max_size=12)
 
@@ -37,7 +37,7 @@ def test_runs_are_the_pages_touched_sorted_and_apart(ranges: list[tuple[int, int
 
 @given(_RANGES, _RANGES)
 def test_merged_is_the_union(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
-    assert _pages_of(merged([_runs(left), _runs(right)])) == _pages(left) | _pages(right)
+    assert _pages_of(merge([_runs(left), _runs(right)])) == _pages(left) | _pages(right)
 
 
 @given(_RANGES)

@@ -18,9 +18,9 @@ from portus.companions.journal.lines import (
     Saved,
     SessionBegun,
     SessionEnded,
-    decoded,
-    encoded,
-    shortened,
+    decode,
+    encode,
+    shorten,
 )
 from portus.errors import CorruptionError, UsageError
 
@@ -76,16 +76,16 @@ GOLDEN = (
 
 
 def journal(lines: list[Line]) -> bytes:
-    return b"".join(map(encoded, [HEAD, *lines]))
+    return b"".join(map(encode, [HEAD, *lines]))
 
 
 def test_a_journal_of_this_format_has_these_bytes_for_ever() -> None:
     assert journal([LINES[2]]) == GOLDEN
-    assert decoded(GOLDEN, "j").lines == (LINES[2],)
+    assert decode(GOLDEN, "j").lines == (LINES[2],)
 
 
 def test_every_line_comes_back_as_it_was_written() -> None:
-    found = decoded(journal(LINES), "j")
+    found = decode(journal(LINES), "j")
     assert (found.head, list(found.lines)) == (HEAD, LINES)
     assert (found.damaged, found.torn) == (0, False)
 
@@ -94,7 +94,7 @@ def test_every_cut_leaves_the_lines_before_it() -> None:
     data = journal(LINES)
     ends = [position for position, byte in enumerate(data) if byte == 10]
     for cut in range(ends[0] + 1, len(data)):
-        found = decoded(data[:cut], "j")
+        found = decode(data[:cut], "j")
         assert list(found.lines) == LINES[: len([end for end in ends if end < cut]) - 1]
         assert found.damaged == 0
         assert found.torn == (data[cut - 1] != 10)
@@ -106,7 +106,7 @@ def test_every_damaged_byte_costs_its_line_alone_and_is_counted() -> None:
     for position in range(head, len(data) - 1):
         broken = bytearray(data)
         broken[position] ^= 1 << position % 8
-        found = decoded(bytes(broken), "j")
+        found = decode(bytes(broken), "j")
         left = [line for line in LINES if line in found.lines]
         assert list(found.lines) == left
         assert len(left) >= len(LINES) - 2  # the end of a line joins two
@@ -114,25 +114,25 @@ def test_every_damaged_byte_costs_its_line_alone_and_is_counted() -> None:
 
 
 def test_what_is_written_behind_a_torn_line_is_read() -> None:
-    data = journal(LINES[:2])[:-30] + b"\n" + encoded(LINES[4])
-    found = decoded(data, "j")
+    data = journal(LINES[:2])[:-30] + b"\n" + encode(LINES[4])
+    found = decode(data, "j")
     assert found.lines == (LINES[0], LINES[4])
     assert found.damaged == 1
 
 
 def test_a_newer_journal_is_refused_and_a_newer_kind_of_line_passed_over() -> None:
-    newer = encoded(Head(format=2, model="run"))
+    newer = encode(Head(format=2, model="run"))
     with pytest.raises(UsageError, match=r"format 2, and this Portus knows up to 1.*Upgrade"):
-        decoded(journal(LINES) + newer, "j")
+        decode(journal(LINES) + newer, "j")
     text = b'{"kind":"dreamt","of":"sheep"}'
-    found = decoded(journal(LINES) + b"%08x %s\n" % (zlib.crc32(text), text), "j")
+    found = decode(journal(LINES) + b"%08x %s\n" % (zlib.crc32(text), text), "j")
     assert (list(found.lines), found.damaged) == (LINES, 0)
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"\0" * 4096, b"hello\n", b"[" * 9000 + b"\n"])
 def test_what_is_no_journal_is_said_to_be_none(data: bytes) -> None:
     with pytest.raises(CorruptionError, match="expected a journal"):
-        decoded(data, "j")
+        decode(data, "j")
 
 
 def test_rubbish_with_a_right_digest_is_damage_or_nothing() -> None:
@@ -141,7 +141,7 @@ def test_rubbish_with_a_right_digest_is_damage_or_nothing() -> None:
     texts += [bytes(rng.randrange(256) for _ in range(rng.randrange(60))) for _ in range(300)]
     for text in texts:
         text = text.replace(b"\n", b" ")
-        found = decoded(journal(LINES[:1]) + b"%08x %s\n" % (zlib.crc32(text), text), "j")
+        found = decode(journal(LINES[:1]) + b"%08x %s\n" % (zlib.crc32(text), text), "j")
         assert (found.lines, found.damaged) == (tuple(LINES[:1]), 1)
 
 
@@ -173,14 +173,14 @@ def long_run(count: int) -> list[Line]:
 def test_a_journal_that_is_made_shorter_says_the_same_of_the_whole() -> None:
     lines = long_run(60)
     size = len(journal(lines)) // 4
-    made = shortened(HEAD, lines, size)
+    made = shorten(HEAD, lines, size)
     assert len(made) <= size
-    again = shortened(HEAD, decoded(made, "j").lines, size // 2)
+    again = shorten(HEAD, decode(made, "j").lines, size // 2)
     assert len(again) <= size // 2
     whole = account(lines)
     assert whole is not None
     for data in (made, again):
-        part = account(decoded(data, "j").lines)
+        part = account(decode(data, "j").lines)
         assert part is not None
         assert len(part.saves) < len(whole.saves)
         for name in (
@@ -198,8 +198,8 @@ def test_a_journal_of_many_sessions_lets_go_of_the_oldest() -> None:
             begun(name, 100.0 + number),
             SessionEnded(session=name, closed=False, steps=1, at_s=1e3),
         ]
-    made = shortened(HEAD, lines, 20_000)
-    left = sessions(decoded(made, "j").lines)
+    made = shorten(HEAD, lines, 20_000)
+    left = sessions(decode(made, "j").lines)
     assert len(made) <= 20_000
     assert [each.begun.session for each in left] == [f"s{n}" for n in range(500 - len(left), 500)]
     assert len(left) > 20

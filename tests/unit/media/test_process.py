@@ -38,7 +38,7 @@ def test_a_fork_waits_for_the_threads_that_open_and_they_for_it(tmp_path: Path) 
     order = list[str]()
 
     def hold() -> None:
-        with process.unforked():
+        with process.no_fork():
             inside.set()
             assert leave.wait(20)
             order.append("left")

@@ -29,7 +29,7 @@ from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
 from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.hosted import HostStore
+from portus.reach.mirror.host_store import HostStore
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror, models
 from portus.reach.mirror.objects import GONE_MAX, STRIDE, Added, Removed

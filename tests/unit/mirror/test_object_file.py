@@ -24,7 +24,7 @@ from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, FileObject
 from portus.reach.pools import restore
 from portus.reach.pools.mirrored import load_version
-from portus.reach.versions.packed import PackedFile
+from portus.reach.versions.file_table import PackedFile
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.model_store import ModelStore
 from tests.unit.mirror.test_mirror import MODEL, Run, new_pool, same

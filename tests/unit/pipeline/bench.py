@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from portus.engine.copying.segments import Stop
-from portus.engine.media import written
+from portus.engine.media import write_watch
 from portus.engine.pipeline.audit import (
     WATCHED_MIN,
     Audit,
@@ -42,7 +42,7 @@ def places(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 _probe = np.zeros(1 << 20, np.uint8)
-_watch = written.watch(*places([_probe]))
+_watch = write_watch.watch(*places([_probe]))
 needs_kernel = pytest.mark.skipif(_watch is None, reason="this kernel does not tell of writes")
 if _watch is not None:
     _watch.close()
@@ -88,11 +88,11 @@ def audited(way: AuditMethod | None, late: Late, stop: Stop) -> Audit | None:
     return Watched(late, stop, _watched(late.address[big], late.length[big]), big)
 
 
-def _watched(address: np.ndarray, length: np.ndarray) -> written.WriteWatch:
+def _watched(address: np.ndarray, length: np.ndarray) -> write_watch.WriteWatch:
     """A watch of that memory, when nobody else in this process has one: a save of an earlier test
     may be about to end."""
     end = time.monotonic() + 20
-    while (watch := written.watch(address, length)) is None:
+    while (watch := write_watch.watch(address, length)) is None:
         assert time.monotonic() < end, "something else is watched, and does not end"
         gc.collect()
         time.sleep(0.01)

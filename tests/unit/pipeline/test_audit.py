@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from portus.engine.copying.segments import Stop
-from portus.engine.media import linux, written
+from portus.engine.media import linux, write_watch
 from portus.engine.pipeline.audit import AuditMethod, Auditor, Guard, Late, Probed, Stored
 from portus.engine.pipeline.draft import Draft
 
@@ -49,10 +49,10 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(linux, "open_write_watch", refuse)
-    monkeypatch.setattr(written, "_opened", None)
+    monkeypatch.setattr(write_watch, "_opened", None)
     yield
     monkeypatch.undo()
-    written._opened = None
+    write_watch._opened = None
 
 
 def ways(guard: Guard, late: Late, count: int = 2) -> list[AuditMethod]:
@@ -141,8 +141,8 @@ def column(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def watched(memory: np.ndarray) -> written.WriteWatch | None:
-    return written.watch(column(memory.ctypes.data), column(memory.nbytes))
+def watched(memory: np.ndarray) -> write_watch.WriteWatch | None:
+    return write_watch.watch(column(memory.ctypes.data), column(memory.nbytes))
 
 
 @pytest.fixture
@@ -163,12 +163,12 @@ def test_every_page_that_is_written_is_told_and_no_other(
         touched = np.unique(rng.integers(0, memory.nbytes, rng.integers(1, 2000)))
         memory[touched] += 1
         told = {page for start, end in watch.written().tolist() for page in pages(start, end)}
-        assert told == set(((touched + memory.ctypes.data) // written.PAGE).tolist())
+        assert told == set(((touched + memory.ctypes.data) // write_watch.PAGE).tolist())
         watch.close()
 
 
 def pages(start: int, end: int) -> range:
-    return range(start // written.PAGE, end // written.PAGE)
+    return range(start // write_watch.PAGE, end // write_watch.PAGE)
 
 
 def test_what_is_too_dear_to_watch_gets_huge_pages_and_is_watched_then(kernel: None) -> None:
@@ -181,8 +181,8 @@ def test_what_is_too_dear_to_watch_gets_huge_pages_and_is_watched_then(kernel: N
 
 def test_huge_pages_are_told_of_as_small_ones(kernel: None, memory: np.ndarray) -> None:
     place = column(memory.ctypes.data), column(memory.nbytes)
-    assert written.make_huge(*place, lambda: True)
-    assert not written.make_huge(*place, lambda: False)
+    assert write_watch.make_huge(*place, lambda: True)
+    assert not write_watch.make_huge(*place, lambda: False)
     test_every_page_that_is_written_is_told_and_no_other(None, memory, 1)
 
 

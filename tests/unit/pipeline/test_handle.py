@@ -48,7 +48,7 @@ def within_a_call(act: object) -> list[BaseException]:
         except PortusError as error:
             raised.append(error)
 
-    @calls.marked
+    @calls.mark
     def interrupted() -> None:
         signal.raise_signal(signal.SIGUSR1)
 

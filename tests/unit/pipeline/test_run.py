@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from portus.engine.format.checksum import UNIT
-from portus.engine.media import written
+from portus.engine.media import write_watch
 from portus.engine.pipeline.audit import WATCHED_MIN, AuditMethod
 from portus.engine.pipeline.run import Save
 from portus.engine.spec import PAGE, Extent
 from portus.errors import AbandonedError, MediumError
 from portus.reach.format.layout import DATA_START
 from portus.reach.media.memory import Memory
-from portus.reach.versions.placement import packed, placed
+from portus.reach.versions.placement import pack, place
 from tests.unit.pipeline.bench import WAYS, Bench, Gate, needs_kernel, places
 
 
@@ -213,10 +213,10 @@ def test_a_save_that_failed_watches_nothing_any_more() -> None:
     for end in ends:
         save = bench.save(arrays, 0, audit=AuditMethod.KERNEL)
         save.copy_now()
-        assert written.watch(*places(arrays[3:])) is None, "one at a time"
+        assert write_watch.watch(*places(arrays[3:])) is None, "one at a time"
         end(save)
         save.run()
-        again = written.watch(*places(arrays[3:]))
+        again = write_watch.watch(*places(arrays[3:]))
         assert again is not None
         again.close()
 
@@ -315,7 +315,7 @@ def test_wait_with_a_time_out_says_so_and_goes_on() -> None:
 
 def test_packed_storages_do_not_overlap_and_big_ones_start_pages() -> None:
     lengths = np.array([5, 0, 64 << 10, 64, 100_000, 65], np.int64)
-    offsets, size = packed(lengths)
+    offsets, size = pack(lengths)
     spans = sorted((int(o), int(o + n)) for o, n in zip(offsets, lengths, strict=True) if n)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= size
@@ -325,12 +325,12 @@ def test_packed_storages_do_not_overlap_and_big_ones_start_pages() -> None:
 
 def test_places_in_split_room_add_up() -> None:
     lengths = np.array([PAGE * 2, 100, 0], np.int64)
-    offsets, size = packed(lengths)
+    offsets, size = pack(lengths)
     room = [Extent(10 * PAGE, PAGE), Extent(50 * PAGE, size)]
-    rows, counts = placed(offsets, lengths, room)
+    rows, counts = place(offsets, lengths, room)
     assert counts.tolist() == [2, 1, 0], "the first does not fit in the first run"
     lengths = np.array([PAGE * 20], np.int64)
-    rows, counts = placed(*packed(lengths)[:1], lengths, [Extent(PAGE * 8, PAGE * 5),
+    rows, counts = place(*pack(lengths)[:1], lengths, [Extent(PAGE * 8, PAGE * 5),
                           Extent(PAGE * 40, PAGE * 15)])  # fmt: skip
     assert counts.tolist() == [2]
     assert rows["length"].tolist() == [PAGE * 5, PAGE * 15]

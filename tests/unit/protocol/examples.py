@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, packed_column
+from portus.reach.protocol.messages import Said, pack_column
 from portus.reach.protocol.vocabulary import MessageKind
 
 TOKEN = bytes(range(16))
 
-BYTES = packed_column([5, 1 << 40, 3, 4096])
+BYTES = pack_column([5, 1 << 40, 3, 4096])
 """Two ranges, a column of four numbers, two digests, two handles, a proof."""
 
 

@@ -13,7 +13,7 @@ from portus.reach.protocol.connection import HEADER, Connection, Event, Forgotte
 from portus.reach.protocol.messages import (
     ProtocolError,
     Said,
-    packed_column,
+    pack_column,
 )
 from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
@@ -277,7 +277,7 @@ def test_numbers_out_of_range_are_refused(numbers: list[int]) -> None:
 )
 def test_ranges_whose_ends_or_sum_would_wrap_around_are_refused(pairs: list[int]) -> None:
     with pytest.raises(ProtocolError, match=r"range|too large"):
-        said.ranges(packed_column(pairs), "ranges")
+        said.ranges(pack_column(pairs), "ranges")
 
 
 @pytest.mark.parametrize("data", [b"x", b"x" * 9])

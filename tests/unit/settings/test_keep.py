@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from portus.engine.settings.keep import METRICS_MAX, Keep, checked_metrics
+from portus.engine.settings.keep import METRICS_MAX, Keep, check_metrics
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 
@@ -129,12 +129,12 @@ def test_text_that_makes_no_sense_is_refused(text: str) -> None:
 
 def test_metrics_are_finite_numbers_by_name() -> None:
     said = {"a": 1, "b": torch.tensor(0.5), "c": float("nan"), "d": float("-inf")}
-    assert checked_metrics(said) == {"a": 1.0, "b": 0.5}
-    assert checked_metrics(None) == {}
+    assert check_metrics(said) == {"a": 1.0, "b": 0.5}
+    assert check_metrics(None) == {}
     too_many = {str(n): n for n in range(METRICS_MAX + 1)}
     for wrong in ({"a": "x"}, {"a": torch.ones(2)}, {"": 1}, {1: 1}, {"\ud800": 1}, too_many):
         with pytest.raises(UsageError, match="metrics: "):
-            checked_metrics(wrong)  # type: ignore[arg-type]
+            check_metrics(wrong)  # type: ignore[arg-type]
 
 
 def test_a_version_is_the_same_whatever_it_scored() -> None:

@@ -21,8 +21,8 @@ from portus.engine.spec import PAGE, Extent
 from portus.errors import TransportError
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.memory import Memory
-from portus.reach.transport import onesided
-from portus.reach.transport.onesided import (
+from portus.reach.transport import one_sided
+from portus.reach.transport.one_sided import (
     Bounced,
     Landing,
     PoolRegions,
@@ -33,10 +33,10 @@ from portus.reach.transport.onesided import (
     pull,
     push,
 )
-from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gathered
+from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gather
 from portus.reach.transport.verbs import Domain, Region, WorkError
 from portus.reach.versions.parts import sources
-from portus.reach.versions.placement import packed, placed
+from portus.reach.versions.placement import pack, place
 
 KEY = 7
 DEPTH = 6
@@ -126,7 +126,7 @@ class Client:
         self.memory = [np.frombuffer(bytearray(each), np.uint8) for each in self.arrays]
         self.address = np.array([each.ctypes.data for each in self.memory], np.int64)
         here = self.lengths > 0
-        small, offsets, size = gathered(self.lengths, here, here)
+        small, offsets, size = gather(self.lengths, here, here)
         self.room = np.zeros(size + 64, np.uint8)
         place = np.where(small, self.room.ctypes.data + offsets, self.address)
         none = np.empty(0, np.int64)
@@ -144,11 +144,11 @@ class Client:
 
 def room_for(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Sources, int]:
     """Places in a pool, as a draft has them: two extents, cut in the middle of a storage."""
-    offsets, size = packed(lengths)
+    offsets, size = pack(lengths)
     first = size // 2 // PAGE * PAGE
     rest = -(-size // PAGE) * PAGE - first
     room = [Extent(3 * PAGE, first), Extent(first + 9 * PAGE, rest)]
-    extents, _ = placed(offsets, lengths, room)
+    extents, _ = place(offsets, lengths, room)
     return sources(np.zeros(len(lengths), np.int64), lengths, extents), first + rest + 20 * PAGE
 
 
@@ -180,9 +180,9 @@ def host(medium: Medium) -> Host:
 def medium(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Medium]:
-    monkeypatch.setattr(onesided, "AHEAD", 2)
-    monkeypatch.setattr(onesided, "BLOCK", 5 << 20)
-    monkeypatch.setattr(onesided, "DEPTH", DEPTH)
+    monkeypatch.setattr(one_sided, "AHEAD", 2)
+    monkeypatch.setattr(one_sided, "BLOCK", 5 << 20)
+    monkeypatch.setattr(one_sided, "DEPTH", DEPTH)
     size = room_for(np.array([*SIZES, *MORE], np.int64))[1]
     if request.param == "straight":
         made: Medium = Memory(size)
@@ -204,7 +204,7 @@ def test_what_is_pulled_is_stored_and_comes_back(medium: Medium, host: Host, see
     done = pull(card, host.landing(), client.remote, moved, nobody)
     assert np.array_equal(done.digests, expected)
     assert done.bounced == (0 if is_pinnable(medium) else moved.size)
-    assert card.longest <= onesided.PIECE
+    assert card.longest <= one_sided.PIECE
     small = int(client.small.sum())
     assert card.requests < 50 < small, "small storages travel together"
     client.clear()
@@ -277,7 +277,7 @@ def test_the_watch_ends_a_pull(medium: Medium, host: Host) -> None:
 
 
 def test_a_block_of_a_pool_is_registered_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onesided, "BLOCK", 1 << 20)
+    monkeypatch.setattr(one_sided, "BLOCK", 1 << 20)
     registry, medium = Registry(), Memory(1 << 19)
     regions = PoolRegions(registry, medium)
     first = regions.of(0)
@@ -292,7 +292,7 @@ def test_a_block_of_a_pool_is_registered_when_it_is_needed(monkeypatch: pytest.M
 
 
 def test_rings_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onesided, "RINGS_MAX", 1)
+    monkeypatch.setattr(one_sided, "RINGS_MAX", 1)
 
     class EnoughError(Exception):
         pass
@@ -303,7 +303,7 @@ def test_rings_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     registry = Registry()
     rings = Rings(registry)
     with rings.borrowed(nobody) as ring:
-        assert ring.region.length == onesided.AHEAD * UNIT
+        assert ring.region.length == one_sided.AHEAD * UNIT
         with pytest.raises(EnoughError), rings.borrowed(watch):
             pass
     with rings.borrowed(watch) as again:
@@ -370,7 +370,7 @@ def test_a_registration_that_is_refused_leaves_none_in_use() -> None:
 def test_no_more_is_gathered_than_is_allowed() -> None:
     lengths = np.full(GATHERED_MAX // SMALL + 100, SMALL - 1)
     here = np.ones(len(lengths), np.bool_)
-    small, offsets, size = gathered(lengths, here, here)
+    small, offsets, size = gather(lengths, here, here)
     assert size <= GATHERED_MAX
     assert 0 < int((~small).sum()) < 200
     assert len(np.unique(offsets[small])) == int(small.sum())

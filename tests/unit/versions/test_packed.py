@@ -11,7 +11,7 @@ import pytest
 
 from portus.engine.image.image import Column, Literal, bytes_image
 from portus.errors import CorruptionError
-from portus.reach.versions.packed import FileTable, PackedFile, decode_table, encode_table
+from portus.reach.versions.file_table import FileTable, PackedFile, decode_table, encode_table
 
 EDGES: list[tuple[int, list[int], list[int]]] = [
     (0, [], []),

@@ -27,11 +27,11 @@ from portus.engine.media import linux
 from portus.engine.media.file_calls import write_all
 from portus.engine.media.file_system import file_system_of
 from portus.engine.state.pickling import PickledState, pickle_state
-from portus.engine.writer import crc, image_file, staged
-from portus.engine.writer.cached import CachedWay
+from portus.engine.writer import crc, image_file, staged_way
+from portus.engine.writer.cached_way import CachedWay
 from portus.engine.writer.image_file import ImageFile
 from portus.engine.writer.ring import FEW, SLOT, StagingRing
-from portus.engine.writer.staged import StagedWay
+from portus.engine.writer.staged_way import StagedWay
 from portus.engine.writer.ways import Ways
 from portus.errors import MediumError
 
@@ -84,7 +84,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
                 raise OSError(errno.EINVAL, "no")
             real(number, data, offset)
 
-        monkeypatch.setattr(staged, "write_all", refuse)
+        monkeypatch.setattr(staged_way, "write_all", refuse)
     return str(request.param)
 
 
@@ -270,7 +270,7 @@ def test_nobody_goes_on_while_a_write_is_in_flight(
         write_all(number, data, offset)
         written.set()
 
-    monkeypatch.setattr(staged, "write_all", late)
+    monkeypatch.setattr(staged_way, "write_all", late)
     number, file = opened(tmp_path / "file", "fresh", of, ring)
     if not isinstance(file._opened(), StagedWay):
         pytest.skip("no direct writes here")
@@ -297,7 +297,7 @@ def test_direct_writes_that_are_refused_at_the_same_time_are_all_written_another
             raise OSError(errno.EINVAL, "no")
         real(number, data, offset)
 
-    monkeypatch.setattr(staged, "write_all", refuse)
+    monkeypatch.setattr(staged_way, "write_all", refuse)
     number, file = opened(tmp_path / "file", "fresh", of, ring)
     written(file, addresses(of))
     file.close()
@@ -313,7 +313,7 @@ def test_a_write_in_flight_that_fails_is_told_by_the_next_call(
     def fail(file: int, data: memoryview, offset: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(staged, "write_all", fail)
+    monkeypatch.setattr(staged_way, "write_all", fail)
     of = state((UNIT,))
     descriptor, file = opened(tmp_path / "file", "fresh", of, ring)
     if not isinstance(file._opened(), StagedWay):
@@ -490,5 +490,5 @@ def test_the_crc_of_parts_is_that_of_the_whole(seed: int) -> None:
     for _ in range(50):
         lengths = source.integers(0, 3000, 4).tolist()
         parts = [source.bytes(length) for length in lengths]
-        summed = crc.joined((zlib.crc32(part), len(part)) for part in parts)
+        summed = crc.join((zlib.crc32(part), len(part)) for part in parts)
         assert summed == zlib.crc32(b"".join(parts))

@@ -52,7 +52,7 @@ class Profile:
         return self.device_size - self.device_used > self.size
 
 
-def placed(profile: Profile) -> tuple[SnapshotPlace, float]:
+def place_snapshot(profile: Profile) -> tuple[SnapshotPlace, float]:
     """Where Algorithm 1 copies, and what that stalls training for (To, s): on the device if there
     is room, and if training stands still no longer for it than for a copy to the host, which goes
     on until the next update."""

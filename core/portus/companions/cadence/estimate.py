@@ -148,7 +148,7 @@ class SaveCosts:
         self._count += 1
         if self._count == 2:
             self._saves.clear()  # the first save of a process makes what later ones find
-        usual = _spaced(untouched_s)
+        usual = _space_evenly(untouched_s)
         added = tuple(tuple(took - each for each in usual) for took in touched_s[:PLACES])
         rest = touched_s[PLACES:]
         self._saves.append(_Save(added, sum(rest) - len(rest) * statistics.fmean(untouched_s)))
@@ -175,7 +175,7 @@ class SaveCosts:
             self._saves = deque(list(self._saves)[-changed:], SAVES)
 
 
-def _spaced(times: Sequence[float]) -> list[float]:
+def _space_evenly(times: Sequence[float]) -> list[float]:
     """Return at most ``COMPARED`` of some times, evenly spaced by their length."""
     ordered, count = sorted(times), min(len(times), COMPARED)
     return [ordered[(2 * each + 1) * len(ordered) // (2 * count)] for each in range(count)]

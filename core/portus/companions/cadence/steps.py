@@ -12,7 +12,7 @@ _EPSILON: Final = 1e-12
 """A quotient this little above a whole number is that number: 0.14 / (0.05 * 0.2) is 14."""
 
 
-def rounded_up(steps: float) -> int:
+def round_up(steps: float) -> int:
     """The least number of whole steps that is not under ``steps``; at least 1."""
     return max(1, math.ceil(steps * (1 - _EPSILON)))
 

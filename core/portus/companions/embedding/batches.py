@@ -25,10 +25,10 @@ from portus.companions.embedding.ahead import rows_ahead
 from portus.companions.embedding.capture import Moments
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.early import EarlyLookups
-from portus.companions.embedding.mapped import Mapped
+from portus.companions.embedding.in_pool import RowsThere
+from portus.companions.embedding.mapping import Mapped
 from portus.companions.embedding.marks import Marks
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.placed import RowsThere
 from portus.companions.embedding.schedulers import settings_of
 from portus.companions.embedding.store import TableStore
 from portus.companions.embedding.tables import Table

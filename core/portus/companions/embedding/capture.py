@@ -15,15 +15,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.companions.embedding.mapped import Mapped
+from portus.companions.embedding.in_pool import NO_ROWS, PlacedMoment, RowsThere
+from portus.companions.embedding.mapping import Mapped
 from portus.companions.embedding.moment import Moment, Rows
-from portus.companions.embedding.placed import NO_ROWS, PlacedMoment, RowsThere
 from portus.companions.embedding.schedulers import settings_of
-from portus.companions.embedding.tables import Table, changed_rows
+from portus.companions.embedding.tables import Table, copy_rows
 from portus.companions.embedding.training import ProtectedTraining
 from portus.engine.spec import TensorSpec
 from portus.engine.state.pickling import PickledState
-from portus.engine.state.walk import walked
+from portus.engine.state.walk import walk
 from portus.reach.pools.weights_only import Loadable, pickle_for_pool
 
 _SLICES_SHARE: Final = 4
@@ -104,8 +104,8 @@ class Moments:
         address, length = np.array(starts, np.int64), flat.lengths
         index = {start: place for place, start in enumerate(starts)}
         places, digests = ({}, {}) if mapped is None else mapped.placed(index)
-        rows = _changed(self._training.tables, index, places)
-        copied = _copied(flat, address, length, rows)
+        rows = _copy_changes(self._training.tables, index, places)
+        copied = _copy_storages(flat, address, length, rows)
         counter = index[self._counter.data_ptr()]
         others = {*range(len(length))} - rows.keys() - {counter} - {*digests.values()}
         left: set[int] = set()
@@ -175,7 +175,7 @@ class Moments:
         """See that a state can be loaded again, as follows from its pickle. Raises
         ``UsageError``."""
         if flat.pickle != self._pickle:
-            found = walked(state, flat.storages)
+            found = walk(state, flat.storages)
             found.refuse_freed()
             self._loadable.check(state, flat)
             self._pickle, self._tensors = flat.pickle, found.tensors
@@ -197,9 +197,9 @@ class _Dense:
         moment = self.moment
         if isinstance(moment, PlacedMoment):
             moment = replace(moment, ahead=ahead)
-            rows = _changed(tables, self.index, moment.placed)
+            rows = _copy_changes(tables, self.index, moment.placed)
         else:
-            rows = _changed(tables, self.index, ())
+            rows = _copy_changes(tables, self.index, ())
         counted, address = np.array([batch], np.int64), self.moment.address.copy()
         address[self.counter] = counted.ctypes.data
         return replace(
@@ -213,7 +213,7 @@ class _Dense:
         )
 
 
-def _changed(
+def _copy_changes(
     tables: Sequence[Table], index: Mapping[int, int], places: Collection[int]
 ) -> dict[int, Rows]:
     """The rows that changed since the last moment, copied, by the places of their storages; none of
@@ -223,11 +223,11 @@ def _changed(
         number = table.rows()
         for tensor in table.tensors():
             place = index[tensor.data_ptr()]
-            found[place] = NO_ROWS if place in places else changed_rows(tensor, number)
+            found[place] = NO_ROWS if place in places else copy_rows(tensor, number)
     return found
 
 
-def _copied(
+def _copy_storages(
     flat: PickledState, address: Any, length: Any, tables: Mapping[int, Rows]
 ) -> list[torch.Tensor]:
     """Copies of the storages that are no tables, whose addresses take the place of theirs."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from portus.companions.embedding.tables import Known, Table, known_as
+from portus.companions.embedding.tables import Known, Table, fingerprint
 from portus.errors import UsageError
 
 _KEPT: Final = 2
@@ -87,7 +87,7 @@ class _Bag:
     def look_up(self, ids: torch.Tensor | None, pool: ThreadPoolExecutor) -> None:
         if ids is not None and ids.dim() == 2 and not self.table.weight.is_meta:
             ids, weight = ids.clone(), self.table.weight.detach()
-            known = known_as(self.table.weight)
+            known = fingerprint(self.table.weight)
             self.lookups.append(_Lookup(ids, pool.submit(_sums, ids, weight), known))
         del self.lookups[:-_KEPT]
 
@@ -95,7 +95,7 @@ class _Bag:
         weight = self.table.weight
         for each in self.lookups:
             each.found.result()  # it reads what the update changes
-        self.lookups[:] = [each for each in self.lookups if each.known == known_as(weight)]
+        self.lookups[:] = [each for each in self.lookups if each.known == fingerprint(weight)]
         if self.lookups:
             self._before = rows, weight.detach().index_select(0, rows)
 
@@ -107,7 +107,7 @@ class _Bag:
         change = weight.detach().index_select(0, rows) - old
         for each in self.lookups:
             each.changes.append((rows, change))
-            each.known = known_as(weight)
+            each.known = fingerprint(weight)
 
     def forward(
         self,
@@ -118,7 +118,7 @@ class _Bag:
         """Look up as the module's own ``forward``, which this replaces. Use a lookup that was made
         early for these ids, if there is one."""
         if offsets is None and per_sample_weights is None:
-            known = known_as(self.table.weight)
+            known = fingerprint(self.table.weight)
             for each in self.lookups:
                 if each.known == known and torch.equal(each.ids, input):
                     given: Any = _Given.apply
@@ -162,7 +162,7 @@ def check_early(model: torch.nn.Module, tables: Sequence[Table]) -> list[torch.n
                 f"{table.name}: early_lookup takes a table that one module looks up, found "
                 f"{len(modules)} modules"
             )
-        found.append(_checked(table, modules[0]))
+        found.append(_check(table, modules[0]))
     return found
 
 
@@ -170,7 +170,7 @@ def _weight(module: torch.nn.Module) -> object:
     return getattr(module, "weight", None)
 
 
-def _checked(table: Table, module: torch.nn.Module) -> torch.nn.EmbeddingBag:
+def _check(table: Table, module: torch.nn.Module) -> torch.nn.EmbeddingBag:
     if not isinstance(module, torch.nn.EmbeddingBag) or module.mode != "sum":
         found = getattr(module, "mode", None)
         raise UsageError(

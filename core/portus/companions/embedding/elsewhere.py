@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from portus.engine.state.elsewhere import Elsewhere as Elsewhere
 from portus.reach.pools.elsewhere import fill as fill
-from portus.reach.pools.elsewhere import marked as marked
+from portus.reach.pools.elsewhere import marked_state as marked_state
 
-__all__ = ["Elsewhere", "fill", "marked"]
+__all__ = ["Elsewhere", "fill", "marked_state"]

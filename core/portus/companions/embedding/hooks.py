@@ -185,10 +185,10 @@ class _Hook:
         return self
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _copied_hook, ()
+        return _copy_hook, ()
 
 
-def _copied_hook() -> Callable[..., None]:
+def _copy_hook() -> Callable[..., None]:
     return _do_nothing
 
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from portus.companions.embedding.committer import Committer
-from portus.companions.embedding.elsewhere import marked
+from portus.companions.embedding.elsewhere import marked_state
 from portus.companions.embedding.store import TableStore
 from portus.engine.state.elsewhere import Elsewhere
 from portus.reach.pools.elsewhere import within
@@ -51,7 +51,7 @@ class Marks:
     def read(self, place: Elsewhere) -> torch.Tensor:
         """What stands at that place of a mark. Raises as ``fill``."""
         if self._read is None or self._read[0] != place.token:
-            self._read = place.token, marked(self._store.pool, place)
+            self._read = place.token, marked_state(self._store.pool, place)
         return within(self._read[1], place)
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from portus.companions.embedding.batches import Batches
 from portus.companions.embedding.marks import Marks
 from portus.companions.embedding.tables import Table
 from portus.companions.embedding.training import ProtectedTraining
-from portus.engine.state.elsewhere import Elsewhere, replaced
+from portus.engine.state.elsewhere import Elsewhere, replace_elsewhere
 
 _ABOUT: Final = "portus.embedding"
 """In what a module's state says about itself (``_metadata``): the pool, and the batch."""
@@ -82,7 +82,7 @@ class OtherStates:
             places.append(place)
             return self._marks.read(place)
 
-        filled = replaced(state, of)
+        filled = replace_elsewhere(state, of)
         if places and resumes:
             self._batches.go_on_from_mark(places[0].batch)
         return filled

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from portus.companions.embedding.mapped import Mapped
+from portus.companions.embedding.mapping import Mapped
 from portus.companions.embedding.tables import Table
 from portus.companions.embedding.training import ProtectedTraining
 from portus.errors import UsageError

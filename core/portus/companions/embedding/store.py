@@ -31,7 +31,7 @@ from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.slices import Slices
 from portus.engine.copying.segments import Stop
-from portus.engine.image.key_paths import stored_in
+from portus.engine.image.key_paths import storages_in
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.spec import PAGE, TensorSpec
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -41,7 +41,7 @@ from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.index.tables import MARKS as MARKS
 from portus.reach.index.tables import MODEL as MODEL
-from portus.reach.versions.parts import rows_of, shared
+from portus.reach.versions.parts import rows_of, share
 
 _LOG_MIN: Final = 64 << 20
 _LOG_SHARE: Final = 2
@@ -211,7 +211,7 @@ class TableStore:
 
     def tensors(self) -> list[TensorSpec]:
         """The tensors of what is committed."""
-        return _stored(self._contents)[1]
+        return _storages_of(self._contents)[1]
 
     def _has_tensors_of(self, moment: Moment) -> bool:
         """True if what is committed names the same tensors. Contents are followed only if it is not
@@ -221,7 +221,7 @@ class TableStore:
             return True
         if tensors is not None and moment.tensors == tensors:
             return True
-        if _stored(self._contents) != _stored(moment.contents):
+        if _storages_of(self._contents) != _storages_of(moment.contents):
             return False
         self._alike = moment.contents, moment.tensors
         return True
@@ -266,7 +266,7 @@ class TableStore:
         others = np.setdiff1d(np.arange(len(record.storages)), slices.indices)
         lengths = record.storages["length"].astype(np.int64)
         rows = slices.rows()
-        storages, extents, units = rows_of([rows, shared(record, others)], lengths)
+        storages, extents, units = rows_of([rows, share(record, others)], lengths)
         try:
             made = self.pool.commit(
                 NewVersion(
@@ -381,9 +381,9 @@ class TableStore:
         self._open_end = last is not None and bool(last.bunches or last.contents)
 
 
-def _stored(contents: bytes) -> tuple[set[str], list[TensorSpec]]:
+def _storages_of(contents: bytes) -> tuple[set[str], list[TensorSpec]]:
     """The storages and the tensors that the contents of tables name."""
-    found = stored_in(contents)
+    found = storages_in(contents)
     if found is None:
         raise CorruptionError("the contents of tables are no pickle of torch")
     return found

@@ -57,15 +57,15 @@ class Table:
 
     def note(self) -> None:
         """Remember how its tensors are now, as nobody else may write them."""
-        self.known = [known_as(each) for each in self.tensors()]
+        self.known = [fingerprint(each) for each in self.tensors()]
 
     def is_as_noted(self) -> bool:
         """False if somebody wrote to it since, or exchanged what is kept of its rows."""
-        return self.known == [known_as(each) for each in self.tensors()][: len(self.known)]
+        return self.known == [fingerprint(each) for each in self.tensors()][: len(self.known)]
 
     def was_written(self) -> bool:
         """True if somebody wrote to it since, where it was then."""
-        now = dict(known_as(each) for each in self.tensors())
+        now = dict(fingerprint(each) for each in self.tensors())
         return any(now.get(place, count) != count for place, count in self.known)
 
     def touch(self) -> bool:
@@ -207,7 +207,7 @@ def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer)
             )
 
 
-def changed_rows(tensor: torch.Tensor, number: torch.Tensor) -> Rows:
+def copy_rows(tensor: torch.Tensor, number: torch.Tensor) -> Rows:
     """Rows of a table, copied."""
     data = tensor.index_select(0, number).contiguous().view(torch.uint8)
     return Rows(number.numpy(), data.reshape(len(number), _row_bytes(tensor)).numpy())
@@ -217,7 +217,7 @@ def _row_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes // tensor.shape[0]
 
 
-def known_as(tensor: torch.Tensor) -> Known:
+def fingerprint(tensor: torch.Tensor) -> Known:
     """How a tensor is now: it changes with each write that torch counts."""
     return tensor.data_ptr(), tensor._version
 

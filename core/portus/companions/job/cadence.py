@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from portus.companions.cadence.bounded import (
+from portus.companions.cadence.bound import (
     MAX_OVERHEAD,
     Costs,
     Decision,
@@ -25,7 +25,7 @@ from portus.companions.cadence.bounded import (
 from portus.companions.cadence.steps import parse_every
 from portus.companions.job import journal
 from portus.companions.job.clock import Clock
-from portus.companions.job.exchange import beside, standing, told_by_first
+from portus.companions.job.exchange import beside, broadcast, standing
 from portus.companions.job.preemption import Preemption
 from portus.companions.job.stock import Framework
 from portus.engine.settings.numbers import parse_seconds
@@ -38,7 +38,7 @@ CHECKS: Final = 0.7
 before, after which rank 0 looks at the clock again and tells the others."""
 
 
-def checked_cadence(
+def parse_cadence(
     every: str | int = "auto", max_overhead: float = MAX_OVERHEAD, mtbf: float | str | None = None
 ) -> tuple[Literal["auto"] | int | float, Rule]:
     """What a user says about when to save, read: "auto", steps (an int) or seconds (a float); and
@@ -97,7 +97,7 @@ class Cadence:
         preemption: Preemption | None = None,
         now: Callable[[], float] | None = None,
     ) -> None:
-        self.every, self.rule = checked_cadence(every, max_overhead, mtbf)
+        self.every, self.rule = parse_cadence(every, max_overhead, mtbf)
         self.decision: Decision | None = None
         """The newest one, on rank 0."""
         self._group: Any = process_group
@@ -228,7 +228,7 @@ class Cadence:
             return steps
         if not self._has_group:
             self._group, self._has_group = beside(), True
-        told = told_by_first(steps, self._group)
+        told = broadcast(steps, self._group)
         assert isinstance(told, int)
         return told
 
@@ -255,7 +255,7 @@ class Cadence:
                 decision = replace(decision, steps=self._clock.steps_min, reason="steps")
             self.decision = decision
             _log.info("step %d: %s", self._due, decision)
-            journal.decided(decision)
+            journal.note_decision(decision)
             if costs is not None and self.rule.mtbf_s is not None:
                 self._say_once(self._hopeless(costs))
             turn = self._saves % 2 if self._clock.is_uneven else 0

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from torch.optim.optimizer import Optimizer
 
-from portus.companions.cadence.bounded import Costs
+from portus.companions.cadence.bound import Costs
 from portus.companions.cadence.estimate import SaveCosts, StepTimes
 from portus.engine.fence import fence
 from portus.engine.fence.device import DeviceTimeline, Timeline
@@ -67,7 +67,7 @@ class Clock:
     saves may begin in another. ``now``: seconds, from any moment on; None: those of this process,
     and of the device that the first optimizer's parameters are on."""
 
-    @calls.marked
+    @calls.mark
     def __init__(self, now: Callable[[], float] | None = None) -> None:
         self._now: Final = now or time.perf_counter
         self._timeline: Timeline = HostTimeline(self._now)
@@ -99,7 +99,7 @@ class Clock:
         observers.observe(self.began)
         fence.listen(self._before_step)
 
-    @calls.marked
+    @calls.mark
     def close(self) -> None:
         """Count no more."""
         fence.unlisten(self._before_step)

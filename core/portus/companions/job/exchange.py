@@ -49,9 +49,9 @@ class Said:
     errors: list[BaseException]
 
 
-def exchanged(word: Word, ranks: Any = None) -> Said:
+def exchange(word: Word, ranks: Any = None) -> Said:
     """Collective: once, and a second time if a rank has a failure or an error to tell."""
-    said = [_WORD.unpack(each) for each in _gathered(_short(word), ranks)]
+    said = [_WORD.unpack(each) for each in _gather_bytes(_short(word), ranks)]
     is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
     number: bytes | None = said[0][2] if is_same else None
     if all(each[3] for each in said):
@@ -68,7 +68,7 @@ def _short(word: Word) -> bytes:
     return _WORD.pack(word.planning, named, word.id, word.error is None and not word.failed)
 
 
-def _gathered(own: bytes, ranks: Any) -> list[bytes]:
+def _gather_bytes(own: bytes, ranks: Any) -> list[bytes]:
     """The bytes of every rank, as many as these, by rank. To the first rank and back: where ranks
     share processors, gloo's ``all_gather`` passes them around one by one, and takes several times
     as long: 4.2 ms at four ranks on two processors, against 0.8."""
@@ -87,7 +87,7 @@ def _gathered(own: bytes, ranks: Any) -> list[bytes]:
     return [each.tobytes() for each in every.numpy()]
 
 
-def told_by_first(value: Any, group: Any = None) -> Any:
+def broadcast(value: Any, group: Any = None) -> Any:
     """What the first rank of the group said. Collective."""
     said = [value]
     dist.broadcast_object_list(said, src=_first_of(group), group=group)

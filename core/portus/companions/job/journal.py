@@ -33,7 +33,7 @@ from typing import Final
 import msgspec
 from torch.optim.optimizer import Optimizer
 
-from portus.companions.cadence.bounded import Decision
+from portus.companions.cadence.bound import Decision
 from portus.companions.job.clock import FOREIGN, FOREIGN_S, Clock
 from portus.companions.job.exchange import standing
 from portus.companions.journal import heartbeat
@@ -49,13 +49,13 @@ from portus.companions.journal.lines import (
     Saved,
     SessionBegun,
     SessionEnded,
-    decoded,
-    encoded,
-    shortened,
+    decode,
+    encode,
+    shorten,
 )
 from portus.engine.fence import fence
-from portus.engine.loading.loaded import take_loaded
-from portus.engine.media.calls import marked
+from portus.engine.loading.origin import take_loaded
+from portus.engine.media.calls import mark
 from portus.engine.media.process import Descriptor
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveStats
@@ -219,7 +219,7 @@ class Journal(Companion):
         """True if the session has begun, or never will."""
         return self._begun is not None or self._closed
 
-    @marked
+    @mark
     def _begin(self) -> None:
         """The session begins, with its page in the directory, unless it has begun, or there is no
         directory yet. On the worker too, where a save comes before all steps."""
@@ -275,7 +275,7 @@ class Journal(Companion):
             file=self._seen_from_here(found.file),
             step_s=self._clock.step_s or self._step_s,
         )
-        line = _priced(line, stats, None)
+        line = _price(line, stats, None)
         with self._reported():
             self._write(*self._settled(), line)
         self._written, self._cost_s = (line, stats), None
@@ -350,7 +350,7 @@ class Journal(Companion):
         """The newest version's line again, if more is known of what it cost; and what waits."""
         if self._written is not None:
             line, stats = self._written
-            now = _priced(line, stats, self._cost_s)
+            now = _price(line, stats, self._cost_s)
             if now != line:
                 yield now
             self._written = None
@@ -371,7 +371,7 @@ class Journal(Companion):
                 self._is_refused = True
                 raise
             told = [Head(format=FORMAT, model=_short(self._model)), self._begun, *lines]
-        data = b"".join(map(encoded, told))
+        data = b"".join(map(encode, told))
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         descriptor = os.open(self._path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
@@ -389,11 +389,11 @@ class Journal(Companion):
 
     def _shorten(self) -> None:
         with open(self._path, "rb") as file:
-            found = decoded(file.read(), self._path)
+            found = decode(file.read(), self._path)
         fresh = f"{self._path}.{os.getpid()}.new"
         try:
             with open(fresh, "wb") as file:
-                file.write(shortened(found.head, found.lines, SIZE_MAX // 2))
+                file.write(shorten(found.head, found.lines, SIZE_MAX // 2))
             os.replace(fresh, self._path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -402,7 +402,7 @@ class Journal(Companion):
 
     def _make_page(self, begun: SessionBegun) -> None:
         data = heartbeat.page(begun)
-        page, path = _mapped(self._path.removesuffix(LINES), self._session, data)
+        page, path = _map_new_file(self._path.removesuffix(LINES), self._session, data)
         self._page_path = path
         if page is None:
             return
@@ -430,7 +430,7 @@ class Journal(Companion):
         """Raises ``UsageError`` for a journal of a newer format."""
         try:
             with open(self._path, "rb") as file:
-                found = decoded(file.read(), self._path)
+                found = decode(file.read(), self._path)
         except (FileNotFoundError, CorruptionError):
             return set()
         return {each.session for each in found.lines if isinstance(each, SessionBegun)}
@@ -454,7 +454,7 @@ class Journal(Companion):
 _open: tuple[Journal, ...] = ()
 
 
-def decided(decision: Decision) -> None:
+def note_decision(decision: Decision) -> None:
     """A cadence of this process chose an interval."""
     for journal in _open:
         journal.decided(decision)
@@ -470,7 +470,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_in_child)
 
 
-def _priced(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
+def _price(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
     """Return ``line`` with what the save has cost so far."""
     return msgspec.structs.replace(
         line,
@@ -484,7 +484,7 @@ def _priced(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
     )
 
 
-def _mapped(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | None, str]:
+def _map_new_file(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | None, str]:
     """A new file that holds ``data``, mapped, and its path; None, and no file, if none can be."""
     for place in (stem, *in_memory(stem)):
         path = f"{place}.{session}{BEAT}"

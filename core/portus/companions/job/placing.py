@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, placed
+from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, place_snapshot
 from portus.companions.job.clock import Clock
 from portus.engine.fence.device import DeviceRoom, Timeline
 from portus.engine.pipeline.run import Save
@@ -56,7 +56,7 @@ class Placing:
             device_used=room.total - room.free,
             device_size=room.total,
         )
-        return placed(profile)[0] is SnapshotPlace.DEVICE
+        return place_snapshot(profile)[0] is SnapshotPlace.DEVICE
 
     def _learn(self) -> None:
         costs = self._clock.take()

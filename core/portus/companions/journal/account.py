@@ -296,7 +296,7 @@ def account(lines: Iterable[Line]) -> Account | None:
                 session=each.begun.session,
                 time_ns=each.begun.time_ns,
                 down_s=gap_s,
-                resumed_step=None if origin is None else _resumed_step(each),
+                resumed_step=None if origin is None else _step_of_resume(each),
                 at=base,
                 lost_steps=lost,
                 lost_s=max(0.0, before.end_s - base_s) if lost else 0.0,
@@ -379,10 +379,10 @@ def _origin(session: Session, placed: Sequence[_Placed]) -> tuple[int, float] | 
     if step is None and session.saved:
         first = session.saved[0]
         step = first.step - first.steps if first.step > first.steps else None
-    return None if step is None else _numbered(step, placed)
+    return None if step is None else _number_of(step, placed)
 
 
-def _numbered(step: int, placed: Sequence[_Placed]) -> tuple[int, float] | None:
+def _number_of(step: int, placed: Sequence[_Placed]) -> tuple[int, float] | None:
     """The place that a training calls ``step``, if its numbers count the optimizer's steps."""
     for before in reversed(placed):
         for save in reversed(before.session.saved):
@@ -396,7 +396,7 @@ def _numbered(step: int, placed: Sequence[_Placed]) -> tuple[int, float] | None:
     return None
 
 
-def _resumed_step(session: Session) -> int | None:
+def _step_of_resume(session: Session) -> int | None:
     if session.begun.resumed_step is not None or not session.saved:
         return session.begun.resumed_step
     return session.saved[0].step - session.saved[0].steps

@@ -18,8 +18,8 @@ from portus.companions.journal.lines import (
     JournalContents,
     SessionBegun,
     SessionEnded,
-    decoded,
-    encoded,
+    decode,
+    encode,
 )
 from portus.engine.format.record import Field, Record
 from portus.engine.spec import PAGE
@@ -78,7 +78,7 @@ _CHECKED: Final = 40
 
 def page(begun: SessionBegun) -> bytes:
     """The page of a session that has done nothing yet."""
-    line = encoded(begun)
+    line = encode(begun)
     assert len(line) <= PAGE - LINE, f"{len(line)} bytes of a session's line"
     head = HEAD.pack(magic=MAGIC, format=FORMAT, length=len(line))
     return (head.ljust(LINE, b"\0") + line).ljust(PAGE, b"\0")
@@ -115,9 +115,9 @@ def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
             f"{name}: a heartbeat of format {found}, and this Portus knows {FORMAT}: it "
             "was written by a newer one. Upgrade Portus here"
         )
-    begun = _begun(data[LINE : LINE + length], name)
+    begun = _session_of(data[LINE : LINE + length], name)
     steps, at_ns, work_ns = max(_beat_at(data, offset) for offset in BEATS)
-    saves = sorted(each for offset in SAVES if (each := _asked_at(data, offset)) is not None)
+    saves = sorted(each for offset in SAVES if (each := _save_request(data, offset)) is not None)
     ended = SessionEnded(
         session=begun.session,
         closed=False,
@@ -129,8 +129,8 @@ def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
     return begun, ended
 
 
-def _begun(line: bytes, name: str) -> SessionBegun:
-    found: JournalContents = decoded(encoded(Head(format=1, model="")) + line, name)
+def _session_of(line: bytes, name: str) -> SessionBegun:
+    found: JournalContents = decode(encode(Head(format=1, model="")) + line, name)
     if len(found.lines) != 1 or not isinstance(found.lines[0], SessionBegun):
         raise CorruptionError(f"{name}: expected the line of a session, found none that is whole")
     return found.lines[0]
@@ -141,7 +141,7 @@ def _beat_at(data: bytes, offset: int) -> tuple[int, int, int]:
     return (steps, at_ns, work_ns) if check == steps ^ at_ns ^ work_ns ^ _SALT else (0, 0, 0)
 
 
-def _asked_at(data: bytes, offset: int) -> tuple[int, int, int, str] | None:
+def _save_request(data: bytes, offset: int) -> tuple[int, int, int, str] | None:
     number, steps, step, token, check = _ASKED.unpack_from(data, offset)
     if not number or check != zlib.crc32(data[offset : offset + _CHECKED]):
         return None

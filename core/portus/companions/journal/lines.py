@@ -177,7 +177,7 @@ class JournalContents:
     torn: bool = False
 
 
-def encoded(line: Head | Line) -> bytes:
+def encode(line: Head | Line) -> bytes:
     """One line, its end included."""
     text = msgspec.json.encode(line)
     made = b"%08x %s\n" % (zlib.crc32(text), text)
@@ -185,14 +185,14 @@ def encoded(line: Head | Line) -> bytes:
     return made
 
 
-def decoded(data: bytes, name: str) -> JournalContents:
+def decode(data: bytes, name: str) -> JournalContents:
     """What the bytes of a journal hold. ``name``: of the file, for errors.
 
     Raises ``UsageError`` for a journal of a newer format, and ``CorruptionError`` where no line
     tells which format it is.
     """
     *whole, tail = data.split(b"\n")
-    found = [_decoded(line) for line in whole if line]
+    found = [_decode_line(line) for line in whole if line]
     known = [each for each in found if each is not None]
     heads = [each for each in known if isinstance(each, Head)]
     newest = max((each.format for each in heads), default=0)
@@ -214,7 +214,7 @@ class _Unknown:
 _UNKNOWN: Final = _Unknown()
 
 
-def _decoded(line: bytes) -> Head | Line | _Unknown | None:
+def _decode_line(line: bytes) -> Head | Line | _Unknown | None:
     """None for a damaged line."""
     mark, text = line[:8], line[9:]
     if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:
@@ -229,14 +229,14 @@ def _decoded(line: bytes) -> Head | Line | _Unknown | None:
         return None
 
 
-def shortened(head: Head, lines: Iterable[Line], size: int) -> bytes:
+def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
     """The same journal in at most ``size`` bytes: of older saves, failures and decisions only the
     sums stay; those of the newest, of saves that a session resumed from, and of each session's last
     save are kept. If that is too much, the oldest sessions go.
     """
     rest = _newest(lines)
-    weighed = {id(each): len(encoded(each)) for each in rest}
-    total = len(encoded(head)) + sum(weighed.values())
+    weighed = {id(each): len(encode(each)) for each in rest}
+    total = len(encode(head)) + sum(weighed.values())
     resumed = {each.resumed for each in rest if isinstance(each, SessionBegun)}
     last = {each.session: each for each in rest if isinstance(each, Saved)}
     folded: dict[str, Folded] = {}
@@ -254,7 +254,7 @@ def shortened(head: Head, lines: Iterable[Line], size: int) -> bytes:
                 (one for one in rest if isinstance(one, Folded) and one.session == each.session),
                 Folded(session=each.session),
             )
-            total += len(encoded(before)) + _FOLDED_GROWTH - weighed.get(id(before), 0)
+            total += len(encode(before)) + _FOLDED_GROWTH - weighed.get(id(before), 0)
         folded[each.session] = _with(before, each)
         gone.add(id(each))
         total -= weighed[id(each)]
@@ -265,11 +265,11 @@ def shortened(head: Head, lines: Iterable[Line], size: int) -> bytes:
     ]
     kept += folded.values()
     sessions = list(dict.fromkeys(each.session for each in kept))
-    made = _joined(head, kept)
+    made = _join_lines(head, kept)
     while len(made) > size and len(sessions) > 1:
         out, sessions = sessions[: len(sessions) // 2], sessions[len(sessions) // 2 :]
         kept = [each for each in kept if each.session not in out]
-        made = _joined(head, kept)
+        made = _join_lines(head, kept)
     return made
 
 
@@ -277,8 +277,8 @@ _FOLDED_GROWTH: Final = 96
 """Bytes that the line of sums may get longer by, as numbers get bigger."""
 
 
-def _joined(head: Head, lines: Iterable[Line]) -> bytes:
-    return b"".join(map(encoded, (head, *lines)))
+def _join_lines(head: Head, lines: Iterable[Line]) -> bytes:
+    return b"".join(map(encode, (head, *lines)))
 
 
 def _newest(lines: Iterable[Line]) -> list[Line]:

@@ -344,7 +344,7 @@ class DataCursor:
             if len(start.samplers) != len(own_samplers):
                 return None, "its samplers are different now"
             for each, was in zip(own_samplers, start.samplers, strict=True):
-                name = samplers.fixed_number(each, was)
+                name = samplers.mismatched_number(each, was)
                 if name:
                     return None, f"its {_name(each)} does not let its {name} be set"
             return _Resume(position, start, now, None, state, state.get("asked")), ""

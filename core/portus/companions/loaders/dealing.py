@@ -79,7 +79,7 @@ def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | 
         inner = _of_one_sequence(stock.batch_sampler)
         if inner is None:
             return None
-        return _checked(
+        return _check(
             replace(
                 inner,
                 rank=stock.process_index,
@@ -93,7 +93,7 @@ def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | 
         inner = _of_one_sequence(stock)
         if inner is None:
             return None
-        return _checked(
+        return _check(
             replace(
                 inner,
                 ranks=ranks,
@@ -149,7 +149,7 @@ def _of_one_sequence(stock: Any) -> EpochDealing | None:
     return way
 
 
-def _checked(way: EpochDealing) -> EpochDealing | None:
+def _check(way: EpochDealing) -> EpochDealing | None:
     """None if pieces would not be of the same size."""
     assert way.batches is not None
     size = way.batches.batch_size

@@ -68,7 +68,7 @@ def put_numbers(sampler: Any, state: Mapping[str, Any]) -> None:
             setattr(sampler, name, value)
 
 
-def fixed_number(sampler: Any, state: Mapping[str, Any]) -> str:
+def mismatched_number(sampler: Any, state: Mapping[str, Any]) -> str:
     """The name of a number that the sampler has otherwise than in ``state``, and that nobody can
     set; nothing if there is none."""
     numbers = state.get("numbers", {})
@@ -85,7 +85,7 @@ def put_seed(sampler: Any, state: Mapping[str, Any]) -> None:
 
 def generators_of(owner: object) -> dict[str, Any]:
     """The states of the generators that are attributes of a loader or sampler."""
-    return {name: _taken(each) for name, each in _generators(owner)}
+    return {name: _take(each) for name, each in _generators(owner)}
 
 
 def put_generators(owner: object, states: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ def _generators(owner: object) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _taken(generator: Any) -> Any:
+def _take(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from portus.engine.media import linux
 from portus.engine.media.process import Descriptor
-from portus.engine.media.written import PAGE as SYSTEM_PAGE
+from portus.engine.media.write_watch import PAGE as SYSTEM_PAGE
 from portus.engine.spec import PAGE
 from portus.errors import MediumError
 
@@ -78,7 +78,7 @@ class Private:
         try:
             self.mapped: Final = size >= _MAPPED_MIN and tells() is not Tells.NOTHING
             if self.mapped:
-                self.committed, self.view = _mapped(length)
+                self.committed, self.view = _map_twice(length)
             else:
                 self.committed, self.view = np.zeros(length, np.uint8), np.zeros(length, np.uint8)
         except (OSError, MemoryError, OverflowError, ValueError) as error:  # more than numbers hold
@@ -161,7 +161,7 @@ def tells() -> Tells:
     """What this system tells of the pages of a private mapping."""
     for way, ask in ((Tells.SCAN, linux.private_pages), (Tells.BITS, by_bits)):
         try:
-            committed, view = _mapped(2 * SYSTEM_PAGE)
+            committed, view = _map_twice(2 * SYSTEM_PAGE)
             committed[0] = view[SYSTEM_PAGE]  # the one is read, and not written to
             view[0] = 1
             address = view.ctypes.data
@@ -185,7 +185,7 @@ def _pagemap() -> Descriptor:
     return _opened
 
 
-def _mapped(length: int) -> tuple[Bytes, Bytes]:
+def _map_twice(length: int) -> tuple[Bytes, Bytes]:
     """Memory of a file, shared; and a private mapping of the same. Raises ``OSError``."""
     file = os.memfd_create("portus-shelf")
     try:

@@ -127,12 +127,12 @@ def batch_of_ranks(step: int, ranks: int) -> int:
         fits = [str(count) for count in range(1, step + 1) if step % count == 0]
         raise UsageError(
             f"a step of {step} samples cannot be dealt to {ranks} ranks evenly: expected "
-            f"{_listed(fits)} ranks, or let each rank's batch stay as it is"
+            f"{_list(fits)} ranks, or let each rank's batch stay as it is"
         )
     return step // ranks
 
 
-def _listed(fits: list[str]) -> str:
+def _list(fits: list[str]) -> str:
     shown = fits if len(fits) <= _FITS_MAX else [*fits[: _FITS_MAX - 1], "...", fits[-1]]
     return ", ".join(shown[:-1]) + f" or {shown[-1]}" if len(shown) > 1 else shown[0]
 

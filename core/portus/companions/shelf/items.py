@@ -228,15 +228,15 @@ def _is_dense_tensor(value: Any) -> bool:
     )
 
 
-def taken(value: object, path: str, depth: int = 0) -> Item:
+def copy_item(value: object, path: str, depth: int = 0) -> Item:
     """``value`` as an item: arrays are copied. Raises ``UsageError`` naming ``path``."""
     if depth > DEPTH_MAX:
         raise UsageError(f"{path:.200}: nested deeper than {DEPTH_MAX}; make it flatter")
     if isinstance(value, dict):
-        return {_key(k, path): taken(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
+        return {_key(k, path): copy_item(v, f"{path}.{k}", depth + 1) for k, v in value.items()}
     if type(value) in (list, tuple):
         assert isinstance(value, (list, tuple))
-        return type(value)(taken(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value))
+        return type(value)(copy_item(v, f"{path}.{i}", depth + 1) for i, v in enumerate(value))
     if isinstance(value, str) and not is_text(value):
         raise UsageError(f"{path!r:.200}: text with a lone surrogate: {value!r:.80}")
     if value is None or type(value) in (bool, int, float, str, bytes):
@@ -245,9 +245,9 @@ def taken(value: object, path: str, depth: int = 0) -> Item:
         value = np.asarray(value)
     try:
         if isinstance(value, np.ndarray):
-            return _taken_array(value)
+            return _take_array(value)
         if _is_tensor(value):
-            return _taken_tensor(value)
+            return _take_tensor(value)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
     raise UsageError(
@@ -264,7 +264,7 @@ def _key(key: object, path: str) -> str | int:
     raise UsageError(f"{path}: keys on a shelf are text or integers, found {key!r:.80}")
 
 
-def _taken_array(value: Values) -> Array:
+def _take_array(value: Values) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise UsageError("the mask of an array would be lost; assign .data and .mask separately")
     dtype_node(value.dtype)  # refuses what cannot be saved
@@ -275,7 +275,7 @@ def _taken_array(value: Values) -> Array:
     return made
 
 
-def _taken_tensor(value: Any) -> Array:
+def _take_tensor(value: Any) -> Array:
     if not _is_dense_tensor(value):
         raise UsageError("only dense tensors can be put on a shelf")
     made = Array.of_tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
@@ -292,14 +292,14 @@ def arrays_of(item: Item) -> Iterator[Array]:
             yield from arrays_of(each)
 
 
-def shown(item: Item) -> Any:
+def view_item(item: Item) -> Any:
     """An item as its user sees it: views in containers that are made anew."""
     if isinstance(item, Array):
         return item.view
     if isinstance(item, dict):
-        return {key: shown(value) for key, value in item.items()}
+        return {key: view_item(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
-        return type(item)(map(shown, item))
+        return type(item)(map(view_item, item))
     return item
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from portus.companions.shelf.items import Array, Item, arrays_of, shown, taken
+from portus.companions.shelf.items import Array, Item, arrays_of, copy_item, view_item
 from portus.companions.shelf.store import ShelfStore
 from portus.engine.settings.fits import Seconds, SomeBytes, refuse_misfits
 from portus.engine.settings.text import is_text
@@ -150,7 +150,7 @@ class Shelf:
     def __getitem__(self, name: str) -> Any:
         with self._guard:
             self._check_open()
-            return shown(self._there(name))
+            return view_item(self._there(name))
 
     def __setitem__(self, name: str, value: object) -> None:
         with self._guard:
@@ -160,7 +160,7 @@ class Shelf:
             if isinstance(item, Array) and item.fits(value):
                 self._change(self._items, item, value)  # views of it stay what they are
                 return
-            item = taken(value, name)
+            item = copy_item(value, name)
             self._change({**self._items, name: item}, item)
 
     def __delitem__(self, name: str) -> None:

@@ -39,7 +39,7 @@ from portus.reach.index.log import Entry, LogWriter, Patch, PatchPlaces, entries
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionLog, VersionRecord
-from portus.reach.versions.parts import StorageRows, part, rows_of, shared, sources
+from portus.reach.versions.parts import StorageRows, part, rows_of, share, sources
 
 MODEL: Final = "shelf"
 
@@ -145,7 +145,7 @@ class ShelfStore:
         said = b"" if contents == self._contents else contents
         if entry_size([each.length for each, _, _ in pieces], len(said)) > log.room:
             return False
-        patches = _taken(pieces)
+        patches = _copy_views(pieces)
         log.append(patches, said, record.info.commit)
         self._open_end = True
         self._contents, self.items = contents, items
@@ -188,7 +188,7 @@ class ShelfStore:
         if fold:
             afresh |= {each for each in arrays if each in self._logged or each in dirty}
             pieces = []
-        patches = _taken(pieces)
+        patches = _copy_views(pieces)
         held: list[list[Extent]] = []
         try:
             groups, stored = self._groups(arrays, afresh, dirty, held)
@@ -269,7 +269,7 @@ class ShelfStore:
         if kept:
             assert self._record is not None
             old = np.array([before[arrays[index]] for index in kept], np.int64)
-            group = shared(self._record, old)
+            group = share(self._record, old)
             groups.append(replace(group, indices=np.array(kept, np.int64)))
         stored: list[Extent] = []
         if new:
@@ -345,7 +345,7 @@ class ShelfStore:
             last = None
             places = PatchPlaces(record)
             for last in entries(self._pool.medium, record):
-                self._logged.update(_patched(places, last, arrays))
+                self._logged.update(_patch(places, last, arrays))
                 contents = last.contents or contents
         for each in arrays:
             each.memory.loaded()
@@ -371,7 +371,7 @@ class ShelfStore:
         address = np.array(
             [each.memory.committed.ctypes.data if each.size else 0 for each in arrays], np.int64
         )
-        group = shared(record, np.arange(len(arrays)))
+        group = share(record, np.arange(len(arrays)))
         found = fetch(self._pool.medium, sources(address, lengths, group.extents), Stop())
         bad = np.flatnonzero(np.any(found != group.digests, axis=1))
         if len(bad):
@@ -423,7 +423,7 @@ class _Made:
         return [self._found[index] for index in range(len(self._lengths))]
 
 
-def _patched(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iterator[Array]:
+def _patch(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iterator[Array]:
     """Carry out the patches of an entry; which arrays had one."""
     for storage, start, data in places.of(entry):
         committed = arrays[storage].memory.committed
@@ -448,7 +448,7 @@ def _pieces_of(array: Array, runs: Sequence[Run], extents: Sequence[Extent]) -> 
         before = after
 
 
-def _taken(pieces: Sequence[Piece]) -> list[Patch]:
+def _copy_views(pieces: Sequence[Piece]) -> list[Patch]:
     """What the views have there now, copied once."""
     return [
         (extent, array.memory.taken(start, start + extent.length))

@@ -58,8 +58,8 @@ __all__ = [
     "fetch",
     "hash_sources",
     "load_stored",
+    "read_stored",
     "same_bytes",
-    "stored",
     "storing",
     "sum_sources",
 ]
@@ -246,7 +246,7 @@ def same_bytes(
     return True
 
 
-def stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
+def read_stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
     """Bytes that were just stored, a short piece at each offset, end to end. Looks through a
     mapping: it was stored through that as well. Blocks. Raises what the medium raises."""
     if _is_mapped(medium) and len(offset):
@@ -263,7 +263,7 @@ def stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
 
 def load_stored(medium: Medium, target: Source) -> None:
     """Fill a target (a writable address) from its extents, to which it was just stored by ``copy``:
-    as ``stored``, and without a digest."""
+    as ``read_stored``, and without a digest."""
     address = target.address
     for extent in target.extents:
         if _is_mapped(medium):
@@ -388,7 +388,7 @@ def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
         return
     runs = batch.runs(gap=1)
     call.engine.move(batch, _places(batch, runs, scratch), call.digests, call.stop, call.crcs)
-    for run, place in _laid(runs, scratch):
+    for run, place in _lay_out(runs, scratch):
         call.stop.check()
         call.medium.store(run.offset, place)
 
@@ -475,13 +475,13 @@ def _arrive_small(call: _Call, batch: Segments, scratch: Buffer, *, keep: bool) 
 def _load(medium: Medium, batch: Segments, scratch: Buffer, stop: Stop) -> Column:
     """Load ``batch`` into ``scratch``, neighbours at once; the address there of each segment."""
     runs = batch.runs()
-    for run, place in _laid(runs, scratch):
+    for run, place in _lay_out(runs, scratch):
         stop.check()
         medium.load(run.offset, place)
     return _places(batch, runs, scratch)
 
 
-def _laid(runs: list[Extent], scratch: Buffer) -> Iterator[tuple[Extent, memoryview]]:
+def _lay_out(runs: list[Extent], scratch: Buffer) -> Iterator[tuple[Extent, memoryview]]:
     """Each run with its place, when all are laid into ``scratch`` end to end."""
     start = 0
     for run in runs:

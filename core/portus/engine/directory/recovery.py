@@ -49,14 +49,14 @@ def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[Fil
     was removed is made again, but not the one above it. Raises ``MediumError``."""
     system = folder.system
     where, name = os.path.split(path)
-    directory = _opened(system, where)
+    directory = _open_directory(system, where)
     try:
         if directory is not None and system.look(directory, name) is not None:
             return False
         if not _is_whole(folder, held, path, verify):
             return False
         if directory is None:
-            directory = _made(system, where)
+            directory = _make_directory(system, where)
         if directory is None:
             return False  # nobody looks there
         try:
@@ -77,7 +77,7 @@ def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[Fil
     return True
 
 
-def _opened(system: System[File], path: str) -> File | None:
+def _open_directory(system: System[File], path: str) -> File | None:
     """Open a directory; None if it is not there."""
     try:
         return system.open_directory(path)
@@ -87,9 +87,9 @@ def _opened(system: System[File], path: str) -> File | None:
         raise
 
 
-def _made(system: System[File], path: str) -> File | None:
+def _make_directory(system: System[File], path: str) -> File | None:
     """Make a directory, durably; None if the one above it is not there."""
-    above = _opened(system, os.path.dirname(path))
+    above = _open_directory(system, os.path.dirname(path))
     if above is None:
         return None
     try:

@@ -109,11 +109,11 @@ def finish(folder: HiddenFolder[File], names: Sequence[str]) -> bool:
             where = printable(folder.describe())
             _log.error("portus: %s: the redo marker %s is damaged: %s", where, name, error)
             return False
-        return _finished(folder, there, inode, moves)
+        return _finish(folder, there, inode, moves)
     return False
 
 
-def _finished(folder: HiddenFolder[File], there: str, inode: int, moves: Sequence[Move]) -> bool:
+def _finish(folder: HiddenFolder[File], there: str, inode: int, moves: Sequence[Move]) -> bool:
     """Another directory at that path is not the one whose files these are."""
     here = folder.path_of_base()
     if here is None:

@@ -121,12 +121,12 @@ class Linux:
     """The calls of this machine."""
 
     def open_directory(self, path: str) -> Descriptor:
-        with _translated(path):
+        with _translate(path):
             return Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def open_folder(self, directory: Descriptor, name: str, *, create: bool) -> Descriptor | None:
         path, flags = _join(directory, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        with _translated(path):
+        with _translate(path):
             for left in reversed(range(_TRIES if create else 1)):
                 if create:
                     with contextlib.suppress(FileExistsError):
@@ -139,13 +139,13 @@ class Linux:
             return None
 
     def create(self, directory: Descriptor, name: str) -> Descriptor:
-        with _translated(_join(directory, name)):
+        with _translate(_join(directory, name)):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             return Descriptor(name, flags, directory=directory)
 
     def open(self, directory: Descriptor, name: str, *, writable: bool) -> Descriptor | None:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK
-        with _translated(_join(directory, name)):
+        with _translate(_join(directory, name)):
             try:
                 return Descriptor(name, flags, directory=directory)
             except FileNotFoundError:
@@ -155,44 +155,44 @@ class Linux:
         file.close()
 
     def read(self, file: Descriptor, length: int) -> bytes:
-        with _translated(file.path):
+        with _translate(file.path):
             return os.pread(file.number, length, 0)
 
     def write(self, file: Descriptor, data: bytes) -> None:
-        with _translated(file.path):
+        with _translate(file.path):
             write_all(file.number, memoryview(data), 0)
 
     def sync(self, file: Descriptor) -> None:
-        with _translated(file.path):
+        with _translate(file.path):
             os.fsync(file.number)
 
     def status(self, file: Descriptor) -> FileState:
-        with _translated(file.path):
+        with _translate(file.path):
             return _status(os.fstat(file.number))
 
     def look(self, directory: Descriptor, name: str) -> FileState | None:
-        with _translated(_join(directory, name)):
+        with _translate(_join(directory, name)):
             try:
                 return _status(os.stat(name, dir_fd=directory.number, follow_symlinks=False))
             except FileNotFoundError:
                 return None
 
     def set_mode(self, file: Descriptor, mode: int) -> None:
-        with _translated(file.path):
+        with _translate(file.path):
             os.fchmod(file.number, mode)
 
     def names(self, directory: Descriptor) -> list[str]:
-        with _translated(directory.path):
+        with _translate(directory.path):
             return os.listdir(directory.number)
 
     def path_of(self, directory: Descriptor) -> str | None:
-        with _translated(directory.path):
+        with _translate(directory.path):
             path = os.readlink(f"/proc/self/fd/{directory.number}")
             is_there = os.fstat(directory.number).st_nlink and os.path.exists(path)
             return path if is_there else None
 
     def link(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
-        with _translated(_join(*target)):
+        with _translate(_join(*target)):
             os.link(
                 source[1],
                 target[1],
@@ -202,28 +202,28 @@ class Linux:
             )
 
     def note(self, directory: Descriptor, name: str, text: bytes) -> None:
-        with _translated(_join(directory, name)):
+        with _translate(_join(directory, name)):
             os.symlink(text, name, dir_fd=directory.number)
 
     def noted(self, directory: Descriptor, name: str) -> bytes | None:
-        with _translated(_join(directory, name)):
+        with _translate(_join(directory, name)):
             try:
                 return os.fsencode(os.readlink(name, dir_fd=directory.number))
             except FileNotFoundError:
                 return None
 
     def rename(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
-        with _translated(_join(*target)):
+        with _translate(_join(*target)):
             os.rename(
                 source[1], target[1], src_dir_fd=source[0].number, dst_dir_fd=target[0].number
             )
 
     def unlink(self, directory: Descriptor, name: str) -> None:
-        with _translated(_join(directory, name)), contextlib.suppress(FileNotFoundError):
+        with _translate(_join(directory, name)), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory.number)
 
     def remove_folder(self, directory: Descriptor, name: str) -> bool:
-        with _translated(_join(directory, name)):
+        with _translate(_join(directory, name)):
             try:
                 os.rmdir(name, dir_fd=directory.number)
             except OSError as error:
@@ -235,7 +235,7 @@ class Linux:
     def lock(self, file: Descriptor) -> bool:
         import fcntl  # not where Linux is missing
 
-        with _translated(file.path):
+        with _translate(file.path):
             try:
                 fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -258,7 +258,7 @@ class Linux:
             fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
             return False
-        with _translated(file.path):
+        with _translate(file.path):
             fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
 
@@ -278,7 +278,7 @@ def _join(directory: Descriptor, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _translated(path: str) -> Iterator[None]:
+def _translate(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

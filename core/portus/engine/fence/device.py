@@ -175,7 +175,7 @@ def feeds_of(
         if choice is not None and choice.on_device(
             DeviceRoom(size, *torch.cuda.mem_get_info(device))
         ):
-            cloned = _cloned(mine, device, choice)
+            cloned = _clone(mine, device, choice)
             copies |= cloned.keys()
             mine |= cloned
         ready = _event()
@@ -191,7 +191,7 @@ def _ring(device: torch.device) -> _Ring:
         return _rings[device]
 
 
-def _cloned(
+def _clone(
     storages: dict[int, torch.UntypedStorage], device: torch.device, choice: CopyChoice
 ) -> dict[int, torch.UntypedStorage]:
     """Copies in spare memory of the device; none if it is used up. Nothing waits for them."""

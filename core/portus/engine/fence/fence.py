@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from portus.engine.fence import writers
 from portus.engine.fence.guards import Guards, Written
-from portus.engine.media.calls import is_nested, marked
+from portus.engine.media.calls import is_nested, mark
 from portus.engine.pipeline.run import Save
 
 _log: Final = logging.getLogger("portus")
@@ -56,7 +56,7 @@ class Fence:
         self._closed = False
         _install(self)
 
-    @marked
+    @mark
     def guard(self, save: Save) -> None:
         """Make writers wait for this save from now on. Call it before the save returns."""
         with _lock:
@@ -76,7 +76,7 @@ class Fence:
                 self._await_copy(save, start)
         return self._note(start)
 
-    @marked
+    @mark
     def close(self) -> None:
         """Wait for what is in flight, and let go; the last fence takes the hooks out of torch.
         A second call does nothing."""
@@ -94,7 +94,7 @@ class Fence:
                 self._await_copy(save, start)
         self._note(start)
 
-    @marked
+    @mark
     def _await_copy(self, save: Save, start: float) -> None:
         # In a signal handler the copy may be waiting for what the call below holds: no time left.
         patience_s = 0.0 if is_nested() else self._timeout_s
@@ -109,13 +109,13 @@ class Fence:
             )
         self._drop(save)
 
-    @marked
+    @mark
     def _drop(self, save: Save) -> None:
         with _lock:
             self._saves = tuple(other for other in self._saves if other is not save)
             _count_saves()
 
-    @marked
+    @mark
     def _note(self, start: float) -> float:
         blocked = time.perf_counter() - start
         with _lock:
@@ -128,7 +128,7 @@ def steps_seen() -> int:
     return _steps
 
 
-@marked
+@mark
 def listen(listener: Listener) -> None:
     """Call ``listener`` with each optimizer that is about to step, in its thread; it may not raise
     nor wait."""
@@ -138,7 +138,7 @@ def listen(listener: Listener) -> None:
         _hook_steps()
 
 
-@marked
+@mark
 def unlisten(listener: Listener) -> None:
     """Call it no more."""
     global _listeners
@@ -147,7 +147,7 @@ def unlisten(listener: Listener) -> None:
         _unhook_steps()
 
 
-@marked
+@mark
 def listen_after(listener: Listener) -> None:
     """Call ``listener`` with each optimizer that has stepped, in its thread; it may not raise nor
     wait."""
@@ -158,7 +158,7 @@ def listen_after(listener: Listener) -> None:
             _hook_after = register_optimizer_step_post_hook(_after_step)
 
 
-@marked
+@mark
 def unlisten_after(listener: Listener) -> None:
     """Call it no more."""
     global _listeners_after, _hook_after
@@ -199,7 +199,7 @@ _hook_after: RemovableHandle | None = None
 _steps = 0
 
 
-@marked
+@mark
 def _install(fence: Fence) -> None:
     global _fences
     with _lock:
@@ -258,7 +258,7 @@ _Named = dict[str, object]
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
-def _uncompiled(hook: _F) -> _F:
+def _no_compile(hook: _F) -> _F:
     """Keep torch.compile out of a hook.
 
     ``torch.compiler.disable`` would import the compiler now, which takes seconds in a process
@@ -268,7 +268,7 @@ def _uncompiled(hook: _F) -> _F:
     return cast(_F, disable(hook))
 
 
-@_uncompiled
+@_no_compile
 def _before_step(
     optimizer: Optimizer, arguments: _Arguments, named: _Named
 ) -> tuple[_Arguments, _Named] | None:
@@ -292,7 +292,7 @@ def _before_step(
     return (arguments[0], after, *arguments[2:]), named
 
 
-@_uncompiled
+@_no_compile
 def _after_step(optimizer: Optimizer, arguments: _Arguments, named: _Named) -> None:
     """Torch's global step post-hook. Never raises."""
     for listener in _listeners_after:
@@ -309,7 +309,7 @@ def _then_wait(closure: Callable[[], object], optimizer: Optimizer) -> Callable[
     return evaluate
 
 
-@_uncompiled
+@_no_compile
 def _wait_for(optimizer: Optimizer) -> None:
     if _in_flight:
         for fence in _fences:

@@ -112,7 +112,7 @@ class Guards:
         """Patch what is loaded by now. Calling it again costs microseconds."""
         missing = []
         for guarded in self._missing:
-            patch = _patched(guarded, self._wait)
+            patch = _patch(guarded, self._wait)
             if patch is None:
                 missing.append(guarded)
             else:
@@ -145,7 +145,7 @@ class _Patch:
             setattr(self.owner, self.name, self.before)
 
 
-def _patched(guarded: Guarded, wait: Wait) -> _Patch | None:
+def _patch(guarded: Guarded, wait: Wait) -> _Patch | None:
     """Put the guard in place; None if the function is not loaded, or not in this version."""
     module_name, _, path = guarded.place.partition(":")
     owner: object = sys.modules.get(module_name)

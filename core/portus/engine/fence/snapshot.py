@@ -15,7 +15,7 @@ from portus.engine.extensions import PLACING, extension
 from portus.engine.fence.device import CopyChoice, DeviceFeed, WhereItFits, feeds_of
 from portus.engine.fence.fence import steps_seen
 from portus.engine.fence.writers import classify, pointer, with_kin
-from portus.engine.media import written
+from portus.engine.media import write_watch
 from portus.engine.pipeline.plan import Column, Feed, Flags
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import JoinedStorages
@@ -130,7 +130,7 @@ def copy_order(
     here = np.ones(len(pointers), np.bool_)
     here[list(feeds)] = False
     address = np.where(here & (length > 0), pointers, 0)
-    exposed = written.exposed(address, length)
+    exposed = write_watch.exposure(address, length)
     late = late & ~exposed
     guarded = late.copy()
     guarded[list(owned)] = False

@@ -75,15 +75,15 @@ def classify(
 
 def _find_stable(cover: _Cover, guilty: Collection[int]) -> None:
     """Tell the cover which tensors are stable, and which storages are not."""
-    trusted, barred = _sorted_by_trust(known_optimizers())
+    trusted, barred = _by_trust(live_optimizers())
     trained = [parameter for optimizer in trusted for parameter in _parameters(optimizer)]
     if not trained:
         return
     for optimizer in trusted:
-        cover.add(_changed_by(optimizer))
+        cover.add(_tensors_changed_by(optimizer))
     around = _surroundings_of(trained)
     for optimizer in (*barred, *around.optimizers()):
-        for tensor in _written_by(optimizer):
+        for tensor in _tensors_written_by(optimizer):
             cover.bar(pointer(tensor))
     for weight in around.renormalised():
         cover.bar(pointer(weight))
@@ -130,7 +130,7 @@ def forget() -> None:
     _known.clear()
 
 
-def known_optimizers() -> list[Optimizer]:
+def live_optimizers() -> list[Optimizer]:
     """The live optimizers whose steps pass the hook, in the order they were first seen."""
     return [optimizer for ref in list(_known.values()) if (optimizer := ref()) is not None]
 
@@ -138,14 +138,14 @@ def known_optimizers() -> list[Optimizer]:
 def owns(optimizer: Optimizer, storages: Collection[int]) -> bool:
     """True if a parameter or a state tensor of ``optimizer`` lives in one of these storages
     (data pointers). Ends at the first one found."""
-    return any(pointer(tensor) in storages for tensor in _written_by(optimizer))
+    return any(pointer(tensor) in storages for tensor in _tensors_written_by(optimizer))
 
 
 def with_kin(storages: frozenset[int]) -> frozenset[int]:
     """Storages (data pointers), and all of each optimizer that has one of them."""
     if not storages:
         return storages
-    every = ({pointer(each) for each in _written_by(known)} for known in known_optimizers())
+    every = ({pointer(each) for each in _tensors_written_by(known)} for known in live_optimizers())
     return storages.union(*(own for own in every if not storages.isdisjoint(own))) - {0}
 
 
@@ -168,7 +168,7 @@ def _is_torch_optim(thing: object) -> bool:
     return f"{getattr(thing, '__module__', '')}.".startswith("torch.optim.")
 
 
-def _written_by(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def _tensors_written_by(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     yield from _parameters(optimizer)
     for state in list(optimizer.state.values()):
         yield from _tensors_in(state)
@@ -224,7 +224,7 @@ def _own_methods(base: type) -> set[str]:
     }
 
 
-def _sorted_by_trust(optimizers: list[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
+def _by_trust(optimizers: list[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
     trusted: list[Optimizer] = []
     barred: list[Optimizer] = []
     for optimizer in optimizers:
@@ -242,7 +242,7 @@ def _is_trusted(optimizer: Optimizer, cls: type[Optimizer]) -> bool:
     )
 
 
-def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
+def _tensors_changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that the next step of a trusted optimizer changes, and its states."""
     states = optimizer.state
     changed: list[torch.Tensor] = []
@@ -304,14 +304,14 @@ class _Cover:
     def flags(self) -> bytearray:
         """The answer. Call it once."""
         for index, parts in self._parts.items():
-            if _filled(parts) >= self._room[index]:
+            if _union_size(parts) >= self._room[index]:
                 self._flags[index] = Stability.STABLE
         for index in self._barred:
             self._flags[index] = Stability.VOLATILE
         return self._flags
 
 
-def _filled(parts: dict[int, int]) -> int:
+def _union_size(parts: dict[int, int]) -> int:
     """Bytes under the union of runs, address -> size."""
     total = end = 0
     for address, size in sorted(parts.items()):

@@ -23,14 +23,14 @@ turn = threading.RLock()
 """Held while it is looked at whether a name is newer, and while that name is changed then."""
 
 
-def asked() -> int:
+def next_place() -> int:
     """The place of what is asked for now."""
     return next(_places)
 
 
 def note(path: str) -> None:
     """What is at ``path`` now, a file or a whole directory, is newer than all asked for so far."""
-    _written[_real(path)] = asked()
+    _written[_real(path)] = next_place()
 
 
 def is_newer(path: str, place: int) -> bool:

@@ -116,7 +116,7 @@ def _is_within(path: str, above: str) -> bool:
     return path == above or path.startswith(above.rstrip(os.sep) + os.sep)
 
 
-def _opened(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+def _on_open(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
     """Opens are many: most are told by their name that nobody waits for them."""
     path = arguments[0]
     if isinstance(path, int) or path is None:
@@ -129,13 +129,13 @@ def _opened(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Tic
     return [ticket for ticket in tickets if ticket.path == real]
 
 
-def _listed(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+def _on_list(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
     path = arguments[0] if arguments else None
     real = _real("." if path is None else path)
     return [ticket for ticket in tickets if os.path.dirname(ticket.path) == real]
 
 
-def _changed(*places: tuple[int, int | None]) -> Touched:
+def _on_change(*places: tuple[int, int | None]) -> Touched:
     """Return what a call waits for that changes, or copies, all of what is at some paths. places:
     of each path the number of its argument, and of that of its directory."""
 
@@ -145,7 +145,7 @@ def _changed(*places: tuple[int, int | None]) -> Touched:
             if at >= len(arguments) or arguments[at] is None:
                 continue
             there = None if directory is None else arguments[directory]
-            ways = {_real(arguments[at], there), _named(arguments[at], there)}
+            ways = {_real(arguments[at], there), _path_of_name(arguments[at], there)}
             found += [
                 ticket
                 for ticket in tickets
@@ -156,7 +156,7 @@ def _changed(*places: tuple[int, int | None]) -> Touched:
     return touched
 
 
-def _named(path: Any, directory: Any) -> str:
+def _path_of_name(path: Any, directory: Any) -> str:
     """Return the path of the name itself, which may be a link."""
     if isinstance(path, int):
         return _real(path)
@@ -164,10 +164,10 @@ def _named(path: Any, directory: Any) -> str:
     return os.path.join(_real(where or ".", directory), name)
 
 
-def _linked(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+def _on_link(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
     """A symbolic link waits for what it leads to, so that it never leads nowhere."""
     source, target, directory = arguments
-    own = _named(target, directory)
+    own = _path_of_name(target, directory)
     leads = os.path.realpath(os.path.join(os.path.dirname(own), os.fsdecode(source)))
     ways = {leads, own}
     return [ticket for ticket in tickets if ticket.path in ways]
@@ -179,24 +179,24 @@ def _all(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket
 
 
 _TOUCHED: Final[dict[str, Touched]] = {
-    "open": _opened,
-    "os.listdir": _listed,
-    "os.scandir": _listed,
-    "os.rename": _changed((0, 2), (1, 3)),
-    "os.link": _changed((0, 2), (1, 3)),
-    "os.symlink": _linked,
-    "os.remove": _changed((0, 1)),
-    "os.rmdir": _changed((0, 1)),
-    "os.truncate": _changed((0, None)),
-    "os.chmod": _changed((0, 2)),
-    "os.chown": _changed((0, 3)),
-    "os.utime": _changed((0, 3)),
-    "shutil.copyfile": _changed((0, None), (1, None)),
-    "shutil.copytree": _changed((0, None), (1, None)),
-    "shutil.make_archive": _changed((2, None), (3, None)),
-    "shutil.move": _changed((0, None), (1, None)),
-    "shutil.rmtree": _changed((0, 1)),
-    "shutil.unpack_archive": _changed((0, None)),
+    "open": _on_open,
+    "os.listdir": _on_list,
+    "os.scandir": _on_list,
+    "os.rename": _on_change((0, 2), (1, 3)),
+    "os.link": _on_change((0, 2), (1, 3)),
+    "os.symlink": _on_link,
+    "os.remove": _on_change((0, 1)),
+    "os.rmdir": _on_change((0, 1)),
+    "os.truncate": _on_change((0, None)),
+    "os.chmod": _on_change((0, 2)),
+    "os.chown": _on_change((0, 3)),
+    "os.utime": _on_change((0, 3)),
+    "shutil.copyfile": _on_change((0, None), (1, None)),
+    "shutil.copytree": _on_change((0, None), (1, None)),
+    "shutil.make_archive": _on_change((2, None), (3, None)),
+    "shutil.move": _on_change((0, None), (1, None)),
+    "shutil.rmtree": _on_change((0, 1)),
+    "shutil.unpack_archive": _on_change((0, None)),
     "subprocess.Popen": _all,
     "os.exec": _all,
     "os.posix_spawn": _all,

@@ -41,7 +41,7 @@ def record_length(lengths: Column) -> int:
     return HEAD.size + (int(unit_counts(lengths).sum()) + 1) * DIGEST_SIZE
 
 
-def packed(size: int, lengths: Column, digests: Digests, rest: bytes) -> bytes:
+def pack(size: int, lengths: Column, digests: Digests, rest: bytes) -> bytes:
     """The record of a file of ``size`` bytes."""
     units = int(unit_counts(lengths).sum())
     if digests.shape != (units, DIGEST_SIZE):
@@ -69,7 +69,7 @@ def size_noted(record: bytes) -> int | None:
     return size
 
 
-def unpacked(record: bytes, size: int, lengths: Column, where: str) -> Noted:
+def unpack(record: bytes, size: int, lengths: Column, where: str) -> Noted:
     """What the record at ``where`` says of a file of ``size`` bytes with such storages.
 
     Raises ``CorruptionError`` when it is damaged or is that of another file, and ``UsageError``

@@ -88,7 +88,7 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(key, pid[1])
 
 
-def stored_in(data: bytes) -> tuple[set[str], list[TensorSpec]] | None:
+def storages_in(data: bytes) -> tuple[set[str], list[TensorSpec]] | None:
     """The keys of the storages that a pickle of torch names, and the tensors over them, by their
     places, as far as these can be followed; None if it is no pickle."""
     unpickler = _Unpickler(io.BytesIO(data))

@@ -16,10 +16,10 @@ from typing import Final, NamedTuple, NoReturn
 import numpy as np
 import xxhash
 
-from portus.engine.image.digests import unpacked
+from portus.engine.image.digests import unpack
 from portus.engine.image.image import Column, Digests
 from portus.engine.image.key_paths import storage_places
-from portus.engine.image.stored import Read, StoredFile, exactly
+from portus.engine.image.stored_file import Read, StoredFile, exactly
 from portus.engine.image.torch_zip import (
     CENTRAL,
     CENTRAL_CRC,
@@ -314,7 +314,7 @@ class _Directory:
         """The digests of all units, after everything but the storages was verified."""
         where = f"{self._name}: byte {record.offset}"
         payload = exactly(self._read, record.offset, record.length, self._name)
-        noted = unpacked(payload, self._size, length, where)
+        noted = unpack(payload, self._size, length, where)
         crc = zlib.crc32(payload).to_bytes(4, "little")
         places = (record.offset + record.length + DESCRIPTOR_CRC, central.at + CENTRAL_CRC)
         for place in places:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import xxhash
 
-from portus.engine.image.digests import packed, record_length
+from portus.engine.image.digests import pack, record_length
 from portus.engine.image.image import Column, Crcs, Digests, Image, Literal
 from portus.errors import UsageError
 
@@ -307,7 +307,7 @@ class _Writing:
             rest.update(block[begin:place])
             begin = place + _CRC.size
         rest.update(block[begin:])
-        digests = packed(records.end, lengths, units, rest.digest())
+        digests = pack(records.end, lengths, units, rest.digest())
         for place in crcs_at:
             _CRC.pack_into(block, place, zlib.crc32(digests))
         return [*self._literals, Literal(self._begin - len(digests), digests + bytes(block))]

@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 from portus.engine.extensions import USE_POINTER, extension
 from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
-from portus.engine.image.stored import StoredFile
-from portus.engine.loading.open_file import OpenFile, opened, reads
-from portus.engine.loading.over import Rename
-from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.recognized import (
+from portus.engine.image.stored_file import StoredFile
+from portus.engine.loading.any_format import (
     has_digests_in,
     load_opened,
     note_of,
-    outlined_in,
+    outline_file,
     verify_opened,
 )
+from portus.engine.loading.open_file import OpenFile, open_file, reads
+from portus.engine.loading.over import Rename
+from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.torch_file import restore_torch
 from portus.errors import UsageError, printable
 
@@ -111,19 +111,19 @@ def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | No
     return use_file(where, lambda file: verify_opened(file, where, pace), as_torch=False)
 
 
-def outlined(path: str | os.PathLike[str]) -> StoredFile:
+def outline(path: str | os.PathLike[str]) -> StoredFile:
     """Return where everything is in a file of safetensors, or of torch 1.6 or newer. Raises
     ``CorruptionError``, ``MediumError``."""
     where = os.fspath(path)
     return use_file(
-        where, lambda file: outlined_in(reads(file), file.size, printable(where)), as_torch=False
+        where, lambda file: outline_file(reads(file), file.size, printable(where)), as_torch=False
     )
 
 
 def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:
     """Return what ``act`` gives for the file at a path, or for the file in a pool that a pointer
-    there leads to. as_torch: see ``opened``."""
-    with opened(where, as_torch=as_torch) as file:
+    there leads to. as_torch: see ``open_file``."""
+    with open_file(where, as_torch=as_torch) as file:
         if file.size > POINTER_MAX or not is_pointer(reads(file)(0, file.size)):
             return act(file)
     found: Result = extension(USE_POINTER)(where, act)

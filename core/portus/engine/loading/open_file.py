@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from portus.engine.copying.segments import Column
-from portus.engine.image.stored import Read
+from portus.engine.image.stored_file import Read
 from portus.engine.media.base import Medium
 from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import ReadFile
@@ -61,7 +61,7 @@ class OpenFile(Protocol):
 
 
 @contextlib.contextmanager
-def opened(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
+def open_file(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
     """A file at a path. as_torch: of a missing one, raise what torch raises."""
     try:
         descriptor = Descriptor(where, os.O_RDONLY)

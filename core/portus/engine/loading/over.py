@@ -18,7 +18,7 @@ from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec
 from portus.engine.state.elsewhere import Elsewhere
 from portus.engine.state.merge import Merge
-from portus.engine.state.walk import DTYPES, Walked, refuse_freed, walked
+from portus.engine.state.walk import DTYPES, Walked, refuse_freed, walk
 from portus.errors import UsageError
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
@@ -59,7 +59,7 @@ class StoredState(Stored, Protocol):
         """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
 
 
-def fetched(stored: Stored, wanted: Column) -> list[torch.UntypedStorage | None]:
+def fetch_storages(stored: Stored, wanted: Column) -> list[torch.UntypedStorage | None]:
     """Return fresh storages with the verified bytes of ``wanted``; None for the rest."""
     lengths = stored.lengths
     storages: list[torch.UntypedStorage | None] = [None] * len(lengths)
@@ -105,9 +105,9 @@ def _check_shared(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tenso
     """Raise ``UsageError`` if one place in memory would have to hold different values."""
 
     def values_of(spec: TensorSpec) -> torch.Tensor:
-        storage = fetched(stored, np.array([spec.storage], np.int64))[spec.storage]
+        storage = fetch_storages(stored, np.array([spec.storage], np.int64))[spec.storage]
         assert storage is not None
-        return resolved(spec, view_of(spec, storage))
+        return carry_out(spec, view_of(spec, storage))
 
     if found := contradiction(pairs, values_of):
         one, other = found
@@ -127,7 +127,7 @@ class _Pairs:
     ) -> None:
         self._keep: Final = keep
         self._rename: Final = rename
-        here = walked(state)
+        here = walk(state)
         targets = {spec.name: spec for spec in here.tensors}
         self.found: list[tuple[TensorSpec, torch.Tensor]] = []
         self.unexpected: list[str] = []
@@ -137,7 +137,7 @@ class _Pairs:
         for spec in stored.walked.tensors:
             if keep is not None and not keep(spec.name):
                 continue
-            name = _renamed(spec.name, rename)
+            name = _rename(spec.name, rename)
             target = targets.get(name)
             if target is None or target.storage < 0 or spec.storage < 0:
                 self.unexpected.append(name)
@@ -155,13 +155,13 @@ class _Pairs:
                     f"state's {target.dtype} would keep a part; restore into {spec.dtype}, and "
                     "convert that"
                 )
-            elif not _repeated(target) <= _repeated(spec):
+            elif not _repeated_dims(target) <= _repeated_dims(spec):
                 self._misshapen.append(
                     f"{name} is expanded in the state: several of its elements are one place in "
                     "memory, and the version has a value for each; restore into what it was "
                     "expanded from, or into a contiguous() copy"
                 )
-            self.found.append((spec, _shown(target, here.storages[target.storage])))
+            self.found.append((spec, _as_seen(target, here.storages[target.storage])))
         self.missing = [
             name for name in targets if name not in seen and (keep is None or keep(name))
         ]
@@ -171,7 +171,7 @@ class _Pairs:
         """Raise ``UsageError`` if what is asked for, or its place in the state, is a table in
         another pool: it would stay as it is, beside what is copied."""
         (saved, here), keep = self._elsewhere, self._keep
-        into = {*self.unexpected, *(_renamed(spec.name, self._rename) for spec, _ in self.found)}
+        into = {*self.unexpected, *(_rename(spec.name, self._rename) for spec, _ in self.found)}
         found = [
             *((path, place) for path, place in saved.items() if keep is None or keep(path)),
             *(
@@ -209,7 +209,7 @@ def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
     return blank.set_(storage, spec.offset, spec.shape, spec.strides)
 
 
-def _shown(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
+def _as_seen(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
     """The same, with lazy bits: what is copied to it reads back as it was."""
     tensor = view_of(spec, storage)
     tensor = tensor.conj() if spec.conjugate else tensor
@@ -228,7 +228,7 @@ def _takes(target: str, saved: str) -> bool:
     return torch.can_cast(theirs, ours)
 
 
-def _repeated(spec: TensorSpec) -> set[int]:
+def _repeated_dims(spec: TensorSpec) -> set[int]:
     """Dimensions along which all elements are one place in memory."""
     rows = enumerate(zip(spec.shape, spec.strides, strict=True))
     return {index for index, (size, stride) in rows if size > 1 and stride == 0}
@@ -240,10 +240,10 @@ def _fill(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> 
     filled = _fill_blocks(stored, users_of)
     for index, users in users_of.items():
         if index not in filled:
-            storage = fetched(stored, np.array([index], np.int64))[index]
+            storage = fetch_storages(stored, np.array([index], np.int64))[index]
             assert storage is not None
             for spec, target in users:
-                copy_over(target, resolved(spec, view_of(spec, storage)))
+                copy_over(target, carry_out(spec, view_of(spec, storage)))
 
 
 def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
@@ -274,7 +274,7 @@ def _by_storage(pairs: list[tuple[TensorSpec, torch.Tensor]]) -> _Users:
     return found
 
 
-def resolved(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+def carry_out(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with the conjugate and negative bits of ``spec`` carried out."""
     tensor = tensor.conj().resolve_conj() if spec.conjugate else tensor
     return -tensor if spec.negative else tensor
@@ -300,7 +300,7 @@ def _places_in(found: Walked) -> dict[str, Elsewhere]:
     return {path: value for path, value in found.others if isinstance(value, Elsewhere)}
 
 
-def _renamed(name: str, rename: Rename) -> str:
+def _rename(name: str, rename: Rename) -> str:
     if rename is None:
         return name
     return rename(name) if callable(rename) else rename.get(name, name)

@@ -45,7 +45,7 @@ def contradiction(
             by_memory.setdefault((str(target.device), memory.data_ptr()), []).append((spec, target))
     for users in by_memory.values():
         doubtful = _doubtful(users)
-        if doubtful and (found := _tried(doubtful, values_of)):
+        if doubtful and (found := _try_pair(doubtful, values_of)):
             return found
     return None
 
@@ -101,7 +101,7 @@ def _is_folded(target: torch.Tensor) -> bool:
     return False
 
 
-def _tried(
+def _try_pair(
     users: list[Pair], values_of: Callable[[TensorSpec], torch.Tensor]
 ) -> tuple[str, str] | None:
     memory = users[0][1].untyped_storage().clone()

@@ -80,7 +80,7 @@ def _part(value: Any, keep: Callable[[str], bool], keys: tuple[object, ...]) -> 
     if isinstance(value, dict) and value:
         pairs = [(key, _part(each, keep, (*keys, key))) for key, each in value.items()]
         kept = {key: each for key, each in pairs if each is not _DROPPED}
-        return _made_as(value, kept) if kept or not keys else _DROPPED
+        return _make_like(value, kept) if kept or not keys else _DROPPED
     if type(value) in (list, tuple) and not _SINGLE.issuperset(map(type, value)):
         parts = [_part(each, keep, (*keys, index)) for index, each in enumerate(value)]
         if all(each is _DROPPED for each in parts) and keys:
@@ -89,7 +89,7 @@ def _part(value: Any, keep: Callable[[str], bool], keys: tuple[object, ...]) -> 
     return value if keep(".".join(map(str, keys))) else _DROPPED
 
 
-def _made_as(value: dict[Any, Any], kept: dict[Any, Any]) -> dict[Any, Any]:
+def _make_like(value: dict[Any, Any], kept: dict[Any, Any]) -> dict[Any, Any]:
     if type(value) is dict:
         return kept
     for key in [key for key in value if key not in kept]:

@@ -9,7 +9,7 @@ import numpy as np
 from portus.engine.copying.local import check, fetch
 from portus.engine.copying.segments import Column, Digests, Source, Stop, ranges
 from portus.engine.format.checksum import unit_counts
-from portus.engine.image.stored import StoredFile
+from portus.engine.image.stored_file import StoredFile
 from portus.engine.loading.open_file import OpenFile
 from portus.errors import CorruptionError
 

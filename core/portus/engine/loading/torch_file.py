@@ -18,14 +18,14 @@ import torch
 
 from portus.engine.copying.segments import Column, memory
 from portus.engine.image.key_paths import storage_places
-from portus.engine.image.stored import Read
+from portus.engine.image.stored_file import Read
 from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
 from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.over import Rename, restore_over
 from portus.engine.loading.patterns import Patterns, matcher, part_of
 from portus.engine.loading.stored_bytes import StoredBytes
-from portus.engine.state.walk import walked
+from portus.engine.state.walk import walk
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 
 _PICKLE: Final = b"\x80"
@@ -51,14 +51,14 @@ def load_torch(
                 "of torch 1.6 or newer"
             )
         return torch.load(where, **settings)
-    wanted = None if keep is None else _wanted(found, keep)
+    wanted = None if keep is None else _keys_to_read(found, keep)
     if settings.pop("mmap", False) and file.number is not None:
         StoredBytes(file, found).check_all()
         same = f"/proc/self/fd/{file.number}"
         there = same if os.path.exists(same) else where
         state = torch.load(there, mmap=True, **settings)
     else:
-        state = _loaded(_Verified(file, found, wanted), settings)
+        state = _load(_Verified(file, found, wanted), settings)
     if keep is None:
         return state
     part = part_of(state, keep)
@@ -82,8 +82,10 @@ def restore_torch(
     if weights_only is not None:
         settings["weights_only"] = weights_only
     found = _read(file, where, verify=verify)
-    verified = None if found is None else _Verified(file, found, _wanted(found, lambda _: False))
-    outline = torch.load(where, **settings) if verified is None else _loaded(verified, settings)
+    verified = (
+        None if found is None else _Verified(file, found, _keys_to_read(found, lambda _: False))
+    )
+    outline = torch.load(where, **settings) if verified is None else _load(verified, settings)
     stored = _FileState(printable(where), outline, verified)
     return restore_over(stored, state, strict=strict, names=names, rename=rename)
 
@@ -126,7 +128,7 @@ def _is_old(read: Read) -> bool:
     return read(0, len(_PICKLE)) == _PICKLE or read(_TAR[0], len(_TAR[1])) == _TAR[1]
 
 
-def _loaded(verified: _Verified, settings: dict[str, Any]) -> Any:
+def _load(verified: _Verified, settings: dict[str, Any]) -> Any:
     try:
         return torch.load(verified, **settings)  # type: ignore[arg-type]  # it reads, and no more
     except Exception:
@@ -135,7 +137,7 @@ def _loaded(verified: _Verified, settings: dict[str, Any]) -> Any:
         raise
 
 
-def _wanted(found: TorchFile, keep: Callable[[str], bool]) -> set[str]:
+def _keys_to_read(found: TorchFile, keep: Callable[[str], bool]) -> set[str]:
     """The keys of storages that are to be read: those of what matches, and those without which
     torch may not even make what they are in."""
     places = storage_places(found.pickle)
@@ -233,7 +235,7 @@ class _FileState:
     def __init__(self, where: str, outline: object, verified: _Verified | None) -> None:
         self.where: Final = where
         self.outline: Final = outline
-        self.walked: Final = walked(outline)
+        self.walked: Final = walk(outline)
         self._storages: Final = self.walked.storages
         self.lengths: Final = np.array([each.nbytes() for each in self._storages], np.int64)
         self._verified: Final = verified

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from portus.engine.media import linux
-from portus.engine.media.process import leave_in_child, not_here, unforked
+from portus.engine.media.process import leave_in_child, no_fork, not_here
 from portus.engine.spec import Extent
 from portus.errors import MediumError
 
@@ -72,7 +72,7 @@ class AddressRange:
         if synchronous:
             shared = linux.MAP_SHARED_VALIDATE | linux.MAP_SYNC
         place = (descriptor, self.mapped if descriptor >= 0 else 0)
-        with unforked():
+        with no_fork():
             try:
                 linux.map_pages(
                     start + self.mapped,
@@ -152,7 +152,7 @@ class AddressRange:
         flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE
         while True:
             wanted = _pages(wanted)
-            with unforked():
+            with no_fork():
                 try:
                     start = linux.map_pages(0, wanted, linux.PROT_NONE, flags, (-1, 0))
                 except OSError as error:

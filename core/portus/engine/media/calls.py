@@ -44,7 +44,7 @@ def is_nested() -> bool:
     return False
 
 
-def marked(function: Callable[P, R]) -> Callable[P, R]:
+def mark(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that may hold locks, or waits, when a signal comes."""
     _marked.add(id(function.__code__))
     return function
@@ -54,7 +54,7 @@ def entry(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that users call; where ``is_nested()`` it raises ``UsageError``."""
 
     def refuse(*arguments: P.args, **named: P.kwargs) -> R:
-        raise refused(function.__qualname__)
+        raise refusal(function.__qualname__)
 
     return entry_or(refuse)(function)
 
@@ -67,13 +67,13 @@ def entry_or(nested: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R
         def enter(*arguments: P.args, **named: P.kwargs) -> R:
             return (nested if is_nested() else function)(*arguments, **named)
 
-        marked(function)
+        mark(function)
         return enter
 
     return decorate
 
 
-def refused(what: str) -> UsageError:
+def refusal(what: str) -> UsageError:
     """Why ``what`` cannot be done here."""
     return UsageError(
         f"{what}: this signal handler interrupted a call of Portus in the same thread, which "

@@ -246,20 +246,20 @@ def protect_pages(watch: int, start: int, length: int, *, on: bool) -> None:
     fcntl.ioctl(watch, _UFFDIO_WRITEPROTECT, struct.pack("=QQQ", start, length, int(on)))
 
 
-def written_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
+def dirty_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
     """Runs of pages (start, end) that were written since they were protected. ``pagemap``:
     ``/proc/self/pagemap``, opened by this process."""
-    return _scanned(pagemap, start, length, (0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN))
+    return _scan(pagemap, start, length, (0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN))
 
 
 def private_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
     """Runs of pages (start, end) of a private mapping that are copies: somebody wrote to them.
-    ``pagemap``: as for ``written_pages``. Raises ``OSError`` before Linux 6.7."""
+    ``pagemap``: as for ``dirty_pages``. Raises ``OSError`` before Linux 6.7."""
     there = _PAGE_IS_PRESENT | _PAGE_IS_SWAPPED
-    return _scanned(pagemap, start, length, (_PAGE_IS_FILE, _PAGE_IS_FILE, there, _PAGE_IS_FILE))
+    return _scan(pagemap, start, length, (_PAGE_IS_FILE, _PAGE_IS_FILE, there, _PAGE_IS_FILE))
 
 
-def _scanned(
+def _scan(
     pagemap: int, start: int, length: int, categories: tuple[int, int, int, int]
 ) -> list[tuple[int, int]]:
     """Runs of pages by their categories: those inverted, those all needed, those of which one is,
@@ -278,7 +278,7 @@ def _scanned(
     return found
 
 
-def shared_maps(maps: int, start: int, end: int) -> list[tuple[int, int]]:
+def shared_mappings(maps: int, start: int, end: int) -> list[tuple[int, int]]:
     """Memory (start, end) that is mapped to be shared with other processes, in order: all mappings
     that have bytes from ``start`` to before ``end``. ``maps``: ``/proc/self/maps``, opened by this
     process. ENOTTY before Linux 6.11."""

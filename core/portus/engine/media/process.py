@@ -2,7 +2,7 @@
 
 A child that inherits a descriptor keeps the locks of its parent alive after the parent was
 killed (a loader worker: up to 19 s measured), so each one is closed in the child, before the
-child's first line runs. A fork waits for whoever is opening or closing one (``unforked``): none
+child's first line runs. A fork waits for whoever is opening or closing one (``no_fork``): none
 falls between a descriptor's birth and its registration. Programs started by exec inherit nothing:
 Python opens every descriptor non-inheritable.
 
@@ -41,14 +41,14 @@ _fork: Final = threading.RLock()
 _forking = 0
 """The thread that forks, or 0."""
 _busy: Final[dict[int, int]] = {}
-"""The threads inside ``unforked``, and how often each is."""
+"""The threads inside ``no_fork``, and how often each is."""
 _FORK_WAIT_S: Final = 10.0
 """The longest that a fork waits. A thread that is inside may be in a signal handler, which waits
 for something else."""
 
 
 @contextlib.contextmanager
-def unforked() -> Iterator[None]:
+def no_fork() -> Iterator[None]:
     """Keep this process from forking inside a ``with``, but for a signal handler in this thread.
 
     Blocks while another thread forks, and for nothing else: threads inside do not exclude each
@@ -161,7 +161,7 @@ class Descriptor:
         self._slot: int | None = None
         # Audit hooks may wait for other threads: here, where no fork has to wait for them too.
         sys.audit("open", path, None, flags)
-        with unforked(), _opening():
+        with no_fork(), _opening():
             within = None if directory is None else directory.number
             number = _open(path, flags | getattr(os, "O_BINARY", 0), mode, within)
             with contextlib.suppress(IndexError):
@@ -187,7 +187,7 @@ class Descriptor:
         Raises nothing: the system lets go of a descriptor also where close(2) fails. What such an
         error tells, of bytes that were not persisted, was promised to nobody.
         """
-        with unforked():
+        with no_fork():
             try:
                 number = self._numbers.pop()
             except IndexError:

@@ -12,7 +12,7 @@ from portus.engine.extensions import CHECKPOINTER_OF, extension
 from portus.engine.job.settings import SettingsDict
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restored import Restored
+from portus.engine.loading.restore_report import Restored
 from portus.engine.media import calls
 from portus.engine.paths.process import leave
 from portus.engine.paths.saver import FileSaver

@@ -41,10 +41,10 @@ def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> Sa
     ``MediumError`` if the file cannot be begun. At the exit of the process saves in flight are
     finished. In a signal handler that interrupted a call of Portus the file is written at once.
     """
-    return returned(saver().save(obj, path), wait)
+    return handle_of(saver().save(obj, path), wait)
 
 
-def returned(handle: SaveHandle, wait: bool) -> SaveHandle:
+def handle_of(handle: SaveHandle, wait: bool) -> SaveHandle:
     """Return the handle of a save, at its end if ``wait`` or ``$PORTUS_BLOCKING`` says so."""
     if wait or is_blocking():
         handle.wait()

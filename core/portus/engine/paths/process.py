@@ -43,7 +43,7 @@ _savers: Final[list[FileSaver]] = []
 _open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
 
 
-@calls.marked
+@calls.mark
 def join(owner: Closable) -> SharedWriter:
     """Return what all savers of this process share, until ``leave``. At the exit of the process
     ``owner`` is closed, if it is still there. Raises ``UsageError`` where files are not written."""
@@ -53,7 +53,7 @@ def join(owner: Closable) -> SharedWriter:
         return shared
 
 
-@calls.marked
+@calls.mark
 def saver() -> FileSaver:
     """Return the saver of ``portus.save``."""
     if not _savers:
@@ -65,7 +65,7 @@ def saver() -> FileSaver:
     return _savers[0]
 
 
-@calls.marked
+@calls.mark
 def leave(owner: Closable) -> None:
     """End the use by ``owner``. Neither spare nor hold outlasts it, and the last owner ends the
     thread."""
@@ -110,7 +110,7 @@ def is_blocking() -> bool:
     return os.environ.get(BLOCKING, "0") not in ("", "0")
 
 
-@calls.marked
+@calls.mark
 def recover_left(directory: str) -> None:
     """Put back what a process that was killed had removed too early, if there was one."""
     if bases_of(directory):
@@ -118,7 +118,7 @@ def recover_left(directory: str) -> None:
             recover(directory)
 
 
-@calls.marked
+@calls.mark
 def _finish() -> None:
     """Finish what is in flight, at the exit."""
     with PENDING.exempt():

@@ -146,7 +146,7 @@ class FileSaver:
         return self._saved(_new_files(files, targets), request, fenced, start)
 
     def _refuse_nested(self, name: str, state: object, request: SaveRequest) -> SaveHandle:
-        raise calls.refused(f"save of step {request.step} to a pool")
+        raise calls.refusal(f"save of step {request.step} to a pool")
 
     @calls.entry_or(_refuse_nested)
     def save_version(self, name: str, state: object, request: SaveRequest) -> SaveHandle:
@@ -288,7 +288,7 @@ class FileSaver:
         start: float,
     ) -> Save:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
-        asked = order.asked()
+        asked = order.next_place()
         images = [each.contents.image(each.said, request.note) for each in new]
         joined = JoinedStorages([each.contents for each in new])
         self.destination.open()
@@ -429,7 +429,7 @@ class _Owner(SaveOwner):
         saver, shared = self.saver, self.saver.shared
         if save.error is None:
             saver.reports.committed()
-            observers.committed(save.result(0))
+            observers.note_commit(save.result(0))
             saver.auditor.use_huge_pages(lambda: not shared.queue.has_more())
         else:
             saver.reports.failed(save)

@@ -8,7 +8,7 @@ from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import Linux, System
 from portus.engine.directory.waiting import bases_of
 from portus.engine.files.queue import Queue
-from portus.engine.loading.recognized import is_whole
+from portus.engine.loading.any_format import is_whole
 from portus.engine.media.process import Descriptor
 from portus.engine.writer.ring import StagingRing
 from portus.engine.writer.ways import Ways

@@ -16,7 +16,7 @@ import msgspec
 
 from portus.engine.loading.checkpoint_file import read_note
 from portus.engine.settings.keep import Keep
-from portus.engine.spec import VersionInfo, checked_step
+from portus.engine.spec import VersionInfo, check_step
 from portus.errors import CorruptionError, MediumError, printable
 
 _NAME: Final = re.compile(r"step-(\d{8,19})\.pt")
@@ -39,7 +39,7 @@ class StepFiles:
 
     def path_of(self, step: int) -> str:
         """Return where the file of a step is. Raises ``UsageError`` for what is no step."""
-        number = checked_step(step)
+        number = check_step(step)
         return os.path.join(self.directory, f"step-{number:08d}.pt")
 
     def note(self, time_ns: int, metrics: dict[str, float]) -> bytes:

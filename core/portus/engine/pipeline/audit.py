@@ -40,7 +40,7 @@ from portus.engine.copying.segments import (
     ranges,
 )
 from portus.engine.format.checksum import UNIT, unit_counts
-from portus.engine.media import written
+from portus.engine.media import write_watch
 from portus.engine.pipeline.draft import Draft
 from portus.engine.pipeline.plan import Column, Flags
 
@@ -157,16 +157,16 @@ class Watched:
 
     way: Final = AuditMethod.KERNEL
 
-    def __init__(self, late: Late, stop: Stop, watch: written.WriteWatch, big: Column) -> None:
+    def __init__(self, late: Late, stop: Stop, watch: write_watch.WriteWatch, big: Column) -> None:
         """watch: of the storages in the rows ``big``, since before this is made."""
         self._watch: Final = watch
         self._big: Final = big
         self._start: Final = late.address[big]
         self._end: Final = self._start + late.length[big]
-        self._inner_start: Final = -(-self._start // written.PAGE) * written.PAGE
-        self._inner_end: Final = self._end // written.PAGE * written.PAGE
-        self._heads: Final = _kept(self._start, self._inner_start)
-        self._tails: Final = _kept(self._inner_end, self._end)
+        self._inner_start: Final = -(-self._start // write_watch.PAGE) * write_watch.PAGE
+        self._inner_end: Final = self._end // write_watch.PAGE * write_watch.PAGE
+        self._heads: Final = _copy_runs(self._start, self._inner_start)
+        self._tails: Final = _copy_runs(self._inner_end, self._end)
         self._units: Final = unit_counts(late.length)
         self._small: Final = np.setdiff1d(np.arange(len(late.length)), big)
         self._rest: Final = Hashed(late.part(self._small), stop)
@@ -175,9 +175,11 @@ class Watched:
         digests, runs = stored.digests, self._watch.written()
         torn = np.zeros(len(self._units), np.bool_)
         torn[self._small] = self._rest.differ(digests[self._rows_of(self._small)])
-        inside = written.meet(runs, self._inner_start, self._inner_end)
+        inside = write_watch.meet(runs, self._inner_start, self._inner_end)
         torn[self._big[inside]] = True
-        for number in np.flatnonzero(written.meet(runs, self._start, self._end) & ~inside).tolist():
+        for number in np.flatnonzero(
+            write_watch.meet(runs, self._start, self._end) & ~inside
+        ).tolist():
             row = self._big[number : number + 1]
             torn[row] = not self._held(number, digests[self._rows_of(row)])
         return torn
@@ -282,7 +284,7 @@ class Auditor:
         late, until_s = self._dear, time.monotonic() + HUGE_PAGES_S
         if late is None:
             return
-        if written.make_huge(
+        if write_watch.make_huge(
             late.address, late.length, lambda: wanted() and time.monotonic() < until_s
         ):
             self._dear, self._watch_s_per_byte = None, 0.0
@@ -295,7 +297,7 @@ class Auditor:
     def _watched(self, late: Late, stop: Stop, big: Column) -> Watched | None:
         part = late.part(big)
         start = time.perf_counter()
-        watch = written.watch(part.address, part.length)
+        watch = write_watch.watch(part.address, part.length)
         if watch is None:
             return None
         took_s = 2 * (time.perf_counter() - start)  # to end it costs as much
@@ -307,7 +309,7 @@ class Auditor:
     def _make_huge_soon(self, part: Late) -> None:
         """Have ``use_huge_pages`` ask for huge pages there, once."""
         known = part.address.tobytes()
-        if known != self._made_huge and written.can_watch():
+        if known != self._made_huge and write_watch.can_watch():
             self._made_huge, self._dear = known, part
 
     def _hashed(self, late: Late, stop: Stop) -> Hashed:
@@ -331,7 +333,7 @@ class Auditor:
             )
 
 
-def _kept(start: Column, end: Column) -> list[bytes]:
+def _copy_runs(start: Column, end: Column) -> list[bytes]:
     """The bytes between each two addresses, as they are now."""
     return [
         bytes(memory(*each)) for each in zip(start.tolist(), (end - start).tolist(), strict=True)

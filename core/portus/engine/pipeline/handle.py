@@ -118,7 +118,7 @@ class SaveHandle:
 
     def _wait_nested(self, timeout: float | None = None) -> VersionInfo:
         if not self._save.over:
-            raise calls.refused("wait for a save")
+            raise calls.refusal("wait for a save")
         return self._save.result(0)
 
     @calls.entry_or(_wait_nested)

@@ -41,7 +41,7 @@ def began(save: Save, medium: str) -> None:
         each(save, medium)
 
 
-def committed(version: VersionInfo) -> None:
+def note_commit(version: VersionInfo) -> None:
     """Note that a save of this process was committed."""
     global _newest
     _newest = version

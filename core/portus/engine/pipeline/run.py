@@ -166,7 +166,7 @@ class Save:
         with self._lock:
             if self._stage < Stage.COMMITTED:
                 self._stage = Stage.FAILED
-                self._error = error if isinstance(error, PortusError) else _unexpected(error)
+                self._error = error if isinstance(error, PortusError) else _as_ours(error)
             self._copied.notify_all()
             self._ended.notify_all()
         self._let_go()
@@ -230,14 +230,14 @@ class Save:
         """Why it failed, if it did."""
         return self._error
 
-    @calls.marked
+    @calls.mark
     def join(self) -> None:
         """See ``SaveHandle.join``."""
         with self._lock:
             self.hurry()
             self._ended.wait_for(lambda: self.over)
 
-    @calls.marked
+    @calls.mark
     def result(self, timeout_s: float | None) -> VersionInfo:
         """See ``SaveHandle.wait``."""
         with self._lock:
@@ -452,7 +452,7 @@ class Save:
         self.draft.release()
 
 
-def _unexpected(error: BaseException) -> PortusError:
+def _as_ours(error: BaseException) -> PortusError:
     wrapped = AbandonedError(f"save given up: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

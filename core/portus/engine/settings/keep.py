@@ -58,7 +58,7 @@ class Keep:
         if self.within is not None:
             object.__setattr__(self, "within", parse_seconds("keep: within", self.within))
         if self.best is not None:
-            object.__setattr__(self, "best", _checked_best(self.best))
+            object.__setattr__(self, "best", _check_best(self.best))
 
     @classmethod
     def of(cls, value: object) -> Keep | None:
@@ -113,7 +113,7 @@ class Keep:
         return [versions[place] for place in sorted(places)]
 
 
-def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
+def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
     """What a version is to be saved with. What is not finite is left out: it is never the best.
     Raises ``UsageError`` for what is no number, and for too many."""
     found: dict[str, float] = {}
@@ -156,7 +156,7 @@ def _best(versions: Sequence[VersionInfo], metric: str, mode: str, count: int) -
     return {-place for _, place in sorted(scored)[:count]}
 
 
-def _checked_best(best: object) -> tuple[str, str, int]:
+def _check_best(best: object) -> tuple[str, str, int]:
     if isinstance(best, Sequence) and not isinstance(best, str) and len(best) == 3:
         metric, mode, count = best
         if isinstance(metric, str) and metric and mode in _MODES and _is_count(count):

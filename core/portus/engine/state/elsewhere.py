@@ -38,13 +38,15 @@ Filler = Callable[[Elsewhere, str], object]
 """Gives what is to be at a key path in place of an ``Elsewhere``."""
 
 
-def replaced(state: Any, of: Filler, path: str = "") -> Any:
+def replace_elsewhere(state: Any, of: Filler, path: str = "") -> Any:
     """``state`` with another value for each ``Elsewhere``; containers that have one are copied."""
     if isinstance(state, Elsewhere):
         return of(state, path)
     start = f"{path}." if path else ""
     if isinstance(state, Mapping):
-        changed = {key: replaced(value, of, f"{start}{key}") for key, value in state.items()}
+        changed = {
+            key: replace_elsewhere(value, of, f"{start}{key}") for key, value in state.items()
+        }
         if any(changed[key] is not value for key, value in state.items()):
             copy: Any = state.copy() if hasattr(state, "copy") else dict(state)
             copy.update(changed)
@@ -53,7 +55,9 @@ def replaced(state: Any, of: Filler, path: str = "") -> Any:
             return copy
         return state
     if type(state) in (list, tuple):
-        values = [replaced(each, of, f"{start}{place}") for place, each in enumerate(state)]
+        values = [
+            replace_elsewhere(each, of, f"{start}{place}") for place, each in enumerate(state)
+        ]
         if any(one is not other for one, other in zip(values, state, strict=True)):
             return type(state)(values)
     return state

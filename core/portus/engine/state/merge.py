@@ -44,7 +44,7 @@ class Merge:
         if is_plain(value):
             return old
         if isinstance(old, torch.Tensor):
-            return _filled(old, value) if self._is_kept(path) else old
+            return _fill(old, value) if self._is_kept(path) else old
         if isinstance(old, dict) and isinstance(value, dict):
             self._merge_dict(old, value, path)
         elif isinstance(old, ROWS) and isinstance(value, ROWS):
@@ -118,7 +118,7 @@ def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:
     return tuple.__new__(type(old), items)
 
 
-def _filled(old: torch.Tensor, value: object) -> object:
+def _fill(old: torch.Tensor, value: object) -> object:
     """A tensor that is no plain one comes with what is no tensor: it is copied in place, if torch
     can do that."""
     if not isinstance(value, torch.Tensor):

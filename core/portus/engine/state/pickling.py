@@ -102,7 +102,7 @@ def pickle_state(state: object, reducers: Reducers | None = None) -> PickledStat
         )
     try:
         with _no_collection():
-            return _pickled(state, _shortcut_is_right(), reducers)
+            return _pickle(state, _shortcut_is_right(), reducers)
     except (MemoryError, UsageError):
         raise
     except Exception as error:
@@ -121,12 +121,12 @@ def torch_format() -> TorchFormat:
     with contextlib.suppress(ImportError):  # torch 2.6 has none
         from torch.utils.serialization import config
 
-        return _probed(config.save.storage_alignment)
-    return _probed(64)
+        return _probe(config.save.storage_alignment)
+    return _probe(64)
 
 
 @lru_cache(maxsize=8)
-def _probed(alignment: int) -> TorchFormat:
+def _probe(alignment: int) -> TorchFormat:
     TorchFormat(records=(), sorted_as_text=False, alignment=alignment, version=b"")  # checks it
     # Eleven storages: the order of "10" and "2" tells how keys are sorted.
     file = io.BytesIO()
@@ -151,7 +151,7 @@ def _skips_data() -> bool:
     return bool(torch.serialization._serialization_tls.skip_data)
 
 
-def _pickled(state: object, shortcut: bool, reducers: Reducers | None = None) -> PickledState:
+def _pickle(state: object, shortcut: bool, reducers: Reducers | None = None) -> PickledState:
     file = io.BytesIO()
     pickler: _Pickler | _SlowPickler = _Pickler(file) if shortcut else _SlowPickler(file)
     if reducers is not None:
@@ -160,7 +160,7 @@ def _pickled(state: object, shortcut: bool, reducers: Reducers | None = None) ->
         pickler.dump(state)
         data = pickler.finished(file.getvalue())
     except _NotPlainError:
-        return _pickled(state, False, reducers)
+        return _pickle(state, False, reducers)
     storages = list(pickler.storages.values())
     return PickledState(
         pickle=data,
@@ -335,11 +335,11 @@ def _shortcut_is_right() -> bool:
     """Whether nobody changed how tensors are pickled, and this torch does it as we do."""
     registry = torch.serialization._package_registry
     now = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_internal, registry[0][1])
-    return now == _TORCHS_OWN and torch.Tensor not in copyreg.dispatch_table and _tried()
+    return now == _TORCHS_OWN and torch.Tensor not in copyreg.dispatch_table and _try_twice()
 
 
 @lru_cache(maxsize=1)
-def _tried() -> bool:
+def _try_twice() -> bool:
     base = torch.empty(2, 3, device="cpu", dtype=torch.float32)
     state = {
         "view": [base, base.t(), base[1:], base],
@@ -349,7 +349,7 @@ def _tried() -> bool:
         "parameter": torch.nn.Parameter(base),
         "gradient": torch.empty(1, device="cpu", requires_grad=True),
     }
-    return _pickled(state, True).pickle == _pickled(state, False).pickle
+    return _pickle(state, True).pickle == _pickle(state, False).pickle
 
 
 def _place_of_failure(state: object) -> str:
@@ -361,7 +361,7 @@ def _place_of_failure(state: object) -> str:
             if id(child) in seen:
                 continue
             try:
-                _pickled(child, False)
+                _pickle(child, False)
             except Exception:
                 seen.add(id(child))
                 path, state = path + step, child

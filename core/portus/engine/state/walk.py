@@ -59,7 +59,7 @@ class Walked:
                 refuse_freed(spec, self.storages[spec.storage])
 
 
-def walked(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walked:
+def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walked:
     """Look at a state. storages: what is first in ``storages``, in that order. Raises as
     ``leaves``."""
     held = list(storages)

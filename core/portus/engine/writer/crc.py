@@ -15,7 +15,7 @@ _ONE: Final = 1 << 31
 _X: Final = 1 << 30
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> int:
+def join(parts: Iterable[tuple[int, int]]) -> int:
     """The CRC32 of all bytes, given that of each part and its length in bytes."""
     total = 0
     for crc, length in parts:

@@ -38,9 +38,9 @@ from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Feed, Previous
 from portus.engine.spec import VersionInfo
 from portus.engine.writer import crc
-from portus.engine.writer.cached import CachedWay, MappedWay
+from portus.engine.writer.cached_way import CachedWay, MappedWay
 from portus.engine.writer.ring import StagingRing
-from portus.engine.writer.staged import StagedWay, set_direct
+from portus.engine.writer.staged_way import StagedWay, set_direct
 from portus.engine.writer.ways import Kind, Way, Ways
 from portus.errors import MediumError
 
@@ -122,7 +122,7 @@ class ImageFile:
         units = list(zip(self._crcs.tolist(), lengths.tolist(), strict=True))
         ends = self._first + self._units
         crcs = [
-            crc.joined(units[first:end])
+            crc.join(units[first:end])
             for first, end in zip(self._first.tolist(), ends.tolist(), strict=True)
         ]
         literals = self.image.literals(self._digests, np.array(crcs, np.uint32))
@@ -281,13 +281,13 @@ class FileDraft:
         return sum(each.kept_bytes for each in self._files)
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        return _joined(
+        return _join(
             file.copy(indices[part] - first, address[part], stop)
             for file, first, part in self._by_file(indices)
         )
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        return _joined(
+        return _join(
             file.copy_units(int(indices[at]) - first, _units(feeds[at]), stop)
             for file, first, part in self._by_file(indices)
             for at in part.tolist()
@@ -351,7 +351,7 @@ class FileDraft:
                 stack.callback(file.close)
 
 
-def _joined(digests: Iterable[Digests]) -> Digests:
+def _join(digests: Iterable[Digests]) -> Digests:
     found = list(digests)
     return np.concatenate(found) if found else np.zeros((0, DIGEST_SIZE), np.uint8)
 

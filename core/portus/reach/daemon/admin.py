@@ -29,7 +29,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.pools import Hosted, free_bytes, taken_bytes
+from portus.reach.daemon.pools import Hosted, free_bytes, used_bytes
 from portus.reach.daemon.server import Server, listen_unix
 from portus.reach.protocol.address import Address, Scheme, is_address, parse
 
@@ -268,7 +268,7 @@ class Desk:
                 Tenant(
                     tenant=hosted.tenant,
                     size=writer.medium.size,
-                    on_disk=taken_bytes(hosted),
+                    on_disk=used_bytes(hosted),
                     free=free_bytes(hosted),
                     quota=writer.max_bytes,
                     versions=len(writer.catalogue().ids()),
@@ -278,7 +278,7 @@ class Desk:
                     saves=hosted.saves,
                     read_only=bool(hosted.standstill),
                     poisoned=writer.medium.poisoned,
-                    **_mirrored(hosted),
+                    **_mirror_report(hosted),
                 )
             )
         return HostStatus(
@@ -290,7 +290,7 @@ class Desk:
         )
 
 
-def _mirrored(hosted: Hosted) -> _Mirrored:
+def _mirror_report(hosted: Hosted) -> _Mirrored:
     mirror = hosted.copied
     if mirror is None:
         return {}

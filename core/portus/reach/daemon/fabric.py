@@ -18,7 +18,7 @@ from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.pools import Hosted
 from portus.reach.protocol.address import Transport
-from portus.reach.transport.onesided import (
+from portus.reach.transport.one_sided import (
     Bounced,
     Landing,
     Moved,

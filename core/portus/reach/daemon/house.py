@@ -59,7 +59,7 @@ class House:
     """Held while a pool is hashed for a client."""
 
 
-def turned_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
+def turn_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
     """Count and log a client that is not let in."""
     house.counters.add("refused")
     text = f"{peer}: turned away: {why}"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from portus.errors import MediumError, PortusError, UsageError, masked
+from portus.errors import MediumError, PortusError, UsageError, mask
 from portus.reach.daemon.admin import Desk, desk_path
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
@@ -83,7 +83,7 @@ def serve(options: ServeOptions) -> bool:
     rate = parse_rate(options.scrub) if options.scrub else None
     os.umask(0o077)  # what a host makes is its own: pools are 0600, directories 0700
     _give_back_what_is_freed()
-    server = prepared(options)
+    server = prepare(options)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
     signals = _heard_signals()
     desk, without_desk = _desk(options, server)
@@ -210,7 +210,7 @@ def reload(options: ServeOptions, server: Server) -> None:
     tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
 
 
-def prepared(options: ServeOptions) -> Server:
+def prepare(options: ServeOptions) -> Server:
     """A server that listens, and has not started."""
     read = _Read.of(options)
     context = read.context
@@ -272,7 +272,7 @@ def _other(
         raise UsageError("--mirror and --replica: what is saved is copied to one of them")
     if not is_address(text):
         raise UsageError(
-            f"--replica {masked(text, is_address=True)!r}: expected a storage host, portus://host:7117"
+            f"--replica {mask(text, is_address=True)!r}: expected a storage host, portus://host:7117"
         )
     address = parse(text)
     other = OtherHost(address, secrets)
@@ -280,7 +280,7 @@ def _other(
     paths = {each.path for each in addresses if each.scheme is Scheme.UNIX}
     is_unix = address.scheme is Scheme.UNIX
     if address.path in paths if is_unix else address.port in ports and _is_here(address.host):
-        shown = masked(text, is_address=True)
+        shown = mask(text, is_address=True)
         raise UsageError(f"--replica {shown}: this is the host itself; expected another one")
     for tenant in secrets.tenants() or [TENANT]:
         other.check(tenant)
@@ -308,7 +308,7 @@ def heard(text: str, *, tls: bool) -> Address:
         return parse(f"{Scheme.UNIX.value}://{os.path.abspath(text[5:])}")
     if "@" in text or "%40" in text or "://" in text:
         raise UsageError(
-            f"{masked(text, is_address=True)}: expected HOST[:PORT], unix:PATH or an address that "
+            f"{mask(text, is_address=True)}: expected HOST[:PORT], unix:PATH or an address that "
             "begins with portus"
         )
     scheme = Scheme.TLS if tls else Scheme.TCP
@@ -337,7 +337,7 @@ def notify(state: str) -> None:
 def _number(port: str, text: str) -> int:
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
-            f"--metrics {masked(text, is_address=True)!r}: expected a port, or an address of this "
+            f"--metrics {mask(text, is_address=True)!r}: expected a port, or an address of this "
             "machine and a port"
         )
     return int(port)

@@ -26,7 +26,7 @@ from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.address import StoreAddress
 from portus.reach.mirror.copier import Copier, Joined
 from portus.reach.mirror.mirror import firsts, models
-from portus.reach.mirror.opening import configured_key, open_store
+from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import Store, UnwritableError
 from portus.reach.protocol.address import is_tenant
 
@@ -106,7 +106,7 @@ class TenantMirror:
         self._writer: Final = writer
         self._turns: Final = turns
         self._store: Final[Store] = open_store(address)
-        self._key: Final = configured_key()
+        self._key: Final = key_from_environment()
         self._guard: Final = threading.Lock()
         self._copiers: Final[dict[str, Copier]] = {}
         self._refused: Final[dict[str, str]] = {}

@@ -20,7 +20,7 @@ from typing import Final
 from portus.errors import MediumError, UsageError
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.names import checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.names import check_name, check_prefix, short, writable_bytes
 from portus.reach.mirror.store import ListedObject, MissingError, Store
 
 MEMORY: Final = "memory:"
@@ -48,7 +48,7 @@ class MemoryStore:
 
     def get(self, name: str) -> bytes:
         with self._guard:
-            found = self._objects.get(checked_name(name, self._name))
+            found = self._objects.get(check_name(name, self._name))
         if found is None:
             raise MissingError(f"{self._name}: there is no {name}")
         return found[0]
@@ -61,7 +61,7 @@ class MemoryStore:
         target[:] = found
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
-        checked_prefix(prefix, self._name)
+        check_prefix(prefix, self._name)
         while True:  # ends: each turn goes on after the one before
             with self._guard:
                 at = max(bisect.bisect_left(self._names, prefix), bisect.bisect(self._names, after))
@@ -81,7 +81,7 @@ class MemoryStore:
         """Nothing to let go of: what is there stays for who comes next."""
 
     def _keep(self, name: str, data: bytes, *, fresh: bool) -> bool:
-        checked_name(name, self._name)
+        check_name(name, self._name)
         with self._guard:
             if name not in self._objects:
                 bisect.insort(self._names, name)

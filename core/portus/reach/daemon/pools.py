@@ -38,7 +38,7 @@ from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import DirectoryLock, LockTable, ProcessLocks
 from portus.reach.media.memory import Memory
-from portus.reach.protocol.address import TENANT, checked_tenant, is_tenant
+from portus.reach.protocol.address import TENANT, check_tenant, is_tenant
 
 TENANTS_MAX: Final = 1024
 BUSY_S: Final = 10.0
@@ -308,7 +308,7 @@ class Pools:
     def hold(self, tenant: str, *, on: bool) -> None:
         """Begin no save of a tenant from now on, and retire nothing of it; or do again. Raises
         ``UsageError`` for a name that is none."""
-        checked_tenant(tenant)
+        check_tenant(tenant)
         with self._guard:
             (self._read_only.add if on else self._read_only.discard)(tenant)
         self._say_standstill()
@@ -428,7 +428,7 @@ def read_quotas(others: str | None, path: str | None) -> Quotas:
         for words in lines:
             if len(words) != 2:
                 raise UsageError(f"{path}: expected lines TENANT SIZE, found {len(words)} words")
-            tenant = checked_tenant(words[0])
+            tenant = check_tenant(words[0])
             if tenant in found:
                 raise UsageError(f"{path}: tenant {tenant!r} has two quotas")
             found[tenant] = parse_size(words[1])
@@ -475,7 +475,7 @@ def room_bytes(hosted: Hosted) -> int:
     return free_bytes(hosted) + min(growth, default=0)
 
 
-def taken_bytes(hosted: Hosted) -> int:
+def used_bytes(hosted: Hosted) -> int:
     """Bytes that the pool takes of its file system; 0 if it is on none."""
     return on_disk(hosted.writer.medium.info.name)
 

@@ -27,7 +27,7 @@ from portus.reach.daemon.mirrors import lag_s
 from portus.reach.daemon.objects import Objects
 from portus.reach.daemon.secrets import Secrets
 from portus.reach.index.pool import PoolWriter
-from portus.reach.mirror.hosted import HostStore
+from portus.reach.mirror.host_store import HostStore
 from portus.reach.mirror.leading import REPLICA, Follower, Leader
 from portus.reach.mirror.objects import LOG, entry_number, prefix_of
 from portus.reach.mirror.store import MissingError, Store
@@ -155,7 +155,7 @@ class Replica:
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
         """Make an object that somebody else sent, see ``Objects.put``. Raises ``BusyError`` for the
         next entry of a log while a client of this host saves the model."""
-        objects, prefix = self._objects, _logged(name)
+        objects, prefix = self._objects, _prefix_of_entry(name)
         if prefix is None:
             return objects.put(name, data, fresh=fresh)
         with self._placing:
@@ -273,7 +273,7 @@ class _Following(Follower):
         self.writer.retire({info.id for info in versions})
 
 
-def _logged(name: str) -> str | None:
+def _prefix_of_entry(name: str) -> str | None:
     """The prefix of the model whose log an object is an entry of; None if it is none."""
     first, _, rest = name.partition("/")
     prefix, slash, entry = rest.partition("/")

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from portus.errors import UsageError
-from portus.reach.protocol.address import TENANT, checked_tenant
+from portus.reach.protocol.address import TENANT, check_tenant
 from portus.reach.protocol.proof import equal, proof_of_client
-from portus.reach.transport.dial import checked_secret
+from portus.reach.transport.dial import check_secret
 
 SECRETS_MAX: Final = 2
 """Of one tenant, each as good as the other: the old one and the new one, while they are changed."""
@@ -76,9 +76,9 @@ def read_secrets(path: str | None) -> Secrets:
     for words in lines:
         if len(words) > 2:
             raise UsageError(f"{path}: expected lines TENANT SECRET, found {len(words)} words")
-        tenant = checked_tenant(words[0]) if len(words) == 2 else TENANT
+        tenant = check_tenant(words[0]) if len(words) == 2 else TENANT
         secrets = found.setdefault(tenant, [])
-        secrets.append(checked_secret(words[-1].encode(), path, mode))
+        secrets.append(check_secret(words[-1].encode(), path, mode))
         if len(secrets) > SECRETS_MAX:
             raise UsageError(
                 f"{path}: tenant {tenant!r} has more than {SECRETS_MAX} secrets, "

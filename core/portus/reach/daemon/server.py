@@ -21,7 +21,7 @@ from typing import Final
 
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.house import Facts, House, turned_away
+from portus.reach.daemon.house import Facts, House, turn_away
 from portus.reach.daemon.places import ConnectionSlot
 from portus.reach.daemon.pools import Hosted
 from portus.reach.daemon.session import GREETING_S, ServedConnection
@@ -231,7 +231,7 @@ class Server:
             self._turn_away(plain, peer, str(error))
 
     def _turn_away(self, plain: socket.socket, peer: str, why: str) -> None:
-        turned_away(self._house, peer, why)
+        turn_away(self._house, peer, why)
         plain.close()
 
     def _talk(self, door: Door, plain: socket.socket, peer: str, place: ConnectionSlot) -> None:
@@ -245,7 +245,7 @@ class Server:
                 self._sessions[thread] = session
             session.run()
         except OSError as error:  # TLS that did not come about
-            turned_away(self._house, peer, place.why or str(error))
+            turn_away(self._house, peer, place.why or str(error))
         finally:
             self._house.places.leave(place)
             with self._guard:

@@ -10,12 +10,12 @@ from typing import Final
 
 from portus.errors import BusyError, PortusError, TransportError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.house import Facts, House, refusal_of, turned_away
+from portus.reach.daemon.house import Facts, House, refusal_of, turn_away
 from portus.reach.daemon.places import ConnectionSlot
 from portus.reach.daemon.pools import Hosted
 from portus.reach.daemon.requests.router import Requests
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.address import checked_tenant
+from portus.reach.protocol.address import check_tenant
 from portus.reach.protocol.connection import Payload
 from portus.reach.protocol.messages import (
     MAGIC,
@@ -122,7 +122,7 @@ class ServedConnection:
         return hosted
 
     def _turn_away(self, why: str, tenant: str | None = None) -> None:
-        turned_away(self._house, self._peer, why, tenant)
+        turn_away(self._house, self._peer, why, tenant)
         self._link.send(Refused(Fault.USAGE, 0, why))
 
     # Requests.
@@ -158,7 +158,7 @@ def _why_not(hello: said.Hello) -> str:
         spoken = " and ".join(map(str, VERSIONS))
         return f"protocol version {hello.version}: this host speaks {spoken}; upgrade the older"
     try:
-        checked_tenant(hello.tenant)
+        check_tenant(hello.tenant)
     except UsageError as error:
         return str(error)
     return ""

@@ -40,14 +40,14 @@ from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.shards.arrival import await_files, not_shared, unseen
 from portus.reach.shards.directories import (
     complete_in,
-    pickled_metadata,
+    pickle_metadata,
     series_of,
     stale_in,
 )
 from portus.reach.shards.layouts import TORCH, DirectoryLayout, ShardContents
 from portus.reach.shards.metadata_file import NAME, metadata_image
-from portus.reach.shards.planned import Planned, agreed, values_of
-from portus.reach.shards.rank_contents import in_bytes, resolved
+from portus.reach.shards.plans import Planned, agree, values_of
+from portus.reach.shards.rank_contents import in_bytes, resolve_items
 from portus.reach.training.literal import LiteralContents
 from portus.reach.training.training_files import TrainingFiles
 
@@ -181,7 +181,7 @@ class DirectoryWriter(StorageWriter):
         # Always, for nobody knows whether the others have a planning of before.
         word = Word(named=self._directory, id=self._next_id(), failed=self._failed())
         planned = None if before is None else before.planned
-        found, said = agreed(planned, state, planner, partial(self._taken, before), word, ranks)
+        found, said = agree(planned, state, planner, partial(self._taken, before), word, ranks)
         self._hear(_failures(said))
         if before is not None and found is not None:
             self._save_as_before(before, *found)
@@ -327,7 +327,7 @@ class DirectoryWriter(StorageWriter):
             )
         self._start = start
         self._hear(start.failed)
-        contents = self._layout.contents(plan.items, resolved(plan.items, planner))
+        contents = self._layout.contents(plan.items, resolve_items(plan.items, planner))
         self._sizes = contents.sizes
         asked = self._ask(start, contents)
         if self._is_coordinator:
@@ -383,7 +383,7 @@ class DirectoryWriter(StorageWriter):
         others.remove(own)
         self._refuse_node_local(others)
         older = self._older(start.save)
-        pickled = metadata_image(pickled_metadata(metadata))
+        pickled = metadata_image(pickle_metadata(metadata))
         handle = self._begun().save_directory(
             self._directory,
             {own: Laid(contents), NAME: Laid(LiteralContents(pickled)), **more},

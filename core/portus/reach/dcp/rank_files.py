@@ -103,7 +103,7 @@ class RankFiles:
         failed, as ``on_error`` says.
         """
         where = os.path.realpath(directory)
-        said = _exchanged(_Before(uuid.uuid4().hex, _has_files(where), self._failures()))
+        said = _exchange(_Before(uuid.uuid4().hex, _has_files(where), self._failures()))
         self._hear(said)
         save = said[0].id
         is_in_place = any(each.has_files for each in said)
@@ -114,7 +114,7 @@ class RankFiles:
             if handle is not None and is_in_place:
                 gate.await_draft(handle)
             has_failed = handle is not None and handle.done and not handle.committed
-            words = _exchanged(_Begun(tuple(found.files), problem, has_failed))
+            words = _exchange(_Begun(tuple(found.files), problem, has_failed))
             others = [name for each in words[1:] for name in each.names]
             refused = [each.problem for each in words if each.problem is not None]
             is_given_up = any(each.has_failed for each in words)
@@ -137,7 +137,7 @@ class RankFiles:
         if now or is_in_place:
             for each in asked:
                 each.handle.join()
-            _exchanged(None)
+            _exchange(None)
         return [each.handle for each in asked]
 
     def _draft(
@@ -171,7 +171,7 @@ class RankFiles:
             with PENDING.exempt():
                 missing = unseen(directory, others)
             problem = not_shared(directory, missing) if missing else None
-        found = [each for each in _exchanged(problem) if each is not None]
+        found = [each for each in _exchange(problem) if each is not None]
         self._has_seen = not found
         return found
 
@@ -198,7 +198,7 @@ class RankFiles:
             notes = {read_note(os.path.join(directory, name)) for name in names}
         except PortusError as error:
             problem = problem or error
-        said = _exchanged((notes, problem))
+        said = _exchange((notes, problem))
         for _, why in said:
             if why is not None:
                 raise problem or why
@@ -352,7 +352,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _exchanged(word: Any) -> list[Any]:
+def _exchange(word: Any) -> list[Any]:
     """What all ranks say, by rank. Collective."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [word]

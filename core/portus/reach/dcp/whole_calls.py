@@ -151,7 +151,7 @@ def load_newest(
     """
     above = os.path.realpath(directory)
     first: CorruptionError | None = None
-    for each in _agreed(above, mirror, process_group):
+    for each in _agree(above, mirror, process_group):
         try:
             load(state, each, process_group=process_group)
             return each
@@ -164,13 +164,13 @@ def load_newest(
     return None
 
 
-def _agreed(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> list[str]:
+def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> list[str]:
     """The complete directories, newest first, as the first rank sees them. Raises on all ranks what
     it raises."""
     said: list[Any] = [None]
     if standing()[0] == 0:
         try:
-            said = [_found(above, mirror)]
+            said = [_find_directories(above, mirror)]
         except PortusError as error:
             said = [error]
     if dist.is_initialized():
@@ -181,7 +181,7 @@ def _agreed(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> 
     return found
 
 
-def _found(above: str, mirror: str | None) -> list[str]:
+def _find_directories(above: str, mirror: str | None) -> list[str]:
     settings = Settings(mirror=mirror, journal=False)
     if mirror_of(settings) is not None:
         files = TrainingFiles(settings, of_directories=True)

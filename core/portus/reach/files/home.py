@@ -26,7 +26,7 @@ from portus.reach.index.directory import (
     remove_journals,
     remove_pool,
 )
-from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, local_path, quoted
+from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, local_path, quote
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.media.local import LocalFiles
@@ -116,7 +116,7 @@ class HostHome:
         self._durable: Final = durable
         self._address: Final = place.path
         of_host = _of_host(place.path)
-        name = fitting(quoted(model), _NAME_MAX - len(of_host)) + of_host + SUFFIX
+        name = fitting(quote(model), _NAME_MAX - len(of_host)) + of_host + SUFFIX
         self._local: Final = os.path.join(os.path.abspath(DEFAULT_DIRECTORY), name)
         self._pool: HostPool | None = None
 

@@ -38,11 +38,11 @@ from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import (
     Said,
     digest_rows,
-    packed_column,
-    packed_handles,
+    pack_column,
+    pack_handles,
 )
 from portus.reach.protocol.vocabulary import Phase
-from portus.reach.transport.dial import Credentials, raised
+from portus.reach.transport.dial import Credentials, error_of
 from portus.reach.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.reach.transport.regions import (
     HERE,
@@ -51,11 +51,11 @@ from portus.reach.transport.regions import (
     Regions,
     RegisteredRegion,
     StagedError,
-    gathered,
+    gather,
 )
 from portus.reach.transport.stream import Link, give
 from portus.reach.transport.verbs import RegisterError
-from portus.reach.versions.parts import Before, shared
+from portus.reach.versions.parts import Before, share
 
 _log: Final = logging.getLogger("portus")
 
@@ -158,7 +158,7 @@ class HostPool(PoolReader):
     def retire(self, versions: Collection[int]) -> None:
         """Let go of versions, by id; those that are not there are ignored."""
         if versions:
-            self.links.ask(said.Retire(packed_column(sorted(versions))), self.links.silence_s)
+            self.links.ask(said.Retire(pack_column(sorted(versions))), self.links.silence_s)
 
     def standing(self) -> said.Standing:
         """How the pool is, in bytes."""
@@ -223,7 +223,7 @@ class HostDraft:
         self._late: Final = snapshot.late
         self._snapshot: Snapshot | None = snapshot
         self._begin: Final = said.Begin(
-            snapshot.model, snapshot.step, snapshot.token, packed_column(snapshot.length)
+            snapshot.model, snapshot.step, snapshot.token, pack_column(snapshot.length)
         )
         self._stored: Final[list[tuple[Column, Digests]]] = []
         self._guard: Final = threading.Lock()
@@ -289,13 +289,13 @@ class HostDraft:
         link = self._ready(stop)
         assert isinstance(before, Before), "a pool shares with its own versions"
         token = before.record.info.token
-        message = said.Share(token, packed_column(indices))
+        message = said.Share(token, pack_column(indices))
         with link.under(stop):
             answer = self._pool.links.ask_for_work(link, message)
         if not isinstance(answer, said.Shared):
-            raise raised(answer)
+            raise error_of(answer)
         if answer.same:
-            self._stored.append((indices, shared(before.record, indices).digests))
+            self._stored.append((indices, share(before.record, indices).digests))
         return answer.same
 
     def stored(self, storage: Column, offset: Column, length: Column) -> None:
@@ -310,7 +310,7 @@ class HostDraft:
             digests=self._digests().tobytes(),
             before=before.record.info.token if before is not None else _NO_TOKEN,
             contents=labels.contents,
-            retire=packed_column(sorted(retire)),
+            retire=pack_column(sorted(retire)),
             inexact=labels.inexact,
         )
         self._tell_metrics(link, labels)
@@ -322,7 +322,7 @@ class HostDraft:
             uuid = self._pool.links.welcome.uuid  # a replica has it in its own pool
         else:
             if not isinstance(answer, said.Committed):
-                raise raised(answer)
+                raise error_of(answer)
             record = decode_version(memoryview(answer.record))
             info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
             record = replace(record, info=info)
@@ -352,7 +352,7 @@ class HostDraft:
         try:
             answer = self._pool.links.ask_for_work(link, said.Settle(labels.model, labels.token))
             if not isinstance(answer, said.Done):
-                raise raised(answer)
+                raise error_of(answer)
         except PortusError as error:
             raise TransportError(
                 f"{self.name}: step {labels.step} of model {labels.model!r} is on one host, and "
@@ -401,14 +401,12 @@ class HostDraft:
         """A region for each storage, of the same number; once for all saves alike."""
         answer_s = self._pool.links.answer_s
         known = self._pool.links.regions.get(link)
-        handles = b"" if reached is None else packed_handles(reached.address, reached.key)
+        handles = b"" if reached is None else pack_handles(reached.address, reached.key)
         wanted = said.Register(0, self._begin.lengths, handles)
         if known == wanted:
             return
         if known is not None:
-            self._ask(
-                link, said.Forget(packed_column(np.arange(len(known.lengths) // 8))), answer_s
-            )
+            self._ask(link, said.Forget(pack_column(np.arange(len(known.lengths) // 8))), answer_s)
         self._ask(link, wanted, answer_s)
         self._pool.links.regions[link] = wanted
 
@@ -437,7 +435,7 @@ class HostDraft:
                 self._revoke(link)
             raise
         if not isinstance(answer, said.Pulled):
-            raise raised(answer)  # full: it may be offered again
+            raise error_of(answer)  # full: it may be offered again
         small = 0 if parts is None else parts.gathered_bytes
         self._bounced += min(size, answer.bounced + small)
         self._stored.append((indices, digests))
@@ -452,7 +450,7 @@ class HostDraft:
         parts: Parts | _FedParts | None,
     ) -> tuple[Digests, Said]:
         """The digests of what is here, and the last answer."""
-        numbers = packed_column(indices)
+        numbers = pack_column(indices)
         offer = said.Offer(numbers, regions=numbers)
         lengths = self._lengths[indices]
         if parts is None:
@@ -474,7 +472,7 @@ class HostDraft:
     def _wrong(self, answer: Said, digests: Digests) -> PortusError | None:
         """Why this is no answer to go on with."""
         if not isinstance(answer, said.Pulled):
-            return raised(answer)
+            return error_of(answer)
         if np.array_equal(digest_rows(answer.digests, "pulled"), digests):
             return None
         return TransportError(
@@ -506,7 +504,7 @@ class HostDraft:
     def _ask(self, link: Link, message: Said, silence_s: float | None = None) -> Said:
         answer = link.ask(message, silence_s)
         if isinstance(answer, said.Refused):
-            raise raised(answer)
+            raise error_of(answer)
         return answer
 
     def _digests(self) -> Digests:
@@ -579,7 +577,7 @@ class HostDraft:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """How the host reaches the storages of a save: a row for each. ``gathered``: its address is
+    """How the host reaches the storages of a save: a row for each. ``gather``: its address is
     that of the memory of the lane."""
 
     lane: ClientLane
@@ -638,7 +636,7 @@ class _Memory:
         found = (self.address > 0) & ~np.isin(self.device, regions.staged())
         found &= ~np.isin(self.address, regions.unsteady())
         found[self.exposed] = False
-        small, offsets, size = gathered(self.length, found, self.late)
+        small, offsets, size = gather(self.length, found, self.late)
         big = np.flatnonzero(found & ~small)
         address, key = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
         if size:

@@ -57,7 +57,7 @@ def named_tensors(state: object, metadata: Mapping[str, str] | None = None) -> N
             f"tensors: expected a dict of tensors by name, found {type(state).__name__}"
         )
     pairs = sorted(
-        ((_named(name, tensor), tensor) for name, tensor in state.items()),
+        ((_named_tensor(name, tensor), tensor) for name, tensor in state.items()),
         key=lambda pair: pair[0].rank,
     )
     named, tensors = [each for each, _ in pairs], [tensor for _, tensor in pairs]
@@ -80,7 +80,7 @@ def named_tensors(state: object, metadata: Mapping[str, str] | None = None) -> N
     )
 
 
-def _named(name: object, tensor: object) -> NamedTensor:
+def _named_tensor(name: object, tensor: object) -> NamedTensor:
     if not isinstance(name, str) or name == METADATA:
         raise UsageError(f"tensors: expected the name of a tensor, found {name!r:.200}")
     try:

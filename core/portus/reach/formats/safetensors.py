@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from portus.engine.image.digests import packed, record_length
+from portus.engine.image.digests import pack, record_length
 from portus.engine.image.image import Column, Crcs, Digests, Image, Literal
 from portus.engine.spec import PAGE
 from portus.errors import UsageError
@@ -126,7 +126,7 @@ def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str
     def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
         before, behind = begin[:at], begin[at + hex_length :]
         rest = xxhash.xxh3_128(before + behind).digest()
-        record = packed(size, lengths, digests, rest)
+        record = pack(size, lengths, digests, rest)
         return [Literal(0, before + record.hex().encode() + behind)]
 
     return Image(size=size, offset=offset, length=lengths, literals=literals)

@@ -8,10 +8,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.engine.image.stored import Read
+from portus.engine.image.stored_file import Read
+from portus.engine.loading.any_format import FileFormat
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.patterns import Patterns, matcher
-from portus.engine.loading.recognized import FileFormat
 from portus.engine.loading.stored_bytes import StoredBytes
 from portus.errors import UsageError, printable
 from portus.reach.formats.safetensors import DTYPES, LENGTH_SIZE, SUFFIX

@@ -17,9 +17,9 @@ import xxhash
 
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.format.nesting import refuse_deep
-from portus.engine.image.digests import MAGIC, size_noted, unpacked
+from portus.engine.image.digests import MAGIC, size_noted, unpack
 from portus.engine.image.image import Column, Digests
-from portus.engine.image.stored import Read, StoredFile, exactly
+from portus.engine.image.stored_file import Read, StoredFile, exactly
 from portus.engine.image.torch_zip import ZIP
 from portus.errors import CorruptionError, printable
 from portus.reach.formats.safetensors import (
@@ -67,7 +67,7 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
     if not 2 <= length <= min(HEADER_MAX, size - LENGTH_SIZE):
         raise CorruptionError(f"{where}: expected 2 to {size - LENGTH_SIZE} bytes, found {length}")
     raw = exactly(read, LENGTH_SIZE, length, name)
-    fields = _parsed(raw, where)
+    fields = _parse(raw, where)
     metadata = fields.pop(METADATA, {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise CorruptionError(f"{where}: expected texts in {METADATA}, found {metadata!r:.200}")
@@ -97,7 +97,7 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
     )
 
 
-def _parsed(raw: bytes, where: str) -> dict[str, Any]:
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -172,7 +172,7 @@ def _digests(
         raise CorruptionError(f"{where}: the digests: expected lower case, without spaces")
     if size_noted(record) not in (None, size):
         return None
-    noted = unpacked(record, size, lengths, where)
+    noted = unpack(record, size, lengths, where)
     at = LENGTH_SIZE + len(BEGIN)
     rest = xxhash.xxh3_128(head[:at] + head[at + len(text) :]).digest()
     if rest != noted.rest:

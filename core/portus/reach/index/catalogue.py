@@ -245,13 +245,13 @@ def read_version(medium: Medium, entry: VersionEntry) -> VersionRecord:
         )
     offsets, lengths, size = record.extents["offset"], record.extents["length"], medium.size
     if len(offsets) and max(int(offsets.max()), int((offsets + lengths).max())) > size:
-        raise _truncated(medium, entry)
+        raise _truncation(medium, entry)
     if record.log is not None and record.log.extent.end > size:
-        raise _truncated(medium, entry)
+        raise _truncation(medium, entry)
     return replace(record, info=entry.info)
 
 
-def _truncated(medium: Medium, entry: VersionEntry) -> CorruptionError:
+def _truncation(medium: Medium, entry: VersionEntry) -> CorruptionError:
     return CorruptionError(
         f"version {entry.info.id} reaches beyond the {medium.size} bytes of {medium.info.name}; "
         f"was it truncated?"

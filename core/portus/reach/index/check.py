@@ -35,7 +35,7 @@ from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.index.rescue import next_catalogue
-from portus.reach.index.roots import damaged_slot, read_roots
+from portus.reach.index.roots import find_damaged_slot, read_roots
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
 from portus.reach.media.pool import Locks
@@ -139,7 +139,7 @@ def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Findi
 def _look_ahead(subject: Subject, standing: ReachableVersions) -> None:
     """A damaged slot may be the trace of a crash in a commit; not if that commit is whole."""
     medium, uuid = subject.medium, subject.uuid
-    slot = damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
+    slot = find_damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
     if slot is None:
         return
     try:

@@ -300,7 +300,7 @@ class _Listing:
         good = 1 <= copy.commit <= commit
         self._findings.require(good, "F16", where, f"a commit up to {commit}", f"{copy.commit}")
         bounds = Bounds(self._root.size, copy.commit)
-        if framed(self._subject, copy.pointer, copy.kind, where, bounds) is not None:
+        if frame(self._subject, copy.pointer, copy.kind, where, bounds) is not None:
             place = copy.pointer
             self._standing.copies[place.digest] = place
             reached = Reached(place.offset, place.length, copy.commit, where)
@@ -361,7 +361,7 @@ class _Listing:
         self._standing.bounds[info.id] = min(bound, root.size)
 
     def _framed(self, pointer: Pointer, kind: RecordKind, where: str, commit: int) -> Framed | None:
-        found = framed(self._subject, pointer, kind, where, Bounds(self._root.size, commit))
+        found = frame(self._subject, pointer, kind, where, Bounds(self._root.size, commit))
         if found is not None:
             reached = Reached(pointer.offset, pointer.length, found.commit, where)
             self._standing.records.setdefault(pointer, reached)
@@ -402,7 +402,7 @@ class Bounds:
     commit: int
 
 
-def framed(
+def frame(
     subject: Subject, pointer: Pointer, kind: RecordKind, where: str, bounds: Bounds
 ) -> Framed | None:
     """The record at ``pointer``, if it is whole; findings otherwise, and for what is odd."""
@@ -419,7 +419,7 @@ def framed(
     except PortusError as error:
         unread = isinstance(error, MediumError)
         wanted = "bytes that can be read" if unread else "a whole record of its kind"
-        copied = _copied(subject, pointer, kind)
+        copied = _find_copy(subject, pointer, kind)
         saved = "" if copied is None else f" (its copy at byte {copied[0]} is whole)"
         findings.error("F6", where, wanted, f"{error}{saved}")
         return None if copied is None else copied[1]
@@ -437,7 +437,7 @@ def framed(
     return Framed(commit, payload)
 
 
-def _copied(subject: Subject, pointer: Pointer, kind: RecordKind) -> tuple[int, Framed] | None:
+def _find_copy(subject: Subject, pointer: Pointer, kind: RecordKind) -> tuple[int, Framed] | None:
     """A copy of a damaged record: its offset, and what it holds."""
     copy = subject.copies.get(pointer.digest)
     if copy is None or copy == pointer:

@@ -16,7 +16,7 @@ from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest, storage_digest
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.format.nesting import refuse_deep
-from portus.engine.image.key_paths import stored_in
+from portus.engine.image.key_paths import storages_in
 from portus.engine.spec import Extent, TensorSpec
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError
 from portus.reach.format import items
@@ -27,11 +27,11 @@ from portus.reach.index.check_catalogue import (
     ReachableVersions,
     Reached,
     Subject,
-    framed,
+    frame,
 )
 from portus.reach.index.findings import Findings, Severity
 from portus.reach.index.in_place import InPlace
-from portus.reach.index.log import Entry, entries, logged
+from portus.reach.index.log import Entry, entries, read_log
 from portus.reach.index.records import (
     Pointer,
     Rows,
@@ -111,7 +111,7 @@ class Versions:
         info = entry.info
         where = f"version {info.id} of {info.model!r}"
         bounds = Bounds(self._standing.bounds[info.id], info.commit)
-        found = framed(
+        found = frame(
             self._subject, entry.pointer, RecordKind.VERSION, f"record of {where}", bounds
         )
         if found is None:
@@ -203,7 +203,7 @@ class Versions:
 
     def _read_once(self, pointer: Pointer, bounds: Bounds) -> tuple[Framed, Contents | None] | None:
         if pointer not in self._contents:
-            found = framed(self._subject, pointer, RecordKind.CONTENTS, "contents", bounds)
+            found = frame(self._subject, pointer, RecordKind.CONTENTS, "contents", bounds)
             where = f"contents at byte {pointer.offset}"
             self._contents[pointer] = (
                 None
@@ -233,7 +233,7 @@ def read_contents(findings: Findings, where: str, payload: bytes) -> Contents | 
 
 
 def _read_pickle(findings: Findings, where: str, payload: bytes) -> Contents | None:
-    found = stored_in(payload)
+    found = storages_in(payload)
     if found is None or not all(key.isdecimal() for key in found[0]):
         findings.error("F14", where, "a pickle of torch", "none")
         return None
@@ -332,7 +332,7 @@ class Bytes:
             for entry in entries(self._medium, seen.record):
                 outside = [
                     each
-                    for each in _patched(entry)
+                    for each in _extents_of_entry(entry)
                     if each.offset < DATA_START or each.end > self._medium.size
                 ]
                 self._findings.require(
@@ -383,7 +383,7 @@ class Bytes:
         damaged: list[Damage] = []
         for index in storages:
             try:
-                there = InPlace(self._medium, seen.record, logged(self._medium, seen.record))
+                there = InPlace(self._medium, seen.record, read_log(self._medium, seen.record))
                 for unit in there.units(index):
                     self._reading(len(unit))
             except BusyError:
@@ -412,7 +412,7 @@ def _places(record: VersionRecord) -> dict[int, int]:
     return {each.storage: record.storage_extents(each.storage)[0].offset for each in placed}
 
 
-def _patched(entry: Entry) -> list[Extent]:
+def _extents_of_entry(entry: Entry) -> list[Extent]:
     """The patches of an entry; of each bunch the first and the last one."""
     found = [extent for extent, _ in entry.patches]
     for bunch in entry.bunches:

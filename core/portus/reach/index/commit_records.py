@@ -157,19 +157,19 @@ class CommitRecords:
 
     def copies(self) -> bytes:
         """All copies, as they stand from ``apart`` on."""
-        return b"".join(_padded(record) for _, record in self._copied)
+        return b"".join(_pad(record) for _, record in self._copied)
 
     def _placed_copies(self, apart: int | None) -> Iterator[Copy]:
         yield from self.kept.copies
         if apart is not None:
             for kind, record in self._copied:
                 yield Copy(point(apart, record), self._commit, kind)
-                apart += len(_padded(record))
+                apart += len(_pad(record))
 
     def _add(self, kind: RecordKind, payload: bytes) -> Pointer:
         record = frame(kind, self._commit, self._uuid, payload)
         pointer = point(self._next, record)
-        self._parts.append(_padded(record))
+        self._parts.append(_pad(record))
         self._next += len(self._parts[-1])
         assert self._next - self._start <= self.size, "records outgrew their measure"
         if kind in _COPIED:
@@ -229,5 +229,5 @@ class CommitRecords:
         return records, sum(copied) + framing * len(copied) + sum(again) + 8 * len(again)
 
 
-def _padded(record: bytes) -> bytes:
+def _pad(record: bytes) -> bytes:
     return record + bytes(-len(record) % 8)

@@ -32,7 +32,7 @@ from portus.reach.media.dax import is_device
 from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
-from portus.reach.media.names import hidden
+from portus.reach.media.names import hidden_name
 from portus.reach.media.pool import FileStatus, FileSystem, Locks
 
 _log: Final = logging.getLogger("portus")
@@ -150,7 +150,7 @@ def create_pool(path: str, files: FileSystem) -> None:
         return
     directory, name = os.path.split(path)
     maker = f"{os.getpid()}-{threading.get_ident()}"
-    fresh = os.path.join(directory, hidden(name, f".{maker}.new"))
+    fresh = os.path.join(directory, hidden_name(name, f".{maker}.new"))
     _remove_unfinished(directory, name, files)
     _unfinished.add(fresh)
     try:
@@ -172,7 +172,7 @@ def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
     force: whatever it holds. Raises ``BusyError`` while another process writes to a pool there.
     """
     with contextlib.ExitStack() as undo:
-        undo.callback(locked(path, files).close)
+        undo.callback(lock(path, files).close)
         medium = files.open(path, writable=True)
         undo.callback(medium.close)
         if not force and not device.is_blank(medium):
@@ -186,7 +186,11 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
     for entry in files.entries(directory):
         maker = entry.removesuffix(".new").rpartition(".")[2]
         process, path = maker.partition("-")[0], os.path.join(directory, entry)
-        if not process.isdigit() or entry != hidden(name, f".{maker}.new") or path in _unfinished:
+        if (
+            not process.isdigit()
+            or entry != hidden_name(name, f".{maker}.new")
+            or path in _unfinished
+        ):
             continue
         if not _is_alive(int(process)):
             files.remove(path)
@@ -372,7 +376,7 @@ def open_writer(
     before = files.status(path)  # whoever holds the lock may remove the file meanwhile
     with contextlib.ExitStack() as undo:
         try:
-            held = locks or locked(path, files, HELD_S if timeout_s is None else timeout_s)
+            held = locks or lock(path, files, HELD_S if timeout_s is None else timeout_s)
             undo.callback(held.close)
             medium = files.open(path, writable=True)
             undo.callback(medium.close)
@@ -398,7 +402,7 @@ def open_writer(
         return writer
 
 
-def locked(path: str, files: FileSystem, timeout_s: float = HELD_S) -> FileLocks:
+def lock(path: str, files: FileSystem, timeout_s: float = HELD_S) -> FileLocks:
     """Be the writer of the pool file at ``path``, until these locks are closed.
 
     Only then is a file to be opened for writing: who had it before may have made it grow, or

@@ -28,7 +28,7 @@ from portus.reach.index.space import (
     extents_runs,
     gaps,
     last,
-    merged,
+    merge,
     page_count,
     runs_of,
     without,
@@ -51,7 +51,7 @@ class Wanted:
     apart: bool = False
 
 
-def left_to_records(pages: int) -> int:
+def pages_for_records(pages: int) -> int:
     """Free pages that data leaves to records when it takes ``pages``."""
     return 1 + pages // 64 if pages else 0
 
@@ -172,7 +172,7 @@ class FreeSpace:
                 given = without(self._unreached(), extents_runs(kept))
             else:
                 given = extents_runs(choose(free, min(page_count(free), at_most)) or [])
-            self._holes = merged([self._holes, given])
+            self._holes = merge([self._holes, given])
             self._forget_touched(given)
         return extents_of(given)
 

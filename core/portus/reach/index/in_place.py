@@ -74,7 +74,7 @@ def unit_sum(data: memoryview, cell: int, rank: int) -> int:
     return total % _MODULUS
 
 
-def changed_sum(before: int, old: list[int], new: list[int]) -> int:
+def update_sum(before: int, old: list[int], new: list[int]) -> int:
     """The digest of a unit of which cells with the digests ``old`` became ``new``."""
     return (before - sum(old) + sum(new)) % _MODULUS
 

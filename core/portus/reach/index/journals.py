@@ -26,11 +26,11 @@ from portus.companions.journal.lines import (
     Line,
     SessionBegun,
     SessionEnded,
-    decoded,
+    decode,
 )
 from portus.engine.spec import PAGE
 from portus.errors import MediumError, PortusError
-from portus.reach.index.place import quoted
+from portus.reach.index.place import quote
 from portus.reach.media.names import fitting
 
 _log: Final = logging.getLogger("portus")
@@ -92,7 +92,7 @@ def read(path: str) -> FoundJournal:
     except OSError as error:
         raise MediumError(error.errno, f"{path}: cannot read it: {error.strerror}") from error
     if b"\n" in data:
-        journal = decoded(data, path)
+        journal = decode(data, path)
     else:  # before the end of its first commit: there are heartbeats alone
         model = urllib.parse.unquote(os.path.basename(path).removesuffix(LINES))
         journal = JournalContents(Head(format=FORMAT, model=model), (), torn=bool(data))
@@ -115,7 +115,7 @@ def read(path: str) -> FoundJournal:
 
 def lines_path(directory: str, model: str) -> str:
     """The journal of a model."""
-    return os.path.join(directory, fitting(quoted(model), _NAME_MAX) + LINES)
+    return os.path.join(directory, fitting(quote(model), _NAME_MAX) + LINES)
 
 
 def pages(lines: str) -> list[str]:

@@ -210,7 +210,7 @@ def _bunch_over(first: Column, data: Bytes, start: int, target: memoryview) -> N
 NOT_LOGGED: Final = Logged(None, {})
 
 
-def logged(medium: Loads, record: VersionRecord) -> Logged:
+def read_log(medium: Loads, record: VersionRecord) -> Logged:
     """All that the log of a pinned version changes, in memory. Raises as ``entries``."""
     if record.log is None:
         return NOT_LOGGED
@@ -372,7 +372,7 @@ class LogWriter:
             parts.append(data)
             if padding := -data.nbytes % PAGE:
                 parts.append(bytes(padding))
-        parts += _packed(bunches)
+        parts += _pack(bunches)
         hasher = xxhash.xxh3_128(start)
         hasher.update(rest)
         if size <= _ONE_STORE_MAX:
@@ -453,7 +453,7 @@ class LogWriter:
         return header[: _DIGEST.start], rest + bytes(-(_DIGEST.stop + len(rest)) % PAGE)
 
 
-def _packed(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
+def _pack(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
     """The offsets and the bytes of each bunch, and zeros to a page."""
     parts: list[memoryview | bytes] = []
     for bunch in bunches:
@@ -473,7 +473,7 @@ def _entry_at(medium: Loads, log: VersionLog, position: int, number: int) -> Ent
     medium.load(position, data)
     if not _is_whole(data):
         return None
-    return _parsed(data, Extent(position, len(data)), medium.info.name)
+    return _parse(data, Extent(position, len(data)), medium.info.name)
 
 
 def _header_at(medium: Loads, log: VersionLog, position: int) -> dict[str, Value] | None:
@@ -495,7 +495,7 @@ def _is_whole(entry: memoryview) -> bool:
     return hasher.digest() == entry[_DIGEST]
 
 
-def _parsed(data: memoryview, extent: Extent, name: str) -> Entry:
+def _parse(data: memoryview, extent: Extent, name: str) -> Entry:
     header = LOG_ENTRY.unpack(data)
     numbers = ("number", "commit", "patches", "contents_length", "flags", "bunches")
     number, commit, count, contents_length, flags, bunched = (

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from portus.errors import UsageError, masked
+from portus.errors import UsageError, mask
 from portus.reach.media.dax import is_device
 from portus.reach.media.names import fitting
 from portus.reach.protocol.address import Address, is_address, parse
@@ -72,25 +72,25 @@ class PlaceClasses:
     def load_opened(self) -> Any:
         """Return the class of the place when it is open."""
         assert self.opened is not None, "several places are opened one by one"
-        return _loaded(self.opened)
+        return _load(self.opened)
 
     def load_checkpointer(self) -> Any:
         """Return the class of checkpointers there. Raises ``UsageError`` if there is none."""
         assert self.checkpointer is not None, "Place.named refuses what nothing is saved to"
-        return _loaded(self.checkpointer)
+        return _load(self.checkpointer)
 
     def load_home(self) -> Any:
         """Return the ``Home`` of trainings there."""
         assert self.home is not None, "one pool has one"
-        return _loaded(self.home)
+        return _load(self.home)
 
 
-def _loaded(name: str) -> Any:
+def _load(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-_DIRECTORIES: Final = "portus.engine.paths.numbered:DirectoryCheckpointer"
+_DIRECTORIES: Final = "portus.engine.paths.directory_checkpointer:DirectoryCheckpointer"
 _POOLS: Final = "portus.reach.pools.checkpointer:PoolCheckpointer"
 _HOMES: Final = "portus.reach.files.home"
 _POOL: Final = PlaceClasses(
@@ -248,7 +248,7 @@ class Place:
 
     def pool_of(self, name: str) -> Place:
         """The one pool of the writer called ``name``."""
-        return self.pool_in(quoted(name) + SUFFIX) if self.is_directory else self
+        return self.pool_in(quote(name) + SUFFIX) if self.is_directory else self
 
     def pool_in(self, name: str) -> Place:
         """The pool file of that name in the directory."""
@@ -273,7 +273,7 @@ def local_path(path: str | os.PathLike[str], what: str, *, hosts: bool = False) 
     url = _URL.match(text)
     if url is None and _USER.match(text) and not os.path.lexists(text):
         raise UsageError(
-            f"{what} {masked(text, is_address=True)!r}: expected a path, found what looks like an "
+            f"{what} {mask(text, is_address=True)!r}: expected a path, found what looks like an "
             "address with a password. Write ./ before it if it is a path; an address begins with "
             "its scheme, as portus://host"
         )
@@ -282,7 +282,7 @@ def local_path(path: str | os.PathLike[str], what: str, *, hosts: bool = False) 
     expected = "a path"
     if hosts:
         expected += ", or a storage host as portus://, portus+tls:// or portus+unix://"
-    shown = masked(text, is_address=True)
+    shown = mask(text, is_address=True)
     raise UsageError(
         f"{what} {shown!r}: expected {expected}, found a URL. {_advice(url[0], shown)}"
     )
@@ -299,7 +299,7 @@ def _advice(scheme: str, text: str) -> str:
     )
 
 
-def quoted(name: str) -> str:
+def quote(name: str) -> str:
     """The name of a model, as it is in names of files; that of a part of a sharded model begins
     with that of the model. A very long one is cut, see ``names.fitting``."""
     found = _PART.fullmatch(name)

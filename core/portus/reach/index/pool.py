@@ -48,7 +48,7 @@ from portus.reach.index.catalogue import (
     version_runs,
 )
 from portus.reach.index.commit_records import Change, CommitRecords, Foundation, NewVersion
-from portus.reach.index.free_space import FreeSpace, Wanted, left_to_records
+from portus.reach.index.free_space import FreeSpace, Wanted, pages_for_records
 from portus.reach.index.line import Line, RoomError
 from portus.reach.index.messages import read_failure, read_holder, store_messages
 from portus.reach.index.reader import PoolReader, spare_pages
@@ -72,7 +72,7 @@ from portus.reach.index.roots import (
 from portus.reach.index.space import (
     Runs,
     extents_runs,
-    merged,
+    merge,
     page_count,
 )
 from portus.reach.media.pool import Locks, SparseMedium
@@ -174,7 +174,7 @@ class PoolWriter(PoolReader):
         Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
         """
         pages = -(-length // PAGE)
-        wanted = Wanted(pages, contiguous, 0 if contiguous else left_to_records(pages))
+        wanted = Wanted(pages, contiguous, 0 if contiguous else pages_for_records(pages))
         extents = self._space.take(wanted)
         if extents is None:
             with self._committing:
@@ -217,7 +217,7 @@ class PoolWriter(PoolReader):
             return self.medium.discard(self._space.give_back(self._record_pages(), pages))
 
     def _record_pages(self) -> int:
-        return spare_pages(merged(each.record_runs for each in self._roots))
+        return spare_pages(merge(each.record_runs for each in self._roots))
 
     def free_bytes(self) -> int:
         """Bytes that can be reserved without growing, and without space that was given back."""
@@ -567,7 +567,7 @@ class PoolWriter(PoolReader):
     def _apart(self, length: int) -> list[Extent]:
         """Room for copies, if they leave enough to the records of later commits."""
         pages = -(-length // PAGE)
-        wanted = Wanted(pages, True, left_to_records(pages), apart=True)
+        wanted = Wanted(pages, True, pages_for_records(pages), apart=True)
         extents = self._space.take(wanted)
         if extents is None:
             with contextlib.suppress(MediumError):

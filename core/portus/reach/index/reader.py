@@ -21,8 +21,8 @@ from portus.reach.index.catalogue import (
 )
 from portus.reach.index.records import Copy, VersionEntry, VersionRecord, read_copied
 from portus.reach.index.rescue import next_catalogue
-from portus.reach.index.roots import Root, Superblock, damaged_slot, read_superblock
-from portus.reach.index.space import Runs, alone, extents_runs, merged, page_count
+from portus.reach.index.roots import Root, Superblock, find_damaged_slot, read_superblock
+from portus.reach.index.space import Runs, alone, extents_runs, merge, page_count
 from portus.reach.media.pool import Locks
 
 _log: Final = logging.getLogger("portus")
@@ -63,7 +63,7 @@ class PoolReader:
     def _ahead(self, found: Catalogue) -> Catalogue:
         """The catalogue that a damaged slot led to, if all of it is whole; else ``found``. A slot
         that is torn since a crash in a commit looks like one that rotted."""
-        slot = damaged_slot(self.medium, self.superblock.uuid, found.root)
+        slot = find_damaged_slot(self.medium, self.superblock.uuid, found.root)
         if slot is None or self._is_being_written():
             return found
         if self._searched is None or self._searched[0] != found.root:
@@ -96,7 +96,7 @@ class PoolReader:
         catalogue = self.catalogue()
         kept = [entry for entry in catalogue.entries() if entry.info.id not in but]
         reaches = [self._reach_of(entry) for entry in kept]
-        return DATA_START + page_count(merged([*reaches, self._record_runs(catalogue)])) * PAGE
+        return DATA_START + page_count(merge([*reaches, self._record_runs(catalogue)])) * PAGE
 
     def spare_bytes(self) -> int:
         """Bytes that stay free when a writer gives space back: see ``spare_pages``."""

@@ -27,10 +27,10 @@ from portus.reach.index.check_catalogue import load
 from portus.reach.index.records import Pointer, encode_index, encode_table, frame, point
 from portus.reach.index.rescue import CHUNK, RecoverableVersion
 from portus.reach.index.roots import Root, Superblock, store_root, store_superblock
-from portus.reach.index.space import EMPTY, Runs, extents_runs, merged, page_count, runs_of
+from portus.reach.index.space import EMPTY, Runs, extents_runs, merge, page_count, runs_of
 
 
-def chosen(medium: Medium, found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
+def choose(medium: Medium, found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
     """Return those of some whole versions that can be in one pool: of the same pool as most, each
     id and token once, no page of two commits. Of two that exclude each other the newer stays: the
     other was retired, or given up.
@@ -50,7 +50,7 @@ def chosen(medium: Medium, found: Sequence[RecoverableVersion]) -> list[Recovera
         ids.add(info.id)
         tokens.add(info.token)
         for commit, runs in pages.items():
-            taken[commit] = merged([taken.get(commit, EMPTY), runs])
+            taken[commit] = merge([taken.get(commit, EMPTY), runs])
         kept.append(each)
     return sorted(kept, key=lambda each: (each.record.info.commit, each.record.info.id))
 
@@ -65,7 +65,7 @@ def copy_versions(
 
     advanced: told bytes as they are copied.
     """
-    for first, after in merged([_reach(each) for each in versions]).tolist():
+    for first, after in merge([_reach(each) for each in versions]).tolist():
         end = min(after * PAGE, source.size)
         for start in range(first * PAGE, end, CHUNK):
             data = load(source, start, min(CHUNK, end - start))
@@ -77,7 +77,7 @@ def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
     """Write what leads to ``versions``, whose bytes and records ``medium`` has: indices, table,
     both roots and the superblock. Durable on return; whatever else there was is free space.
 
-    versions: as ``chosen`` gives them, one at least. Raises ``MediumError``; then the medium is
+    versions: as ``choose`` gives them, one at least. Raises ``MediumError``; then the medium is
     no more of a pool than it was.
     """
     uuid = versions[0].uuid
@@ -137,14 +137,14 @@ def _pages_by_commit(medium: Medium, found: RecoverableVersion) -> dict[int, Run
         parts.append((record.log.born, extents_runs([record.log.extent])))
     pages: dict[int, Runs] = {}
     for commit, runs in parts:
-        pages[commit] = merged([pages.get(commit, EMPTY), runs])
+        pages[commit] = merge([pages.get(commit, EMPTY), runs])
     return pages
 
 
 def _meets(pages: dict[int, Runs], taken: dict[int, Runs]) -> bool:
     """True if a page is one of another commit already."""
     for commit, runs in pages.items():
-        others = merged([each for other, each in taken.items() if other != commit])
-        if page_count(merged([runs, others])) < page_count(runs) + page_count(others):
+        others = merge([each for other, each in taken.items() if other != commit])
+        if page_count(merge([runs, others])) < page_count(runs) + page_count(others):
             return True
     return False

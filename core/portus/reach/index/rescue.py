@@ -30,7 +30,7 @@ from portus.reach.index.catalogue import Catalogue, read_catalogue, read_version
 from portus.reach.index.check_catalogue import Subject, load
 from portus.reach.index.check_version import Bytes, CheckedVersion
 from portus.reach.index.findings import Findings
-from portus.reach.index.log import logged
+from portus.reach.index.log import read_log
 from portus.reach.index.records import (
     NOWHERE,
     Pointer,
@@ -41,7 +41,7 @@ from portus.reach.index.records import (
     read_whole,
 )
 from portus.reach.index.roots import read_superblock
-from portus.reach.index.space import gaps, merged
+from portus.reach.index.space import gaps, merge
 
 CHUNK: Final = 16 << 20
 """Bytes that are looked at at once."""
@@ -99,7 +99,7 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
     if record.log is not None and record.log.extent.end > medium.size:
         return False
     with contextlib.suppress(CorruptionError, MediumError):
-        if logged(medium, record).is_left:  # its tables are those of a newer version
+        if read_log(medium, record).is_left:  # its tables are those of a newer version
             return False
     bytes_of = Bytes(Subject(medium, b"", findings))
     bytes_of.verify(seen, every, lambda length: None)
@@ -118,23 +118,23 @@ def next_catalogue(medium: Medium, uuid: bytes, known: Catalogue) -> Catalogue |
     for entry in known.entries():
         with contextlib.suppress(CorruptionError):
             reached.append(version_runs(entry, read_version(medium, entry)))
-    free = gaps(merged(reached), DATA_START // PAGE, medium.size // PAGE)
+    free = gaps(merge(reached), DATA_START // PAGE, medium.size // PAGE)
     runs = [Extent(first * PAGE, (after - first) * PAGE) for first, after in free.tolist()]
     sequence = known.root.sequence + 1
     found: list[Catalogue] = []
     for pointer, commit in _pointers(medium, uuid, RecordKind.MODEL_TABLE, runs, CHUNK):
         if commit == sequence:
             with contextlib.suppress(CorruptionError, UsageError):
-                found.append(_followed(medium, known, pointer))
+                found.append(_follow(medium, known, pointer))
     # Of two, the first was tried before it, and given up.
-    return max(found, key=_made_ns, default=None)
+    return max(found, key=_time_ns_of, default=None)
 
 
-def _made_ns(catalogue: Catalogue) -> int:
+def _time_ns_of(catalogue: Catalogue) -> int:
     return max((entry.info.time_ns for entry in catalogue.entries()), default=0)
 
 
-def _followed(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
+def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
     """What ``table`` leads to. Raises ``CorruptionError`` unless all that is new is whole."""
     root = replace(
         known.root,

@@ -84,7 +84,7 @@ def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
 
 def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:
     """Store one copy of the superblock, and say what must be persisted of it."""
-    medium.store(offset, _packed(block))
+    medium.store(offset, _pack(block))
     return Extent(offset, PAGE)
 
 
@@ -106,12 +106,12 @@ def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
     for offset in (*damaged, *whole):  # one after the other: whatever tears, one is whole
         found = bytearray(SUPERBLOCK.size)
         medium.load(offset, memoryview(found))
-        if found != _packed(block):
+        if found != _pack(block):
             medium.persist([store_superblock(medium, block, offset)])
     return block
 
 
-def _packed(block: Superblock) -> bytes:
+def _pack(block: Superblock) -> bytes:
     return _seal(
         SUPERBLOCK.pack(
             magic=MAGIC,
@@ -236,7 +236,7 @@ def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
     return sorted(roots, key=lambda root: -root.sequence)
 
 
-def damaged_slot(medium: Medium, uuid: bytes, root: Root) -> int | None:
+def find_damaged_slot(medium: Medium, uuid: bytes, root: Root) -> int | None:
     """The slot that holds no root, though it should; None if both are as they should be.
 
     root: the newest one. Slot 1 is blank until the first commit.

@@ -27,16 +27,16 @@ def runs_of(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Runs:
     pages = np.empty((np.count_nonzero(some), 2), np.int64)
     pages[:, 0] = start[some] // PAGE
     pages[:, 1] = -(-(start[some] + size[some]) // PAGE)
-    return merged([pages])
+    return merge([pages])
 
 
 def extents_runs(extents: Iterable[Extent]) -> Runs:
     """The same for extents."""
     pages = [(each.offset // PAGE, -(-each.end // PAGE)) for each in extents if each.length]
-    return merged([np.array(pages, np.int64)]) if pages else EMPTY
+    return merge([np.array(pages, np.int64)]) if pages else EMPTY
 
 
-def merged(reaches: Iterable[Runs]) -> Runs:
+def merge(reaches: Iterable[Runs]) -> Runs:
     """The union of reaches."""
     together = np.concatenate([EMPTY, *reaches])
     if len(together) < 2:

@@ -13,8 +13,8 @@ import torch
 
 from portus.engine.loading.checkpoint_file import load_file
 from portus.errors import UsageError, printable
+from portus.reach.leaving.export_result import WrittenExport
 from portus.reach.leaving.outline import leaves_of
-from portus.reach.leaving.written import WrittenExport
 from portus.reach.pools.elsewhere import fill
 
 PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "model.safetensors.", "state_dict.", "model.")
@@ -62,7 +62,7 @@ def write(
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     if not tensors:
         raise UsageError(f"{printable(path)} has no tensor of such a name; portus show lists them")
-    done = WrittenExport(tensors=len(tensors), shared=_shared(tensors), no_weights=no_weights)
+    done = WrittenExport(tensors=len(tensors), shared=_shared_names(tensors), no_weights=no_weights)
     if is_torch:
         done.shared = []
         torch.save(state, out)
@@ -96,7 +96,7 @@ def _write_safetensors(tensors: Tensors, strip: str, out: str, limit: int | None
         save_torch_state_dict(named, out, max_shard_size=limit, metadata={"format": "pt"})
 
 
-def _shared(tensors: Tensors) -> list[list[str]]:
+def _shared_names(tensors: Tensors) -> list[list[str]]:
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)

@@ -14,9 +14,9 @@ import torch
 
 from portus.engine.image.key_paths import storage_places
 from portus.engine.image.torch_reader import TorchFile
+from portus.engine.loading.any_format import note_of, outline_file
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads
-from portus.engine.loading.recognized import note_of, outlined_in
 from portus.errors import printable
 from portus.reach.formats.safetensors import DTYPES
 from portus.reach.formats.safetensors_reader import SafetensorsFile
@@ -58,7 +58,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
     """Return what is in an open file of torch or safetensors; ``where``: what errors call it. Runs
     no code that it names: of classes that ``weights_only`` refuses, only the names and storages of
     tensors are told. Raises ``CorruptionError``, ``MediumError``."""
-    found = outlined_in(reads(file), file.size, printable(where))
+    found = outline_file(reads(file), file.size, printable(where))
     if isinstance(found, SafetensorsFile):
         return FileOutline(
             has_digests=found.digests is not None,

@@ -65,7 +65,7 @@ def head_of(placed: Sequence[PlacedTensor], metadata: Mapping[str, str]) -> byte
     return header([each.named for each in placed], metadata, alignment=LENGTH_SIZE)
 
 
-def shared(tensors: Mapping[str, TensorSpec]) -> list[list[str]]:
+def shared_names(tensors: Mapping[str, TensorSpec]) -> list[list[str]]:
     """Names of tensors that share memory, which a safetensors file cannot express."""
     users: dict[int, list[str]] = {}
     for name, spec in tensors.items():

@@ -66,7 +66,7 @@ def write(
     Raises ``CorruptionError`` and ``MediumError``: then something was written; ``StaleError``; and
     ``UsageError`` for what torch cannot write, and before anything is written.
     """
-    with restore.outlined(pool, entry, keep) as outline:
+    with restore.outline_version(pool, entry, keep) as outline:
         storages = Storages(pool, outline.record, outline.logged)
         found = pickle_state(outline.state)
         pickled, order = found.pickle, [outline.indices[each._cdata] for each in found.storages]

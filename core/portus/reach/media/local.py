@@ -43,7 +43,7 @@ class LocalFiles:
     def create(self, path: str, size: int) -> PlainFile:
         """Also durable in its size. If it does not fit, the name is gone again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        with _translated("create", path):
+        with _translate("create", path):
             descriptor = Descriptor(path, flags)
         try:
             # Grown before it is mapped, so that addresses are set aside for its real size.
@@ -58,14 +58,14 @@ class LocalFiles:
 
     def open(self, path: str, *, writable: bool) -> PlainFile | DaxDevice:
         """``UsageError`` for what is neither a regular file nor a DAX device."""
-        with _translated("open", path):
+        with _translate("open", path):
             mode = os.stat(path).st_mode
         if stat.S_ISCHR(mode) and is_device(path):
             return open_device(path, writable=writable, cpu=self._cpu)
         if not stat.S_ISREG(mode):
             raise UsageError(f"{path}: expected a regular file, found {_kind(mode)}; give a file")
         flags = os.O_RDWR if writable else os.O_RDONLY
-        with _translated("open", path):
+        with _translate("open", path):
             descriptor = Descriptor(path, flags)
         return self._medium(descriptor, writable=writable)
 
@@ -97,22 +97,22 @@ class LocalFiles:
 
     def link(self, source: str, target: str) -> None:
         """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""
-        with _translated(f"link {source} as", target):
+        with _translate(f"link {source} as", target):
             os.link(source, target)
 
     def replace(self, source: str, target: str) -> None:
         """rename(2): both names must be on one file system."""
-        with _translated(f"rename {source} to", target):
+        with _translate(f"rename {source} to", target):
             os.replace(source, target)
 
     def remove(self, path: str) -> None:
         """unlink(2)."""
-        with _translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with _translate("remove", path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def sync(self, directory: str) -> None:
         """fsync of the directory."""
-        with _translated("sync", directory):
+        with _translate("sync", directory):
             descriptor = Descriptor(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor.number)
@@ -125,7 +125,7 @@ class LocalFiles:
 
     def entries(self, directory: str) -> list[str]:
         """Names of every kind, hidden ones too."""
-        with _translated("list", directory), contextlib.suppress(FileNotFoundError):
+        with _translate("list", directory), contextlib.suppress(FileNotFoundError):
             return sorted(os.listdir(directory))
         return []
 
@@ -172,7 +172,7 @@ class LocalFiles:
 
 
 @contextlib.contextmanager
-def _translated(operation: str, path: str) -> Iterator[None]:
+def _translate(operation: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -25,6 +25,6 @@ def fitting(name: str, room: int) -> str:
     return f"{os.fsdecode(data[:end])}-{hashlib.sha256(data).hexdigest()[:_DIGEST]}"
 
 
-def hidden(name: str, end: str) -> str:
+def hidden_name(name: str, end: str) -> str:
     """The name of a hidden file beside the one called ``name``; it ends in ``end``."""
     return f".{fitting(name, NAME_MAX - 1 - len(os.fsencode(end)))}{end}"

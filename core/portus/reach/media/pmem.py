@@ -60,11 +60,11 @@ def processor(library: str = LIBRARY) -> Libpmem:
             f"{_NO_FLUSH}=1 keeps libpmem from flushing caches, so nothing would survive a "
             "power loss: unset it",
         )
-    return _loaded(library)
+    return _load(library)
 
 
 @functools.cache
-def _loaded(library: str) -> Libpmem:
+def _load(library: str) -> Libpmem:
     try:
         return Libpmem(ctypes.CDLL(library))
     except (OSError, AttributeError) as error:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from portus.errors import UsageError, masked, printable
+from portus.errors import UsageError, mask, printable
 from portus.reach.protocol.address import is_address
 from portus.reach.protocol.address import parse as parse_host
 
@@ -75,7 +75,7 @@ def parse(text: str, what: str = "mirror") -> StoreAddress:
     _refuse_secrets(text, what)
     found = _FORM.fullmatch(text)
     if found is None or not text.isprintable():
-        shown = printable(masked(text, is_address=True))
+        shown = printable(mask(text, is_address=True))
         raise UsageError(f"{what} {shown!r:.200}: {EXPECTED}")
     if found[6]:
         return StoreAddress(StoreKind.MEMORY, "", found[7])
@@ -83,8 +83,7 @@ def parse(text: str, what: str = "mirror") -> StoreAddress:
         return StoreAddress(StoreKind.FOLDER, "", _segments(text, found[5], what, "/"))
     if not _BUCKET.fullmatch(found[2]):
         raise UsageError(
-            f"{what} {masked(text, is_address=True)!r}: that is not the name of a bucket; "
-            f"{EXPECTED}"
+            f"{what} {mask(text, is_address=True)!r}: that is not the name of a bucket; {EXPECTED}"
         )
     return StoreAddress(StoreKind(found[1]), found[2], _segments(text, found[3] or "", what, ""))
 

@@ -36,10 +36,10 @@ import numpy as np
 from portus.engine.copying.thread import Beside
 from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
-from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, meant
+from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, translate
 from portus.reach.mirror.names import (
-    checked_name,
-    checked_prefix,
+    check_name,
+    check_prefix,
     is_name,
     short,
     writable_bytes,
@@ -106,23 +106,23 @@ class Bucket:
         return f"Bucket({str(self._address)!r})"
 
     def put(self, name: str, data: bytes) -> None:
-        path = checked_name(name, self._address)
+        path = check_name(name, self._address)
         self._ask("put", name, lambda: self._put(path, data))
 
     def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
-        path = checked_name(name, self._address)
+        path = check_name(name, self._address)
         self._ask("put", name, lambda: self._put_stream(path, parts, size))
 
     def create(self, name: str, data: bytes) -> bool:
-        path = checked_name(name, self._address)
+        path = check_name(name, self._address)
         return self._ask("create", name, lambda: self._create(path, data))
 
     def get(self, name: str) -> bytes:
-        path = checked_name(name, self._address)
+        path = check_name(name, self._address)
         return self._ask("get", name, lambda: self._get(path))
 
     def get_range(self, name: str, start: int, into: memoryview) -> None:
-        path = checked_name(name, self._address)
+        path = check_name(name, self._address)
         view = writable_bytes(into, start, self._address)
         if not view:
             return
@@ -133,9 +133,9 @@ class Bucket:
         np.frombuffer(view, np.uint8)[:] = np.frombuffer(found, np.uint8)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
-        below = checked_prefix(prefix, self._address)
+        below = check_prefix(prefix, self._address)
         if after:
-            checked_name(after.rstrip("/"), self._address)
+            check_name(after.rstrip("/"), self._address)
         stream = self._obstore.list(
             self._store, below or None, offset=after or None, chunk_size=PAGE_ENTRIES
         )
@@ -155,7 +155,7 @@ class Bucket:
                     yield ListedObject(name, each["size"], each["last_modified"].timestamp())
 
     def delete(self, names: Sequence[str]) -> None:
-        paths = [checked_name(name, self._address) for name in names]
+        paths = [check_name(name, self._address) for name in names]
         if paths:
             self._ask("delete", _several(paths), lambda: self._delete(paths))
 
@@ -181,7 +181,7 @@ class Bucket:
                 config={
                     "timeout": f"{round(patience.request_s * 1e3)}ms",
                     "connect_timeout": f"{round(patience.connect_s * 1e3)}ms",
-                    **_left_out(address.kind),
+                    **_unsigned_headers(address.kind),
                 },
                 retry_config={
                     "max_retries": retries,
@@ -213,7 +213,7 @@ class Bucket:
 
     def _meant(self, error: BaseException, operation: str, name: str) -> PortusError:
         waited = self._patience.connect_s, self._patience.request_s
-        return meant(error, FailedCall(self._address, operation, name, *waited))
+        return translate(error, FailedCall(self._address, operation, name, *waited))
 
     async def _put(self, path: str, data: bytes) -> None:
         await self._obstore.put_async(self._store, path, data, use_multipart=False)
@@ -223,7 +223,7 @@ class Bucket:
         await self._obstore.put_async(
             self._store,
             path,
-            _asked_for(parts),
+            _chunks(parts),
             use_multipart=True,
             chunk_size=max(_PART_SIZE, -(-size // _PARTS_MAX)),
             max_concurrency=_PARTS_ABREAST,
@@ -264,7 +264,7 @@ class Bucket:
             pass
 
 
-def _left_out(kind: StoreKind) -> dict[str, str]:
+def _unsigned_headers(kind: StoreKind) -> dict[str, str]:
     """What keeps the SHA-256 of contents out of signatures, where TLS is spoken and the environment
     does not say."""
     said = {name.upper(): value for name, value in os.environ.items()}
@@ -282,7 +282,7 @@ _MEMORY: Final[dict[str, ObjectStore]] = {}
 """By name: what one store of this process writes, the others read."""
 
 
-async def _asked_for(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+async def _chunks(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
 
@@ -370,9 +370,9 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    loop.run_until_complete(_ended(left))
+    loop.run_until_complete(_end(left))
     loop.close()
 
 
-async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)

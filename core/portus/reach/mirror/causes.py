@@ -198,7 +198,7 @@ def is_beyond_the_end(error: BaseException) -> bool:
     return _status(text) == 416 or "InvalidRange" in text or "StartTooLarge" in text
 
 
-def meant(error: BaseException, failed: FailedCall) -> PortusError:
+def translate(error: BaseException, failed: FailedCall) -> PortusError:
     """``error`` of obstore as one of ours, with its cause. Nothing in it leads back to ``error``,
     whose text is not to be shown."""
     text = _USER.sub("", str(error))

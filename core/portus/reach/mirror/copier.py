@@ -37,7 +37,7 @@ from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import Added, Fact, Removed, State
-from portus.reach.mirror.opening import configured_key
+from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import Store, UnwritableError
 
 _log: Final = logging.getLogger("portus")
@@ -71,7 +71,7 @@ class Copier(Behind):
         self._joined: Final = joined
         self._turn: Final = turn
         self._mirror: Final = Mirror(
-            store, joined.model, key=configured_key(), name=address, newest=newest
+            store, joined.model, key=key_from_environment(), name=address, newest=newest
         )
         self._collecting: Stop | None = None
         self._collected_s: float | None = None

@@ -31,11 +31,11 @@ from portus.reach.mirror.objects import (
     Unfiled,
     file_name,
 )
-from portus.reach.mirror.opening import configured_key
+from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import FileStore, MissingError
-from portus.reach.mirror.whole import check_file, named, put_file, read_at
+from portus.reach.mirror.whole import check_file, naming_store, put_file, read_at
 from portus.reach.mirror.writer import GRACE_S
-from portus.reach.versions.packed import PackedFile
+from portus.reach.versions.file_table import PackedFile
 
 PIECE: Final = 16 << 20
 """Bytes that are read at once."""
@@ -65,7 +65,7 @@ class MirroredFiles(Mirror):
 
     def __init__(self, store: FileStore, model: str, name: str) -> None:
         """Asks nothing. name: of the store, for messages."""
-        super().__init__(store, model, key=configured_key(), name=name)
+        super().__init__(store, model, key=key_from_environment(), name=name)
         self._files: Final = store
 
     def upload(
@@ -183,7 +183,7 @@ class MirroredFiles(Mirror):
         """Read all of a file, and what is beside it. Raises ``CorruptionError`` if one of them is
         not there as it was uploaded."""
         name = self._prefix + filed.name
-        with named(self.name):
+        with naming_store(self.name):
             check_file(self._store, name, filed.size, filed.digest, advanced)
 
     def _say(self, facts: Sequence[Filed | Unfiled]) -> None:

@@ -22,8 +22,8 @@ from portus.engine.media.file_calls import file_error
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.media.local import LocalFiles
 from portus.reach.mirror.names import (
-    checked_name,
-    checked_prefix,
+    check_name,
+    check_prefix,
     is_name,
     short,
     writable_bytes,
@@ -103,7 +103,7 @@ class Folder:
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._check_open()
-        below = checked_prefix(prefix, self)
+        below = check_prefix(prefix, self)
         directory = os.path.join(self._root, below) if below else self._root
         with self._translated():
             yield from self._walk(directory, prefix, after)
@@ -151,7 +151,7 @@ class Folder:
 
     def _path(self, name: str) -> str:
         self._check_open()
-        return os.path.join(self._root, checked_name(name, self))
+        return os.path.join(self._root, check_name(name, self))
 
     @contextlib.contextmanager
     def _written(self, parts: Iterable[bytes]) -> Iterator[str]:
@@ -161,10 +161,10 @@ class Folder:
         self._make_safe(home)
         path = os.path.join(home, f"{os.getpid()}-{secrets.token_hex(8)}")
         # Errors name the directory: a run that tries again reports each cause once.
-        number = _told("create a file in", home, lambda: os.open(path, _NEW, 0o666))
+        number = _named_error("create a file in", home, lambda: os.open(path, _NEW, 0o666))
         try:
             try:
-                _told("write a file in", home, lambda: _write(number, parts))
+                _named_error("write a file in", home, lambda: _write(number, parts))
             finally:
                 os.close(number)
             if is_first:
@@ -179,7 +179,7 @@ class Folder:
         except MediumError as error:
             if error.errno == errno.EEXIST:
                 # Over a network the first answer may be lost, and the second request finds ours.
-                return _told("look at", partial, lambda: os.stat(partial)).st_nlink > 1
+                return _named_error("look at", partial, lambda: os.stat(partial)).st_nlink > 1
             if error.errno in _NO_LINKS:
                 raise UsageError(
                     f"{target}: this file system has no hard links, so two writers of one mirror "
@@ -199,13 +199,13 @@ class Folder:
         while not os.path.exists(parent := os.path.dirname(missing[-1])):
             missing.append(parent)
         for each in reversed(missing):
-            _told("create", each, functools.partial(_make_directory, each))
+            _named_error("create", each, functools.partial(_make_directory, each))
             self._files.sync(os.path.dirname(each))
         self._safe.add(directory)
 
     def _sweep(self, home: str, fresh: str) -> None:
         """Remove what writers that were killed left. ``fresh`` says what time it is there."""
-        now = _told("look at", fresh, lambda: os.stat(fresh)).st_mtime_ns
+        now = _named_error("look at", fresh, lambda: os.stat(fresh)).st_mtime_ns
         for name in self._files.entries(home):
             path = os.path.join(home, name)
             status = self._files.status(path)
@@ -234,7 +234,9 @@ class Folder:
         done = 0
         while done < len(view):
             piece = view[done : done + _SIZE_MAX]
-            count = _told("read", path, functools.partial(os.preadv, number, [piece], start + done))
+            count = _named_error(
+                "read", path, functools.partial(os.preadv, number, [piece], start + done)
+            )
             if not count:
                 break
             done += count
@@ -276,7 +278,7 @@ def _write(number: int, parts: Iterable[bytes]) -> None:
     os.fsync(number)
 
 
-def _told(operation: str, path: str, call: Callable[[], Result]) -> Result:
+def _named_error(operation: str, path: str, call: Callable[[], Result]) -> Result:
     try:
         return call()
     except MediumError:

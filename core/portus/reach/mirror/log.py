@@ -51,7 +51,7 @@ from portus.reach.mirror.objects import (
     entry_name,
     entry_number,
 )
-from portus.reach.mirror.requests import Steps, create, get, get_all, listed
+from portus.reach.mirror.requests import Steps, create, get, get_all, list_objects
 
 _log: Final = logging.getLogger("portus")
 
@@ -187,7 +187,7 @@ class MirrorLog:
     def _put(self, entry: LogEntry) -> Steps[bool]:
         """Make it the next one; False if another is in its place, which the state has now."""
         number = self.state.number + 1
-        state = folded(self.state, number, entry)
+        state = fold(self.state, number, entry)
         if number % STRIDE == 0:
             entry = replace(entry, state=state)
         data = self._seal.entry(number, entry)
@@ -199,7 +199,7 @@ class MirrorLog:
                 return True
             if there is not None:
                 found = self._seal.read_entry(number, there, self._model)
-                self.state = folded(self.state, number, found)
+                self.state = fold(self.state, number, found)
                 return False
         raise TransportError(
             f"{entry_name(number)} of the mirror of model {self._model!r}: the store reports "
@@ -231,7 +231,7 @@ class MirrorLog:
         newest, self._newest = self._newest, None
         if newest is not None:
             return newest
-        for each in (yield from listed(LOG)):
+        for each in (yield from list_objects(LOG)):
             if (number := entry_number(each.name)) is not None:
                 return number
         return 0
@@ -246,7 +246,7 @@ class MirrorLog:
                 return KnownLog(state, lost)
             found = self._decoded(state.number + 1, data)
             lost += found is None
-            state = folded(state, state.number + 1, found)
+            state = fold(state, state.number + 1, found)
         return None
 
     def _unread(self, lost: int) -> PortusError:
@@ -276,7 +276,7 @@ class MirrorLog:
         lost = 0
         for number in range(state.number + 1, newest + 1):
             lost += entries[number] is None
-            state = folded(state, number, entries[number])
+            state = fold(state, number, entries[number])
         return state, lost
 
     def _decoded(self, number: int, data: bytes | None) -> LogEntry | None:
@@ -293,7 +293,7 @@ class MirrorLog:
         return entry
 
 
-def folded(state: State, number: int, entry: LogEntry | None) -> State:
+def fold(state: State, number: int, entry: LogEntry | None) -> State:
     """What a log says with the next entry. None: one that cannot be read."""
     assert number == state.number + 1
     state = replace(state, number=number)

@@ -47,7 +47,7 @@ from portus.reach.mirror.requests import (
     Steps,
 )
 from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Store
-from portus.reach.mirror.whole import Advanced, check_file, check_piece, named, put_file
+from portus.reach.mirror.whole import Advanced, check_file, check_piece, naming_store, put_file
 from portus.reach.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
 from portus.reach.versions.file_bytes import FileBytes
 from portus.reach.versions.parallel import abreast, in_any_order
@@ -276,7 +276,7 @@ class Mirror:
 
     def _check(self, each: FileObject, advanced: Advanced) -> None:
         check = check_file if each.is_whole else check_piece
-        with named(self.name):
+        with naming_store(self.name):
             check(self._store, self._prefix + each.name, each.size, each.digest, advanced)
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror, models
 from portus.reach.mirror.objects import LOG, prefix_of
-from portus.reach.mirror.opening import configured_key, open_store
+from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import FileStore, Store
 
 _STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
@@ -32,7 +32,7 @@ class Mirrors:
         """Asks nobody yet. Raises as ``open_store``."""
         self.address: Final = address
         self._store: Final[Store] = open_store(address)
-        self._key: Final = configured_key()
+        self._key: Final = key_from_environment()
 
     def models(self) -> list[str]:
         """Return the models that have a mirror here. Raises as ``mirror.models``."""
@@ -78,7 +78,7 @@ class Meant:
     step: int | None
 
 
-def meant(url: str, what: str = "mirror") -> Meant:
+def resolve(url: str, what: str = "mirror") -> Meant:
     """What ``<mirror>/<model>`` or ``<mirror>/<model>@<step>`` means; or ``<mirror>`` alone, with
     or without ``@<step>``, where that has one model. Asks the store: a list for each slash, from
     the last one on. Raises ``UsageError`` if it means none, and what the store raises."""

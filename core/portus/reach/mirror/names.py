@@ -18,7 +18,7 @@ def is_name(name: str) -> bool:
     return len(name) <= NAME_SIZE_MAX and _NAME.fullmatch(name) is not None
 
 
-def checked_name(name: str, where: object) -> str:
+def check_name(name: str, where: object) -> str:
     """``name``, if an object may be called so. Raises ``UsageError``."""
     if is_name(name):
         return name
@@ -28,13 +28,13 @@ def checked_name(name: str, where: object) -> str:
     )
 
 
-def checked_prefix(prefix: str, where: object) -> str:
+def check_prefix(prefix: str, where: object) -> str:
     """``prefix`` without the slash at its end: whole segments, or "". Raises ``UsageError``."""
     if not prefix:
         return ""
     if not prefix.endswith("/"):
         raise UsageError(f"{where}: a list of {prefix!r:.100}; expected whole segments, as 'a/b/'")
-    return checked_name(prefix[:-1], where)
+    return check_name(prefix[:-1], where)
 
 
 def writable_bytes(into: memoryview, start: int, where: object) -> memoryview:

@@ -24,7 +24,7 @@ from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError
 from portus.reach.mirror.objects import FileObject
 from portus.reach.mirror.whole import digest_of, write_at
-from portus.reach.versions.packed import PackedFile
+from portus.reach.versions.file_table import PackedFile
 from portus.reach.versions.parallel import abreast, in_any_order
 
 Load = Callable[[str, int, memoryview], None]
@@ -68,7 +68,7 @@ class ObjectFile(ReadOnlyMedium):
         self._starts: Final[list[int]] = np.cumsum(sizes).tolist()
         spans = file.spans()
         is_kept = (spans.storage == len(file.length)) & (spans.length > 0) & (spans.length <= UNIT)
-        self._kept: Final = _joined(
+        self._kept: Final = _join(
             zip(spans.begin[is_kept].tolist(), spans.length[is_kept].tolist(), strict=True)
         )
         """What is read at once."""
@@ -190,7 +190,7 @@ class ObjectFile(ReadOnlyMedium):
         if kept is not None:
             if kept not in self._bytes:
                 self._read_kept()
-            return _copied(self._bytes[kept], offset - kept[0], view)
+            return _copy(self._bytes[kept], offset - kept[0], view)
         after = bisect.bisect(self._kept, (offset, offset))
         if after < len(self._kept):
             view = view[: self._kept[after][0] - offset]
@@ -248,7 +248,7 @@ class _Ahead:
         if number < 0 or number < self._now:
             return 0
         start, end = self._ranges[number]
-        return _copied(self._data[: end - start], offset - start, view)
+        return _copy(self._data[: end - start], offset - start, view)
 
     def close(self) -> None:
         """Ask for no more, and wait until what was asked for is there."""
@@ -269,7 +269,7 @@ class _Ahead:
         return room
 
 
-def _joined(parts: Iterable[tuple[int, int]]) -> list[_Range]:
+def _join(parts: Iterable[tuple[int, int]]) -> list[_Range]:
     """Ranges that hold all parts (begin, length), which are in order: those near each other
     together, unless that is more than a unit."""
     found: list[_Range] = []
@@ -288,7 +288,7 @@ def _count(ranges: Sequence[_Range]) -> int:
     return ABREAST if size >= _SMALL * len(ranges) else _SMALL_ABREAST
 
 
-def _copied(data: memoryview, start: int, view: memoryview) -> int:
+def _copy(data: memoryview, start: int, view: memoryview) -> int:
     """Fill the beginning of ``view`` from byte ``start`` of ``data``; how many bytes."""
     part = np.frombuffer(data[start : start + len(view)], np.uint8)
     np.frombuffer(view[: len(part)], np.uint8)[:] = part  # by numpy: it lets other threads run

@@ -383,7 +383,7 @@ def file_name(path: str, before: str = "") -> str:
 
 def _file_name(path: str) -> str:
     own = FILES + path
-    return own if _is_free(path, AGAIN + own) else QUOTED + _quoted(path)
+    return own if _is_free(path, AGAIN + own) else QUOTED + _quote_path(path)
 
 
 def _is_free(path: str, name: str) -> bool:
@@ -399,10 +399,10 @@ def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: 
     below = f"{VERSIONS}step-{step:08d}-{tag}/"
     if _is_free(name, below + name) and not name.startswith(QUOTED):
         return below + name
-    return below + QUOTED + _quoted(name).replace("/", "=2F")
+    return below + QUOTED + _quote_path(name).replace("/", "=2F")
 
 
-def _quoted(path: str) -> str:
+def _quote_path(path: str) -> str:
     plain = urllib.parse.quote(path, safe="/").replace("~", "%7E").replace(".", "%2E")
     quoted = plain.replace("%", "=")
     if len(quoted) > _QUOTED_MAX:
@@ -456,13 +456,13 @@ class Seal:
         """The reverse. model: of which it has to be, if that is known. Raises ``CorruptionError``;
         ``UsageError`` if a newer Portus wrote it, or if it needs a key."""
         name = entry_name(number)
-        entry = _decoded(_entries, self._opened(ObjectKind.ENTRY, name, data), name)
+        entry = _decode_body(_entries, self._opened(ObjectKind.ENTRY, name, data), name)
         return _of_model(entry, model, name)
 
     def read_manifest(self, name: str, data: bytes, model: str) -> Manifest:
         """The reverse. Raises as ``read_entry``; of the columns nothing is checked."""
         where = MANIFESTS + name
-        manifest = _decoded(_manifests, self._opened(ObjectKind.MANIFEST, where, data), where)
+        manifest = _decode_body(_manifests, self._opened(ObjectKind.MANIFEST, where, data), where)
         return _of_model(manifest, model, where)
 
     def _sealed(self, kind: ObjectKind, name: str, payload: bytes) -> bytes:
@@ -524,7 +524,7 @@ _manifests: Final = msgspec.msgpack.Decoder(Manifest)
 _T = TypeVar("_T", LogEntry, Manifest)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_T], payload: bytes, name: str) -> _T:
+def _decode_body(decoder: msgspec.msgpack.Decoder[_T], payload: bytes, name: str) -> _T:
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -10,13 +10,13 @@ from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.bucket import Bucket, BucketTimeouts
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.hosted import HostStore
+from portus.reach.mirror.host_store import HostStore
 from portus.reach.mirror.store import FileStore, Store
 
 KEY_VARIABLE: Final = "PORTUS_MIRROR_KEY"
 
 
-def configured_key() -> bytes | None:
+def key_from_environment() -> bytes | None:
     """The key of the mirrors of this process: ``$PORTUS_MIRROR_KEY``; None if there is none."""
     said = os.environ.get(KEY_VARIABLE)
     return os.fsencode(said) if said else None

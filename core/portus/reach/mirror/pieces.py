@@ -19,7 +19,7 @@ from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError
 from portus.reach.mirror.objects import FileObject, Key, Manifest
-from portus.reach.versions.packed import PackedFile, decode_table
+from portus.reach.versions.file_table import PackedFile, decode_table
 
 ALONE: Final = 1 << 20
 """Bytes. Smaller storages share pieces."""

@@ -100,7 +100,7 @@ def create(name: str, data: bytes) -> Steps[bool]:
     return made
 
 
-def listed(prefix: str) -> Steps[Iterator[ListedObject]]:
+def list_objects(prefix: str) -> Steps[Iterator[ListedObject]]:
     """The objects there, in the order of their names."""
     found = yield ListObjects(prefix)
     assert isinstance(found, Iterator)

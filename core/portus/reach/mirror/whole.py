@@ -108,7 +108,7 @@ def write_at(number: int, data: memoryview, start: int, path: str) -> None:
 
 
 @contextlib.contextmanager
-def named(where: str) -> Iterator[None]:
+def naming_store(where: str) -> Iterator[None]:
     """A ``CorruptionError`` says in which store it is."""
     try:
         yield

@@ -49,10 +49,10 @@ from portus.reach.mirror.requests import (
     Steps,
     get,
     get_all,
-    listed,
+    list_objects,
 )
 from portus.reach.mirror.store import ListedObject
-from portus.reach.versions.packed import PackedFile
+from portus.reach.versions.file_table import PackedFile
 
 GRACE_S: Final = 24 * 3600.0
 """Seconds, by the clock of the store, for which readers find what was there when they began."""
@@ -215,7 +215,7 @@ class Writer:
         state = yield from self.log.read()
         sizes, found = {}, []
         for folder in (PIECES, VERSIONS):
-            sizes.update({each.name: each.size for each in (yield from listed(folder))})
+            sizes.update({each.name: each.size for each in (yield from list_objects(folder))})
         for start in range(0, len(state.versions), _MANIFESTS_MAX):
             some = state.versions[start : start + _MANIFESTS_MAX]
             manifests = yield from get_all([MANIFESTS + each.manifest for each in some])
@@ -282,7 +282,7 @@ class Writer:
         """What time it is, at least, by the clock of the store; and the newest entry that is older
         than ``grace_s``."""
         now = 0.0
-        for each in (yield from listed(LOG)):
+        for each in (yield from list_objects(LOG)):
             number = entry_number(each.name)
             if number is not None:
                 now = max(now, each.modified)
@@ -293,7 +293,7 @@ class Writer:
     def _listed_before(self, before: float) -> Steps[list[ListedObject]]:
         found = []
         for folder in (PIECES, MANIFESTS, VERSIONS):
-            entries = yield from listed(folder)
+            entries = yield from list_objects(folder)
             found += [each for each in entries if each.modified <= before]
         return found
 

@@ -20,7 +20,7 @@ from portus.engine.spec import VersionInfo
 from portus.errors import PortusError, UsageError
 from portus.reach.index.check import Finding
 from portus.reach.index.place import Place
-from portus.reach.versions.packed import FileTable
+from portus.reach.versions.file_table import FileTable
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,7 +14,7 @@ from portus.engine.directory.folder import FOLDER, HiddenFolder
 from portus.engine.directory.system import Linux
 from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import DiskFile
-from portus.engine.loading.open_file import opened as opened_file
+from portus.engine.loading.open_file import open_file as opened_file
 from portus.engine.media.file_system import file_system_of
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -97,7 +97,7 @@ class StoredFile(StoredCheckpoint):
         """Read every byte of the file, or of the one that the pointer leads to."""
         from portus.engine.loading.checkpoint_file import has_digests, verify_file  # torch, too
 
-        verdict.by = CHECKS[verified_by(self.path, has_digests(self.path))]
+        verdict.by = CHECKS[verification_of(self.path, has_digests(self.path))]
         verdict.size = verify_file(self.path, reading)
         progress(verdict.size, verdict.size)
 
@@ -192,7 +192,7 @@ class DirectoryPlace(OpenPlace):
         for directory, names, _ in os.walk(self.place.path, onerror=_raise):
             if FOLDER in names:
                 real = os.path.realpath(directory)
-                yield Collection(real, "", partial(_left_in, real), partial(_recovered, real))
+                yield Collection(real, "", partial(_leftovers, real), partial(_recover, real))
             names[:] = sorted(name for name in names if not name.startswith("."))
 
     def journals(self, links: str | None) -> Sequence[str]:
@@ -202,7 +202,7 @@ class DirectoryPlace(OpenPlace):
         """Do nothing: no file stays open."""
 
 
-def _left_in(directory: str) -> Garbage:
+def _leftovers(directory: str) -> Garbage:
     """Return what processes that ended left in a directory."""
     folder = HiddenFolder(Linux(), directory)
     try:
@@ -215,7 +215,7 @@ def _left_in(directory: str) -> Garbage:
         folder.system.close(folder.base)
 
 
-def _recovered(directory: str, found: Garbage) -> Garbage:
+def _recover(directory: str, found: Garbage) -> Garbage:
     from portus.engine.paths.shared import recover  # and torch with it
 
     if found.pieces:
@@ -229,7 +229,7 @@ def journals_inside(directory: str) -> Sequence[str]:
     return [os.path.join(directory, name) for name in names]
 
 
-def verified_by(path: str, has_digests: bool) -> str:
+def verification_of(path: str, has_digests: bool) -> str:
     """Return what a file is verified by: a key of ``CHECKS``."""
     if has_digests:
         return "digests"

@@ -53,7 +53,7 @@ def claim(mirror: Mirror, command: str) -> State:
     return mirror.claim(f"portus {command}: {who()}", _NO_POOL, passing=True)
 
 
-def retried(act: Callable[[], Result]) -> Result:
+def retry(act: Callable[[], Result]) -> Result:
     """Return what ``act`` returns; call it again where a run took the term back meanwhile. Raises
     ``BusyError`` where a run does so each time."""
     for _ in range(_TRIES - 1):
@@ -187,9 +187,9 @@ class MirrorPlace(OpenPlace):
                 own = [each for each in chosen if each.info.model == model]
                 tokens = [each.info.token for each in own if not each.path]
                 if tokens:
-                    retried(partial(_remove, self.mirrors.of(model), tokens))
+                    retry(partial(_remove, self.mirrors.of(model), tokens))
                 if paths := [each.path for each in own if each.path]:
-                    retried(partial(_remove_files, self.mirrors.files_of(model), paths))
+                    retry(partial(_remove_files, self.mirrors.files_of(model), paths))
             return 0
 
         yield act
@@ -217,7 +217,7 @@ class MirrorPlace(OpenPlace):
                 self.place.path,
                 model,
                 lambda mirror=mirror: _garbage(mirror.unneeded()),  # type: ignore[misc]
-                partial(_collected, mirror),
+                partial(_collect, mirror),
             )
 
     def close(self) -> None:
@@ -233,12 +233,12 @@ def _garbage(freed: Freed) -> Garbage:
     return Garbage(pieces=freed.objects, freed=freed.size)
 
 
-def _collected(mirror: Mirror, found: Garbage) -> Garbage:
+def _collect(mirror: Mirror, found: Garbage) -> Garbage:
     def collect() -> Freed:
         claim(mirror, "gc")
         return mirror.collect()
 
-    return _garbage(retried(collect)) if found.pieces else found
+    return _garbage(retry(collect)) if found.pieces else found
 
 
 def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:

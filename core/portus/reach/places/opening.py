@@ -11,7 +11,7 @@ from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import Place, PlaceKind
 from portus.reach.mirror.address import is_store, parse
-from portus.reach.mirror.mirrors import meant
+from portus.reach.mirror.mirrors import resolve
 from portus.reach.places.base import OpenPlace, StoredCheckpoint
 from portus.reach.protocol.address import is_address
 
@@ -153,7 +153,7 @@ def place_and_target(
         with open_place(place_named(target, "mirror")) as place:
             if place.models():
                 return target, None
-    found = meant(target, "mirror")
+    found = resolve(target, "mirror")
     step = "" if found.step is None else f"@{found.step}"
     return str(found.address), found.model + step
 

@@ -46,12 +46,12 @@ from portus.reach.places.base import (
 )
 from portus.reach.places.version import (
     OpenVersion,
-    opened_version,
+    open_version,
     pointers_of,
     remove_files,
 )
 from portus.reach.pools.version_file import table_in
-from portus.reach.versions.packed import FileTable
+from portus.reach.versions.file_table import FileTable
 
 WAIT_S: Final = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
@@ -66,7 +66,7 @@ class PoolVersion(StoredCheckpoint):
         self._entry: Final = entry
 
     def opened(self) -> contextlib.AbstractContextManager[OpenVersion]:
-        return opened_version(self._pool.reader, self._entry)
+        return open_version(self._pool.reader, self._entry)
 
     def table(self) -> FileTable | None:
         return table_in(self._pool.reader, self._entry)
@@ -248,7 +248,7 @@ class PoolPlace(OpenPlace):
         """Remove versions, and the pool file if it is empty then; give space back."""
         path = self.place.path
         taken = on_disk(path)
-        with written(path) as writer:
+        with open_for_writing(path) as writer:
             writer.retire(self._still_gone(writer, found.gone, options.missing))
             is_removed = options.empty and self._is_file and not writer.catalogue().ids()
             if is_removed:  # while it is locked: whoever waits for it finds that it is gone
@@ -265,7 +265,7 @@ class PoolPlace(OpenPlace):
     def writing(self) -> Iterator[Pool]:
         """Open the pool for changing it; at the end give what nothing reaches back to the file
         system. Raises ``BusyError`` naming who writes it."""
-        with written(self.place.path) as writer:
+        with open_for_writing(self.place.path) as writer:
             yield writer
 
     def taken(self) -> int:
@@ -284,7 +284,7 @@ class PoolPlace(OpenPlace):
 
 
 @contextlib.contextmanager
-def written(path: str) -> Iterator[PoolWriter]:
+def open_for_writing(path: str) -> Iterator[PoolWriter]:
     """Open a pool file for writing; at the end give what nothing reaches back to the file system.
     Raises ``BusyError`` naming who writes it."""
     writer = WRITERS.open(path, timeout_s=WAIT_S, mapped=False)  # else holes would be filled

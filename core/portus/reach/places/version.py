@@ -15,7 +15,7 @@ from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.media.local import LocalFiles
 from portus.reach.pools.version_file import VersionFile, file_in, table_of
 from portus.reach.versions.file_bytes import FileBytes
-from portus.reach.versions.packed import FileTable
+from portus.reach.versions.file_table import FileTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class OpenVersion:
 
 
 @contextlib.contextmanager
-def opened_version(reader: PoolReader, entry: VersionEntry) -> Iterator[OpenVersion]:
+def open_version(reader: PoolReader, entry: VersionEntry) -> Iterator[OpenVersion]:
     """Yield a version that is pinned meanwhile. Raises ``CorruptionError``, ``MediumError``,
     ``StaleError``."""
     with reader.pinned(entry.info.id) as current:

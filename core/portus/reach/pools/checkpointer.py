@@ -16,16 +16,16 @@ from portus.engine.fence.fence import before_write
 from portus.engine.job.settings import Settings, SettingsDict
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restored import Restored
+from portus.engine.loading.restore_report import Restored
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join
 from portus.engine.paths.request import AccompaniedRequest
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.handle import SaveHandle
-from portus.engine.settings.keep import Keep, checked_metrics
+from portus.engine.settings.keep import Keep, check_metrics
 from portus.engine.settings.text import is_text
-from portus.engine.spec import VersionInfo, checked_step
+from portus.engine.spec import VersionInfo, check_step
 from portus.errors import UsageError
 from portus.reach.index.directory import has_pool
 from portus.reach.index.reader import PoolReader
@@ -49,7 +49,7 @@ class PoolCheckpointer(Checkpointer):
     constructor, which raises ``BusyError``, naming the holder. In a signal handler that interrupted
     a call of Portus nothing can be saved: ``save`` raises ``UsageError``."""
 
-    @calls.marked
+    @calls.mark
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,
@@ -107,7 +107,7 @@ class PoolCheckpointer(Checkpointer):
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         self._check_usable()
-        number, scored = checked_step(step), checked_metrics(metrics)
+        number, scored = check_step(step), check_metrics(metrics)
         request = _VersionRequest(
             step=number, metrics=scored, companions=self._companions, checkpointer=self
         )
@@ -163,7 +163,7 @@ class PoolCheckpointer(Checkpointer):
         found = self._pool.open().catalogue().models.get(self.model)
         return [entry.info for entry in found.versions] if found else []
 
-    @calls.marked
+    @calls.mark
     def _used(self, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]) -> Result:
         """What ``use`` gives for a step, or for the newest version that verifies."""
         self._check_usable()
@@ -171,7 +171,7 @@ class PoolCheckpointer(Checkpointer):
             self._saver.catch_up()
         if not self._is_there():
             raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
-        return view.used([self._pool.open()], self.model, step, use)
+        return view.use_version([self._pool.open()], self.model, step, use)
 
     # On the worker.
 

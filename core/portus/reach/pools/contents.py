@@ -116,8 +116,8 @@ def tensor_bytes(storages: Storages, spec: TensorSpec, near: str) -> Iterator[me
         start = spec.offset * size
         yield from storages.read(spec.storage, start, start + prod(spec.shape) * size)
         return
-    with _spilled(storages, spec.storage, near) as raw:
-        yield from _gathered(raw, spec, size)
+    with _spill(storages, spec.storage, near) as raw:
+        yield from _gather(raw, spec, size)
 
 
 def _is_contiguous(spec: TensorSpec) -> bool:
@@ -129,13 +129,13 @@ def _is_contiguous(spec: TensorSpec) -> bool:
     return True
 
 
-def _gathered(raw: Raw, spec: TensorSpec, size: int) -> Iterator[memoryview]:
+def _gather(raw: Raw, spec: TensorSpec, size: int) -> Iterator[memoryview]:
     dtype: np.dtype[Any] = _NUMERIC.get(spec.dtype, np.dtype(f"V{size}"))
     view: npt.NDArray[Any] = np.ndarray(
         spec.shape, dtype, raw.data, spec.offset * size, [step * size for step in spec.strides]
     )
     for block in _blocks(view, max(1, PIECE // size)):
-        yield _resolved(spec, np.ascontiguousarray(block)).reshape(-1).view(np.uint8).data
+        yield _resolve(spec, np.ascontiguousarray(block)).reshape(-1).view(np.uint8).data
 
 
 def _blocks(view: npt.NDArray[Any], count: int) -> Iterator[npt.NDArray[Any]]:
@@ -162,7 +162,7 @@ _NUMERIC: Final[dict[str, np.dtype[Any]]] = {
 """Dtypes for which torch has lazy bits, and numpy has arithmetic."""
 
 
-def _resolved(spec: TensorSpec, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _resolve(spec: TensorSpec, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if not (spec.conjugate or spec.negative):
         return block
     if spec.dtype not in _NUMERIC:
@@ -174,7 +174,7 @@ def _resolved(spec: TensorSpec, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @contextlib.contextmanager
-def _spilled(storages: Storages, storage: int, near: str) -> Iterator[Raw]:
+def _spill(storages: Storages, storage: int, near: str) -> Iterator[Raw]:
     """All bytes of a storage, to look at in any order: in a file without a name, so that they need
     not be in memory at once."""
     length = storages.length(storage)

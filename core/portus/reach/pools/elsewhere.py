@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from portus.engine.state.elsewhere import Elsewhere, replaced
+from portus.engine.state.elsewhere import Elsewhere, replace_elsewhere
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.place import Place
@@ -19,7 +19,9 @@ from portus.reach.pools.restore import load
 
 
 @contextlib.contextmanager
-def opened(place: Elsewhere, pool: str | os.PathLike[str] | None = None) -> Iterator[PoolReader]:
+def open_pool_of(
+    place: Elsewhere, pool: str | os.PathLike[str] | None = None
+) -> Iterator[PoolReader]:
     """The pool that an ``Elsewhere`` leads to, for reading; ``pool``: where it is now, if not where
     it was. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for what is no pool."""
     named = Place.named(place.pool if pool is None else pool, "the pool of tables")
@@ -69,12 +71,12 @@ def fill(state: object, *, pool: str | os.PathLike[str] | None = None) -> object
         def of(place: Elsewhere, path: str) -> torch.Tensor:
             key = place.pool, place.token
             if key not in read:
-                read[key] = marked(stack.enter_context(opened(place, pool)), place)
+                read[key] = marked_state(stack.enter_context(open_pool_of(place, pool)), place)
             return within(read[key], place)
 
-        return replaced(state, of)
+        return replace_elsewhere(state, of)
 
 
-def marked(pool: PoolReader, place: Elsewhere) -> object:
+def marked_state(pool: PoolReader, place: Elsewhere) -> object:
     """The state of a mark. Raises as ``fill``."""
     return load(pool, version_of(pool, place))

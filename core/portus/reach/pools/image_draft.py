@@ -22,8 +22,8 @@ from portus.engine.writer.image_file import FileDraft
 from portus.errors import AbandonedError, MediumError
 from portus.reach.files.host import HostDraft
 from portus.reach.format.reference import Reference
-from portus.reach.versions.packed import FileTable, encode_table
-from portus.reach.versions.parts import Before, shared
+from portus.reach.versions.file_table import FileTable, encode_table
+from portus.reach.versions.parts import Before, share
 from portus.reach.versions.pool_draft import PoolDraft
 
 _ADVICE: Final = (
@@ -83,7 +83,7 @@ class ImageDraft:
         make_room: Callable[[], bool],
         pointers: PointerFiles | None = None,
     ) -> None:
-        """draft: of a version of ``model`` whose lengths are ``packed_lengths`` of the images.
+        """draft: of a version of ``model`` whose lengths are ``lengths_of`` of the images.
         table: of their files. before: returns what may be shared, the newest version now."""
         self._draft: Final = draft
         self._model: Final = model
@@ -137,7 +137,7 @@ class ImageDraft:
         if not self._draft.share(known.version, indices, address, stop):
             return False
         rows, record = self._rows(indices), known.version.record
-        self._digests[rows] = shared(record, indices).digests
+        self._digests[rows] = share(record, indices).digests
         if known.crcs is None:
             self._crcs[rows] = sum_sources(Sources.in_memory(address, self._length[indices]))
         else:  # others had other lengths then, so these had other rows
@@ -193,7 +193,7 @@ class ImageDraft:
             first += len(image.length)
             begins, counts = self._first[own].tolist(), self._units[own].tolist()
             joined = [
-                crc.joined(units[begin : begin + count])
+                crc.join(units[begin : begin + count])
                 for begin, count in zip(begins, counts, strict=True)
             ]
             digests = self._digests[self._rows(own)]
@@ -210,7 +210,7 @@ class ImageDraft:
                     raise MediumError(error.errno, f"{error.strerror}; {_ADVICE}") from error
 
 
-def packed_lengths(images: Sequence[Image]) -> Column:
+def lengths_of(images: Sequence[Image]) -> Column:
     """The length of each storage of a version of the files of ``images``."""
     around = [image.size - int(image.length.sum()) for image in images]
     return np.concatenate([*(image.length for image in images), np.array(around, np.int64)])

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from portus.engine.spec import TensorSpec
-from portus.engine.state.walk import leaves, walked
+from portus.engine.state.walk import leaves, walk
 from portus.errors import CorruptionError
 from portus.reach.format.arrays import ArrayShape
 from portus.reach.format.items import Make, StoredArray, decode
 from portus.reach.formats.safetensors import DTYPES
-from portus.reach.pools.weights_only import unpickled
+from portus.reach.pools.weights_only import unpickle
 
 Leaf = tuple[str, object]
 """A value, behind its key path."""
@@ -45,8 +45,8 @@ def leaves_in(contents: bytes, lengths: Sequence[int]) -> list[Leaf]:
     if not is_pickle(contents):
         return leaves(shelf_items(contents, lengths))
     blank = [torch.UntypedStorage(length, device="meta") for length in lengths]
-    state = unpickled(contents, blank)
-    specs = {spec.name: spec for spec in walked(state, blank).tensors}
+    state = unpickle(contents, blank)
+    specs = {spec.name: spec for spec in walk(state, blank).tensors}
     return [(path, specs.get(path, value)) for path, value in leaves(state)]
 
 
@@ -59,7 +59,7 @@ def tensors_among(found: Iterable[Leaf]) -> tuple[TensorSpec, ...]:
     )
 
 
-def typed(path: str, array: StoredArray) -> TensorSpec | ArrayShape:
+def as_tensor(path: str, array: StoredArray) -> TensorSpec | ArrayShape:
     """An array whose dtype safetensors has too as a tensor; a tensor as it is."""
     shape = array.shape
     if shape is None:

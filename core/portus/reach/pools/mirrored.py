@@ -9,7 +9,7 @@ from portus.errors import CorruptionError, UsageError
 from portus.reach.mirror.address import EXPECTED, is_store
 from portus.reach.mirror.fetching import place_of
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.mirrors import Mirrors, meant
+from portus.reach.mirror.mirrors import Mirrors, resolve
 from portus.reach.mirror.objects import Added
 from portus.reach.pools import restore
 from portus.reach.pools.view import again
@@ -39,7 +39,7 @@ def load(url: str, names: Patterns = None) -> object:
             f"portus.load {url!r:.200}: {EXPECTED}, and the model behind it. portus.open reads a "
             "pool"
         )
-    found = meant(url, "portus.load")
+    found = resolve(url, "portus.load")
     with Mirrors(found.address) as mirrors:
         if not mirrors.has(found.model):
             raise UsageError(f"{mirrors.address}: there is no model {found.model!r}")

@@ -94,7 +94,7 @@ def load_text(text: str) -> object:
     from portus.reach.pools.restore import load  # it is heavy, and most programs load files
 
     reference = decode_text(text)
-    asked = _asked_of_torch(sys._getframe(1))
+    asked = _arguments_of_torch_load(sys._getframe(1))
     path = _path_of(asked.get("f"))
     if asked.get("mmap"):
         say_once(
@@ -180,7 +180,7 @@ def _use(
             if has_replica and failure is None:
                 continue  # both answered
             try:
-                with contextlib.closing(_opened(place, reference, has_replica)) as reader:
+                with contextlib.closing(_open(place, reference, has_replica)) as reader:
                     is_it = reader.superblock.uuid.hex() == reference.pool
                     was_found = was_found or is_it
                     for entry in reader.catalogue().entries() if is_it or is_allowed else ():
@@ -249,7 +249,7 @@ def _here(path: str) -> Place | None:
     return Place.named(path) if is_pool else None
 
 
-def _opened(place: Place, reference: Reference, has_replica: bool) -> PoolReader:
+def _open(place: Place, reference: Reference, has_replica: bool) -> PoolReader:
     """The pool at a place; of a host that is gone, that of its replica, which leads from then on.
     Raises what opening raises."""
     from portus.reach.files.home import open_place  # they are heavy
@@ -260,7 +260,7 @@ def _opened(place: Place, reference: Reference, has_replica: bool) -> PoolReader
     return open_place(place)
 
 
-def _asked_of_torch(frame: FrameType | None) -> dict[str, object]:
+def _arguments_of_torch_load(frame: FrameType | None) -> dict[str, object]:
     """What ``torch.load`` up the stack was called with; nothing if it was not called."""
     while frame is not None:
         name = frame.f_globals.get("__name__")

@@ -20,12 +20,12 @@ import torch
 from portus.engine.copying.local import check, fetch
 from portus.engine.copying.segments import Digests, Stop, memory
 from portus.engine.format.checksum import UNIT, unit_counts
-from portus.engine.loading.loaded import note_loaded
+from portus.engine.loading.any_format import load_opened
 from portus.engine.loading.open_file import OpenFile
-from portus.engine.loading.over import Rename, fetched, restore_over, view_of
+from portus.engine.loading.origin import note_loaded
+from portus.engine.loading.over import Rename, fetch_storages, restore_over, view_of
 from portus.engine.loading.patterns import Patterns, matcher, part_of
-from portus.engine.loading.recognized import load_opened
-from portus.engine.loading.restored import Restored
+from portus.engine.loading.restore_report import Restored
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec, VersionInfo
@@ -34,13 +34,13 @@ from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.format.arrays import array_over
 from portus.reach.format.items import StoredArray
 from portus.reach.index.in_place import InPlace
-from portus.reach.index.log import NOT_LOGGED, Logged, logged
+from portus.reach.index.log import NOT_LOGGED, Logged, read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.pools.leaves import is_pickle, leaves_in, shelf_items, tensors_among, typed
+from portus.reach.pools.leaves import as_tensor, is_pickle, leaves_in, shelf_items, tensors_among
 from portus.reach.pools.version_file import files_opened
-from portus.reach.pools.weights_only import unpickled
-from portus.reach.versions.parts import shared, sources
+from portus.reach.pools.weights_only import unpickle
+from portus.reach.versions.parts import share, sources
 
 _log: Final = logging.getLogger("portus")
 
@@ -71,7 +71,7 @@ class _Opened:
 
     @property
     def where(self) -> str:
-        return named(self.record.info)
+        return describe(self.record.info)
 
     @property
     def lengths(self) -> Column:
@@ -87,7 +87,7 @@ class _Opened:
             for _ in _units_in_place(self, index):
                 pass
         wanted = wanted[~placed]
-        group = shared(self.record, wanted)
+        group = share(self.record, wanted)
         lengths = self.lengths[wanted]
         nowhere = np.ones(len(wanted), np.int64)  # addresses are not looked at
         found = check(self.pool.medium, sources(nowhere, lengths, group.extents), Stop())
@@ -100,7 +100,7 @@ class _Opened:
                 memory(start, len(piece))[:] = piece
                 start += len(piece)
         wanted, address = wanted[~placed], address[~placed]
-        group = shared(self.record, wanted)
+        group = share(self.record, wanted)
         lengths = self.lengths[wanted]
         found = fetch(self.pool.medium, sources(address, lengths, group.extents), Stop())
         _compare(self, wanted, found, group.digests)
@@ -157,14 +157,14 @@ def load(
     """
     with files_opened(pool, entry, file) as files:
         if file is not None and not files:
-            raise CorruptionError(f"{named(entry.info)}: has no file {file!r}")
+            raise CorruptionError(f"{describe(entry.info)}: has no file {file!r}")
         if files:
             found = load_files(files, entry.info, names, verify=verify, **settings)
             return found if len(files) > 1 else next(iter(found.values()))
     keep = matcher(names)
     state = _load(pool, entry, keep, verify)
     if keep is not None:
-        keep.complain(named(entry.info))
+        keep.complain(describe(entry.info))
     note_loaded(entry.info)
     return state
 
@@ -178,10 +178,10 @@ def load_over(
         opened = _open(pool, current, True)
         given = np.array(sorted(there), np.int64)
         opened.check(given)
-        storages = fetched(opened, np.setdiff1d(_storages_of(opened, None), given))
+        storages = fetch_storages(opened, np.setdiff1d(_storages_of(opened, None), given))
         for index, storage in there.items():
             storages[index] = storage
-        return _assembled(opened, storages)
+        return _assemble(opened, storages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +197,11 @@ class Outline:
 
     def name(self, index: int) -> str:
         """What errors call a storage."""
-        return f"{named(self.record.info)}: {_names(self.tensors, index)}"
+        return f"{describe(self.record.info)}: {_names(self.tensors, index)}"
 
 
 @contextlib.contextmanager
-def outlined(
+def outline_version(
     pool: PoolReader,
     entry: VersionEntry,
     keep: Callable[[str], bool] | None = None,
@@ -229,7 +229,7 @@ def contents_of(
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
     return opened.tensors, [
-        (path, typed(path, value) if isinstance(value, StoredArray) else value)
+        (path, as_tensor(path, value) if isinstance(value, StoredArray) else value)
         for path, value in opened.leaves
     ]
 
@@ -272,13 +272,13 @@ def restore_into(
     with files_opened(pool, entry) as files:
         if len(files) > 1:
             raise UsageError(
-                f"{named(entry.info)} has several files, {sorted(files)!r:.200}, and is restored "
-                "by the framework that saved it"
+                f"{describe(entry.info)} has several files, {sorted(files)!r:.200}, and is "
+                "restored by the framework that saved it"
             )
         for file in files.values():
             missing, unexpected = restore_torch(
                 file,
-                named(entry.info),
+                describe(entry.info),
                 state,
                 strict=strict,
                 names=names,
@@ -311,7 +311,7 @@ def load_files(
     if weights_only is not None:
         settings["weights_only"] = weights_only
     found = {
-        name: load_opened(file, named(info), names, verify=verify, settings=dict(settings))
+        name: load_opened(file, describe(info), names, verify=verify, settings=dict(settings))
         for name, file in files.items()
     }
     note_loaded(info)
@@ -326,7 +326,7 @@ def _load(
 ) -> object:
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
-        state = _assembled(opened, fetched(opened, _storages_of(opened, keep)))
+        state = _assemble(opened, fetch_storages(opened, _storages_of(opened, keep)))
         return state if keep is None else part_of(state, keep)
 
 
@@ -347,7 +347,7 @@ class _Outlined:
         self.indices: Final = {each._cdata: index for index, each in enumerate(blank)}
         rest = np.array([index for index in range(len(blank)) if index not in plain], np.int64)
         opened.fetch_into(rest, np.array([blank[each].data_ptr() for each in rest], np.int64))
-        self.outline: Final = _assembled(opened, blank)
+        self.outline: Final = _assemble(opened, blank)
         self.walked: Final = Walked(
             tuple(spec for spec in opened.tensors if spec.storage in plain),
             blank,
@@ -362,7 +362,7 @@ class _Outlined:
         self._opened.fetch_into(wanted, address)
 
 
-def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None]) -> object:
+def _assemble(opened: _Opened, storages: Sequence[torch.UntypedStorage | None]) -> object:
     """The state over ``storages``; what has one that is None has no memory, and is not used."""
     lengths = opened.lengths.tolist()
     every = [
@@ -379,7 +379,7 @@ def _assembled(opened: _Opened, storages: Sequence[torch.UntypedStorage | None])
 
     with _naming(opened):
         if is_pickle(opened.contents):
-            return unpickled(opened.contents, every)
+            return unpickle(opened.contents, every)
         return shelf_items(opened.contents, lengths, make)
 
 
@@ -396,7 +396,7 @@ def _naming(opened: _Opened) -> Iterator[None]:
 
 def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
     record = pool.record(entry)
-    changed = logged(pool.medium, record)
+    changed = read_log(pool.medium, record)
     contents = changed.contents or pool.contents(record)
     in_place = InPlace(pool.medium, record, changed)
     return _Opened(pool, record, contents, verify, changed, in_place)
@@ -417,7 +417,7 @@ def _units_in_place(opened: _Opened, index: int) -> Iterator[memoryview]:
     try:
         yield from opened.in_place.units(index)
     except CorruptionError as error:
-        where = f"{named(opened.record.info)}: {_names(opened.tensors, index)}"
+        where = f"{describe(opened.record.info)}: {_names(opened.tensors, index)}"
         raise CorruptionError(f"{where}: {error}") from error
 
 
@@ -431,7 +431,7 @@ def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests)
     offset = int(bad[0] - (np.cumsum(units) - units)[position]) * UNIT
     index = int(wanted[position])
     raise CorruptionError(
-        f"{named(opened.record.info)}: {_names(opened.tensors, index)} is damaged within 16 MiB "
+        f"{describe(opened.record.info)}: {_names(opened.tensors, index)} is damaged within 16 MiB "
         f"from byte {offset} of its storage: expected digest {expected[bad[0]].tobytes().hex()}, "
         f"found {found[bad[0]].tobytes().hex()}"
     )
@@ -450,6 +450,6 @@ def _names(tensors: Sequence[TensorSpec], index: int) -> str:
     return " = ".join(spec.name for spec in tensors if spec.storage == index) or "an array"
 
 
-def named(info: VersionInfo) -> str:
+def describe(info: VersionInfo) -> str:
     """What errors call a version."""
     return f"model {info.model!r}, step {info.step} (version {info.id})"

@@ -39,11 +39,11 @@ from portus.reach.pools.image_draft import (
     CommittedImages,
     ImageDraft,
     PointerFiles,
-    packed_lengths,
+    lengths_of,
 )
 from portus.reach.pools.resolve import POOLS
 from portus.reach.pools.version_file import table_in
-from portus.reach.versions.packed import FileTable, PackedFile, decode_table
+from portus.reach.versions.file_table import FileTable, PackedFile, decode_table
 from portus.reach.versions.parts import Before
 
 _log: Final = logging.getLogger("portus")
@@ -100,7 +100,7 @@ class TrainingPool(Destination):
         """What the training is called in the pool, which is open."""
         return self._name if self._number == 1 else f"{self._name}~{self._number}"
 
-    @calls.marked
+    @calls.mark
     def open(self) -> Pool:
         """Open the pool, or make it, if it is not open. Raises ``UsageError``, ``BusyError``,
         ``MediumError``, ``CorruptionError``, ``TransportError``."""
@@ -161,7 +161,7 @@ class TrainingPool(Destination):
             snapshot,
             model=self.model,
             address=np.concatenate([snapshot.address, none]),
-            length=packed_lengths(images),
+            length=lengths_of(images),
             late=np.concatenate([snapshot.late, np.ones(count, np.bool_)]),
             steady=np.concatenate([snapshot.steady, np.zeros(count, np.bool_)]),
             owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),

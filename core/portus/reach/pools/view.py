@@ -11,9 +11,9 @@ from typing import Final, TypeVar
 from portus.engine.fence.fence import before_write
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restored import Restored
+from portus.engine.loading.restore_report import Restored
 from portus.engine.media import calls
-from portus.engine.spec import VersionInfo, checked_step
+from portus.engine.spec import VersionInfo, check_step
 from portus.errors import StaleError, TransportError, UsageError
 from portus.reach.files.home import open_place
 from portus.reach.index.directory import pools_at
@@ -32,10 +32,10 @@ Found = list[tuple[PoolReader, VersionEntry]]
 """Versions, newest last, each with the pool that it is in."""
 
 
-def chosen(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
+def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
     """The versions of a model, of one step or of any, in some pools: of each the oldest commit
     first. Raises ``UsageError`` if there is none."""
-    step = None if step is None else checked_step(step)
+    step = None if step is None else check_step(step)
     catalogues = [(pool, pool.catalogue()) for pool in pools]
     every: Found = [
         (pool, entry)
@@ -61,14 +61,14 @@ def again(load: Callable[[], Result]) -> Result:
     return load()
 
 
-def used(
+def use_version(
     pools: Iterable[PoolReader],
     model: str,
     step: int | None,
     use: Callable[[PoolReader, VersionEntry], Result],
 ) -> Result:
     """Return what ``use`` gives for a step of a model, or for the newest version that verifies."""
-    return again(lambda: restore.newest_first(chosen(pools, model, step), use))
+    return again(lambda: restore.newest_first(choose(pools, model, step), use))
 
 
 def _versions(pool: PoolReader, model: str | None) -> list[VersionInfo]:
@@ -123,7 +123,7 @@ class PoolView:
         newest one that does not verify is passed over with an error in the log.
         """
         use = partial(restore.load, names=names, weights_only=weights_only)
-        return used(self._pools_of(model), model, step, use)
+        return use_version(self._pools_of(model), model, step, use)
 
     @calls.entry
     def restore_into(
@@ -147,7 +147,7 @@ class PoolView:
             rename=rename,
             weights_only=weights_only,
         )
-        return used(self._pools_of(model), model, step, use)
+        return use_version(self._pools_of(model), model, step, use)
 
     def verify(self, info: VersionInfo, advanced: Callable[[int], None] | None = None) -> int:
         """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""

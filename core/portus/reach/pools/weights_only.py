@@ -44,19 +44,19 @@ def no_bytes() -> bytes:
     return b""
 
 
-def _reduced_array(array: np.ndarray[Any, Any]) -> Any:
+def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     data = array.tobytes("F" if fortran else "C")
     return array_of, (dtype_node(array.dtype), list(array.shape), fortran, data)
 
 
-def _reduced_scalar(scalar: np.generic) -> Any:
+def _reduce_scalar(scalar: np.generic) -> Any:
     return scalar_of, (dtype_node(scalar.dtype), scalar.tobytes())
 
 
 _REDUCERS: Final[Reducers] = {
-    np.ndarray: _reduced_array,
-    **{np.dtype(each).type: _reduced_scalar for each in "?bhilqBHILQefdgFDGSUVMm"},
+    np.ndarray: _reduce_array,
+    **{np.dtype(each).type: _reduce_scalar for each in "?bhilqBHILQefdgFDGSUVMm"},
 }
 
 _ALLOWED: Final[set[Any]] = {
@@ -88,7 +88,7 @@ def pickle_for_pool(state: object) -> PickledState:
         raise UsageError(f"{_place(state) or 'the state'}: {error}") from error
 
 
-def unpickled(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage]) -> Any:
+def unpickle(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage]) -> Any:
     """The state that was pickled; its tensors use the memory of ``storages``, in their order.
 
     Raises ``UsageError`` for what torch does not allow (``torch.serialization.add_safe_globals``),
@@ -134,7 +134,7 @@ class Loadable:
         if known and not _LONG.search(pickled.pickle):
             return
         try:
-            unpickled(pickled.pickle, pickled.storages)
+            unpickle(pickled.pickle, pickled.storages)
         except (UsageError, CorruptionError) as error:
             raise UsageError(f"{_place(state) or 'the state'}: {error}") from error
         self._known = names | (self._known or frozenset())
@@ -145,7 +145,7 @@ def _place(state: object) -> str:
     for path, value in leaves(state):
         try:
             alone = pickle_state(value, _REDUCERS)
-            unpickled(alone.pickle, alone.storages)
+            unpickle(alone.pickle, alone.storages)
         except (UsageError, CorruptionError):
             return path
     return ""

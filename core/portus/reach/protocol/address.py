@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Final
 
-from portus.errors import UsageError, masked
+from portus.errors import UsageError, mask
 from portus.reach.protocol.messages import TENANT_SIZE_MAX
 
 PORT: Final = 7117
@@ -87,31 +87,31 @@ def parse(text: str) -> Address:
     """The address that ``text`` says. Raises ``UsageError``."""
     scheme_text, _, rest = text.partition("://")
     if scheme_text not in {each.value for each in Scheme}:
-        raise UsageError(f"{_shown(text)}: {_EXPECTED}")
+        raise UsageError(f"{_printable(text)}: {_EXPECTED}")
     scheme = Scheme(scheme_text)
     who, at, place = rest.rpartition("@")
-    tenant = checked_tenant(who) if at else TENANT
+    tenant = check_tenant(who) if at else TENANT
     if scheme is Scheme.UNIX:
         if not place.startswith("/") or "\0" in place:
-            raise UsageError(f"{_shown(text)}: {_EXPECTED}")
+            raise UsageError(f"{_printable(text)}: {_EXPECTED}")
         return Address(scheme, tenant, path=place)
-    hosts = [_parsed(each, text) for each in place.removesuffix("/").split("+")]
+    hosts = [_parse(each, text) for each in place.removesuffix("/").split("+")]
     if len(hosts) > 2 or len(set(hosts)) != len(hosts):
         raise UsageError(
-            f"{_shown(text)}: expected a host and its replica, as portus://a:7117+b:7117"
+            f"{_printable(text)}: expected a host and its replica, as portus://a:7117+b:7117"
         )
     return Address(scheme, tenant, *hosts[0], second=hosts[1] if len(hosts) > 1 else None)
 
 
-def _shown(text: str) -> str:
-    return masked(text, is_address=True)
+def _printable(text: str) -> str:
+    return mask(text, is_address=True)
 
 
-def _parsed(place: str, text: str) -> tuple[str, int]:
+def _parse(place: str, text: str) -> tuple[str, int]:
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]@]+)(?::(\d{1,5}))?", place)
     port = int(found[2]) if found and found[2] else PORT
     if found is None or not 0 <= port < 1 << 16:
-        raise UsageError(f"{_shown(text)}: {_EXPECTED}")
+        raise UsageError(f"{_printable(text)}: {_EXPECTED}")
     return found[1].strip("[]"), port
 
 
@@ -124,7 +124,7 @@ def is_tenant(name: str) -> bool:
     return _TENANT.fullmatch(name) is not None and not name.startswith(".")
 
 
-def checked_tenant(name: str) -> str:
+def check_tenant(name: str) -> str:
     """``name``, if a tenant may be called so. Raises ``UsageError``."""
     if not is_tenant(name):
         shown = name.partition(":")[0] + (":***" if ":" in name else "")

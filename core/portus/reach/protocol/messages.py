@@ -4,7 +4,7 @@ Above each class: its number and name, in which states it is said and which one 
 of its body, the handler of a request, and the version that brought it. Number and name are never
 used again.
 
-Columns of numbers travel as bytes: little-endian int64, one after another (``packed_column``).
+Columns of numbers travel as bytes: little-endian int64, one after another (``pack_column``).
 Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
 the order given here.
 """
@@ -664,7 +664,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def packed_column(numbers: npt.ArrayLike) -> bytes:
+def pack_column(numbers: npt.ArrayLike) -> bytes:
     """Numbers for the wire."""
     return np.asarray(numbers, "<i8").tobytes()
 
@@ -696,7 +696,7 @@ def ranges(data: bytes, what: str) -> tuple[Column, Column]:
     return offsets, lengths
 
 
-def packed_handles(address: npt.ArrayLike, key: npt.ArrayLike) -> bytes:
+def pack_handles(address: npt.ArrayLike, key: npt.ArrayLike) -> bytes:
     """Handles for the wire, of regions with these addresses and keys."""
     return np.stack([np.asarray(address, "<i8"), np.asarray(key, "<i8")], axis=1).tobytes()
 

@@ -44,7 +44,7 @@ def await_files(
             seen = now
         elif now - seen > gone_s:
             raise AbandonedError(
-                f"{printable(directory)}: save given up: {listed(missing)} "
+                f"{printable(directory)}: save given up: {list_names(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not there, and nobody writes it: a "
                 "rank has ended, or could not save its part"
             )
@@ -74,13 +74,13 @@ def _names_in(directory: str) -> set[str]:
 def not_shared(directory: str, missing: Collection[str]) -> UsageError:
     """Return what to raise where files of other ranks are out of sight."""
     return UsageError(
-        f"{printable(directory)}: expected a directory that all ranks see, but {listed(missing)}, "
-        "which other ranks began to write, cannot be seen here. Save to a file system that all "
-        "nodes share"
+        f"{printable(directory)}: expected a directory that all ranks see, but "
+        f"{list_names(missing)}, which other ranks began to write, cannot be seen here. Save to "
+        "a file system that all nodes share"
     )
 
 
-def listed(names: Collection[str]) -> str:
+def list_names(names: Collection[str]) -> str:
     """Return names for a message: the first few, and how many more."""
     found = sorted(names)
     more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""

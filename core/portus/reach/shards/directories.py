@@ -35,7 +35,7 @@ _SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-00001-of-00001\.safetensors
 _DIGITS: Final = re.compile(r"\d+")
 
 
-def pickled_metadata(metadata: object) -> bytes:
+def pickle_metadata(metadata: object) -> bytes:
     """Return torch's metadata as torch pickles them, so that older versions of torch read them:
     2.15 notes the strides of a tensor too, which is one field more than 2.14 expects."""
     file = io.BytesIO()
@@ -60,7 +60,7 @@ def rank_file_name(rank: int, save: int) -> str:
     return f"__{rank}_{save}.distcp"
 
 
-def renumbered(name: str, save: int) -> str:
+def renumber(name: str, save: int) -> str:
     """Return the name of the file of the same rank as ``name`` in another save."""
     match = RANK_FILE.fullmatch(name)
     assert match is not None

@@ -27,7 +27,7 @@ from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.fence.fence import before_write
 from portus.engine.files.pending import PENDING
 from portus.engine.format.checksum import UNIT, unit_counts
-from portus.engine.image.stored import Read
+from portus.engine.image.stored_file import Read
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads
@@ -283,7 +283,7 @@ class _Loading:
                 stored.verify(part)
             file = io.BytesIO(part(0, row.length))
             whole = torch.load(file, map_location="cpu", weights_only=True)
-            target.copy_(_narrowed(whole, item, 0))
+            target.copy_(_narrow(whole, item, 0))
             self._planner.commit_tensor(item, target)
             return
         if len(stored.length) != 1:
@@ -339,7 +339,7 @@ class _Loading:
         def copy() -> None:
             found = buffer[inside : inside + count * each].view(block.dtype)
             shape = (count, *block.sizes[1:]) if block.sizes else ()
-            target.copy_(_narrowed(found.reshape(shape), item, first))
+            target.copy_(_narrow(found.reshape(shape), item, first))
             self._planner.commit_tensor(item, target)
 
         self._want(storage, begin, end, buffer.data_ptr(), copy)
@@ -407,7 +407,7 @@ def _is_whole(item: ReadItem, target: torch.Tensor, block: _Block) -> bool:
     )
 
 
-def _narrowed(tensor: torch.Tensor, item: ReadItem, first: int) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, item: ReadItem, first: int) -> torch.Tensor:
     """What an item wants of a shard, whose rows before ``first`` are not there."""
     for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(axis, start - first if axis == 0 else start, length)

@@ -22,7 +22,7 @@ from portus.reach.formats.safetensors import SUFFIX
 from portus.reach.shards.directories import (
     is_shard_of_portus,
     rank_file_name,
-    renumbered,
+    renumber,
     shard_file_name,
 )
 from portus.reach.shards.metadata_file import NAME
@@ -88,7 +88,7 @@ def _same_name(name: str, save: int) -> str:
     return name
 
 
-TORCH: Final = DirectoryLayout(rank_file_name, renumbered, RankContents, _keep)
+TORCH: Final = DirectoryLayout(rank_file_name, renumber, RankContents, _keep)
 SAFETENSORS: Final = DirectoryLayout(shard_file_name, _same_name, TensorShards, _remove_cut_off)
 
 LAYOUTS: Final = {"torch": TORCH, "safetensors": SAFETENSORS}

@@ -50,25 +50,25 @@ class RankContents:
         tensors = [each for each in self._saved if each.pickled is not None]
         self._tensors: Final = tensors
         self.storages: Final[Sequence[torch.UntypedStorage]] = [
-            storage for each in tensors for storage in _pickled(each).storages
+            storage for each in tensors for storage in _pickle(each).storages
         ]
         self._owner: Final = [
-            each.planned.index.fqn for each in tensors for _ in _pickled(each).storages
+            each.planned.index.fqn for each in tensors for _ in _pickle(each).storages
         ]
         self.owned: Final = frozenset(
             index
-            for index, each in enumerate(each for each in tensors for _ in _pickled(each).storages)
+            for index, each in enumerate(each for each in tensors for _ in _pickle(each).storages)
             if each.is_copy
         )
         self.lengths: Final[Column] = np.array(
             [storage.nbytes() for storage in self.storages], np.int64
         )
-        self.has_devices: Final = any(_pickled(each).has_devices for each in tensors)
+        self.has_devices: Final = any(_pickle(each).has_devices for each in tensors)
 
     def changes(self) -> Column:
         """See ``FileContents``."""
         return changes_of(
-            self.storages, [tensor for each in self._tensors for tensor in _pickled(each).tensors]
+            self.storages, [tensor for each in self._tensors for tensor in _pickle(each).tensors]
         )
 
     def image(self, path: str, note: bytes = b"") -> Image:
@@ -97,18 +97,18 @@ class RankContents:
         ]
 
 
-def _pickled(saved: _Saved) -> PickledState:
+def _pickle(saved: _Saved) -> PickledState:
     assert saved.pickled is not None
     return saved.pickled
 
 
-def resolved(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor | bytes]:
+def resolve_items(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor | bytes]:
     """Return what ``planner`` gives for items: tensors, and bytes of other values. Raises
     ``UsageError`` for what torch cannot save."""
-    return [_resolved(each, planner) for each in items]
+    return [_resolve(each, planner) for each in items]
 
 
-def _resolved(planned: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
+def _resolve(planned: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
     with _naming(planned):
         value = planner.resolve_data(planned)
     return value.getvalue() if isinstance(value, io.BytesIO) else value

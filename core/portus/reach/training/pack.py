@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from portus.engine.format.checksum import DIGEST_SIZE, digest
-from portus.engine.state.walk import walked
+from portus.engine.state.walk import walk
 from portus.errors import CorruptionError
-from portus.reach.pools.weights_only import Loadable, pickle_for_pool, unpickled
+from portus.reach.pools.weights_only import Loadable, pickle_for_pool, unpickle
 
 _HEAD: Final = struct.Struct("<QQ")
 
@@ -24,7 +24,7 @@ def pack(state: object) -> bytes:
     """``state`` as bytes; waits for devices. Raises ``UsageError`` for what torch cannot pickle, or
     would not load with ``weights_only``; plain arrays of numpy are allowed."""
     pickled = pickle_for_pool(state)
-    walked(state, pickled.storages).refuse_freed()
+    walk(state, pickled.storages).refuse_freed()
     Loadable().check(state, pickled)
     storages = [_bytes_of(storage) for storage in pickled.storages]
     lengths = np.array([len(storage) for storage in storages], "<u8").tobytes()
@@ -49,7 +49,7 @@ def unpack(data: bytes) -> object:
     for length in np.frombuffer(body, "<u8", count, _HEAD.size).tolist():
         storages.append(_storage_of(body[place : place + length]))
         place += length
-    return unpickled(pickled, storages)
+    return unpickle(pickled, storages)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from portus.engine.paths.face import returned
+from portus.engine.paths.face import handle_of
 from portus.engine.paths.process import saver
 from portus.engine.paths.request import OwnFormat
 from portus.engine.pipeline.handle import SaveHandle
@@ -44,4 +44,4 @@ def save_safetensors(
 
     Raises ``UsageError`` for what safetensors cannot hold, and as ``portus.save``.
     """
-    return returned(saver().save(Safetensors(tensors, metadata or {}), path), wait)
+    return handle_of(saver().save(Safetensors(tensors, metadata or {}), path), wait)

@@ -22,7 +22,7 @@ from portus.engine.files.pending import PENDING
 from portus.engine.image.image import bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
-from portus.engine.loading.loaded import note_loaded
+from portus.engine.loading.origin import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
@@ -95,7 +95,7 @@ class TrainingFiles:
         self._after: AfterCommit | None = None
         self._process = os.getpid()
 
-    @calls.marked
+    @calls.mark
     def fetch(self, name: str, place: str, checkpoints: str) -> None:
         """Fetch the files of the training ``name`` that the mirror has, if the settings name one
         and this machine lacks the newest. Blocks. place: the directory that notes and the journal
@@ -109,7 +109,7 @@ class TrainingFiles:
         if mirror is not None:
             mirror.fetch()
 
-    @calls.marked
+    @calls.mark
     def begin(
         self, name: str, place: str, checkpoints: str, resumed_step: int | None = None
     ) -> None:
@@ -136,7 +136,7 @@ class TrainingFiles:
         self._forget_parent()
         self._base = base
 
-    @calls.marked
+    @calls.mark
     def open(self) -> None:
         """Track from now on which optimizer steps what, so that the first save too is copied in the
         background."""
@@ -176,7 +176,7 @@ class TrainingFiles:
 
         return self._save_as(directory, directory, files, step, note, all_ready, fenced)
 
-    @calls.marked
+    @calls.mark
     def save_text(self, path: str, text: str, ready: Callable[[], None]) -> SaveHandle:
         """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
         as of ``save_directory``."""
@@ -185,13 +185,13 @@ class TrainingFiles:
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
         return saver.save_files([ToSave(path, lambda: contents)], request)
 
-    @calls.marked
+    @calls.mark
     def fence(self) -> None:
         """Block until no save in flight reads a tensor."""
         if self._is_open():
             self._opened()[0].fence()
 
-    @calls.marked
+    @calls.mark
     def _save_as(
         self,
         path: str,
@@ -240,7 +240,7 @@ class TrainingFiles:
                 after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
         return handle
 
-    @calls.marked
+    @calls.mark
     def remove(self, path: str) -> None:
         """Remove the file or the directory at ``path``, absolute, once the newest save that was
         asked for, or a later one, is committed; at once, if none is in flight."""
@@ -261,7 +261,7 @@ class TrainingFiles:
         except OSError as error:
             say_it_stays(path, error)
 
-    @calls.marked
+    @calls.mark
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises
         ``OSError`` where no link can be made at once."""
@@ -272,7 +272,7 @@ class TrainingFiles:
         if self._mirror is not None:
             self._mirror.linked(link)
 
-    @calls.marked
+    @calls.mark
     def is_there(self, path: str) -> bool:
         """Return whether there is, or will be, a file at ``path``."""
         return os.path.exists(path) if self._after is None else self._after.is_there(path)
@@ -299,13 +299,13 @@ class TrainingFiles:
             wait_for_drafts(where)
         recover_left(where)
 
-    @calls.marked
+    @calls.mark
     def wait(self) -> None:
         """Block until all saves are over. Raises what nobody heard of, as ``on_error`` says."""
         if self._is_open():
             self._opened()[0].wait()
 
-    @calls.marked
+    @calls.mark
     def close(self) -> None:
         """Finish what is in flight. May be used again. Raises as ``wait``."""
         if self._process != os.getpid():

@@ -94,10 +94,10 @@ def read_secret(path: str) -> bytes:
             secret = file.read(64 << 10).strip()
     except OSError as error:
         raise UsageError(f"{path}: the secret cannot be read: {error.strerror}") from error
-    return checked_secret(secret, path, mode)
+    return check_secret(secret, path, mode)
 
 
-def checked_secret(secret: bytes, path: str, mode: int) -> bytes:
+def check_secret(secret: bytes, path: str, mode: int) -> bytes:
     """``secret``, if it is long enough and its file is nobody else's. Raises ``UsageError``."""
     if mode & 0o077:
         raise UsageError(
@@ -119,9 +119,9 @@ def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[
     refuses.
     """
     try:
-        return _dialled(address, credentials, silence_s, VERSION)
+        return _dial(address, credentials, silence_s, VERSION)
     except _OlderError as older:
-        return _dialled(address, credentials, silence_s, older.version)
+        return _dial(address, credentials, silence_s, older.version)
 
 
 class _OlderError(UsageError):
@@ -132,7 +132,7 @@ class _OlderError(UsageError):
         self.version: Final = version
 
 
-def _dialled(
+def _dial(
     address: Address, credentials: Credentials, silence_s: float, version: int
 ) -> tuple[Link, Welcome]:
     with contextlib.ExitStack() as undo:
@@ -149,7 +149,7 @@ def _dialled(
         return link, welcome
 
 
-def raised(answer: Said) -> PortusError:
+def error_of(answer: Said) -> PortusError:
     """The error that a refusal stands for; for any other message, that it was not expected.
 
     Whoever listens there may refuse a greeting, and has proved nothing: what it says is made
@@ -182,10 +182,10 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
             f"it accept more connections? If it has --tls-cert, use {Scheme.TLS.value}://"
         ) from error
     if not isinstance(answer, Challenge):
-        spoken = _spoken(answer)
+        spoken = _version_of_refusal(answer)
         if spoken in VERSIONS and spoken < version:
             raise _OlderError(f"{address} speaks version {spoken}", spoken)
-        raise raised(answer)
+        raise error_of(answer)
     secret = credentials.secret
     if answer.secret and secret is None:
         raise UsageError(
@@ -196,7 +196,7 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
         proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
     welcome = link.ask(ProofGiven(proof), OPENING_S)
     if not isinstance(welcome, Welcome):
-        raise raised(welcome)
+        raise error_of(welcome)
     if secret is not None:
         expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
         if not equal(welcome.proof, expected):
@@ -204,7 +204,7 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
     return welcome
 
 
-def _spoken(answer: Said) -> int:
+def _version_of_refusal(answer: Said) -> int:
     """The one version that a host speaks which refuses ours; 0 if that is not what it says."""
     text = answer.text if isinstance(answer, Refused) else ""
     found = re.fullmatch(r"protocol version \d+: this host speaks (\d+); upgrade the older", text)

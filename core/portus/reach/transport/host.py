@@ -40,16 +40,16 @@ from portus.errors import (
 )
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Transport
-from portus.reach.protocol.messages import Said, Welcome, digest_rows, packed_column, packed_handles
+from portus.reach.protocol.messages import Said, Welcome, digest_rows, pack_column, pack_handles
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import (
     TRANSPORT_VARIABLE,
     Credentials,
     dial,
-    raised,
+    error_of,
     transport_wished,
 )
-from portus.reach.transport.regions import ClientLane, Parts, Regions, gathered
+from portus.reach.transport.regions import ClientLane, Parts, Regions, gather
 from portus.reach.transport.stream import InterruptedByError, Link, SilentError, take
 from portus.reach.transport.verbs import Domain, Endpoint, Region, port_for
 
@@ -240,7 +240,7 @@ class Links:
             if not link.connection.knows(message.kind):
                 name = message.kind.name
                 raise UsageError(f"{self.address}: the host is older and lacks {name}; upgrade it")
-            return _answered(link, message, silence_s or self.answer_s)
+            return _answer(link, message, silence_s or self.answer_s)
 
     def ask_for_work(self, link: Link, message: Said) -> Said:
         """The answer to what may take long: the host is waited for, ``WORK_S`` at most, as long as
@@ -278,9 +278,9 @@ class Links:
             domain = self.verbs.domain
         pair = domain.queue_pair()
         try:
-            answer = _answered(link, said.Connect(*pair.endpoint))
+            answer = _answer(link, said.Connect(*pair.endpoint))
             if not isinstance(answer, said.Connected):
-                raise raised(answer)
+                raise error_of(answer)
             pair.connect(Endpoint(*msgspec.structs.astuple(answer)), remote=True)
         except BaseException:
             pair.close()
@@ -413,7 +413,7 @@ class Links:
         """Raise ``TransportError`` if the second host knows nothing of the model: then the first
         one alone can tell what there is to go on from."""
         answer = (
-            _answered(link, said.List(self._log, ""))
+            _answer(link, said.List(self._log, ""))
             if link.connection.knows(said.List.kind)
             else None
         )
@@ -431,7 +431,7 @@ class Links:
             raise UsageError(f"{link.name}: the host is older and lacks durable=2; upgrade it")
         answer = link.ask(said.Settle(self._claim.model, bytes(16)), SILENCE_S)
         if not isinstance(answer, said.Done):
-            raise raised(answer)
+            raise error_of(answer)
 
     def _let_in(self, address: Address) -> tuple[Link, Welcome]:
         """A connection that is greeted. Who is refused may have an old secret: it is read again."""
@@ -450,7 +450,7 @@ class Links:
         if self._claim is None:
             return
         try:
-            _answered(link, self._claim, self._claim_s)
+            _answer(link, self._claim, self._claim_s)
         except SilentError as error:
             if self._claim_s is None:
                 raise
@@ -496,7 +496,7 @@ class HostMedium(ReadOnlyMedium):
     def _read(self, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
         with self._links.borrowed() as link:
             usual_s, link.silence_s = link.silence_s, self._links.answer_s
-            link.send(said.Read(packed_column([each for pair in ranges for each in pair])))
+            link.send(said.Read(pack_column([each for pair in ranges for each in pair])))
             with _no_refusal(link):
                 link.fill(target, None)
             _end_of_read(link)
@@ -524,14 +524,14 @@ class HostMedium(ReadOnlyMedium):
             lane = self._links.lane(link)
             if lane is not None:
                 try:
-                    digests = _pushed(link, lane, targets, stop)
+                    digests = _push(link, lane, targets, stop)
                 finally:
                     if link.connection.state is not Phase.READY:
                         self._links.revoke(link)
                 self._pins.check()
                 return digests
             pairs = [segments.offset, segments.length]
-            link.send(said.Read(_interleaved(*(column.tolist() for column in pairs))))
+            link.send(said.Read(_interleave(*(column.tolist() for column in pairs))))
             with _no_refusal(link):
                 take(link, segments, digests, stop)
             _end_of_read(link)
@@ -541,12 +541,12 @@ class HostMedium(ReadOnlyMedium):
     def check(self, sources: Sources, stop: Stop) -> Digests:
         """The host reads and hashes; nothing but digests travels."""
         self._pins.check()
-        ranges = _interleaved(sources.extent_offset.tolist(), sources.extent_length.tolist())
+        ranges = _interleave(sources.extent_offset.tolist(), sources.extent_length.tolist())
         with self._links.borrowed() as link, link.under(stop):
-            message = said.Check(packed_column(sources.length), ranges)
+            message = said.Check(pack_column(sources.length), ranges)
             answer = self._links.ask_for_work(link, message)
         if not isinstance(answer, said.Checked):
-            raise raised(answer)
+            raise error_of(answer)
         stop.add(sources.size)
         self._pins.check()
         return digest_rows(answer.digests, "checked")
@@ -632,7 +632,7 @@ class HostLocks:
                 raise TransportError(f"{self._links.address}: the connection broke; load again")
             self._link = self._links.borrow()
         try:
-            _answered(self._link, message)
+            _answer(self._link, message)
         finally:
             if self._link.closed:
                 self._links.revoke(self._link)
@@ -654,10 +654,10 @@ def patience_s(size: int) -> float:
     return SILENCE_S + size / _BYTES_S_MIN
 
 
-def _pushed(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests:
+def _push(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests:
     """Have the host write into ``targets``: the digests of what it sent, if that is what came."""
     here = targets.length > 0
-    is_small, offsets, size = gathered(targets.length, here, here)
+    is_small, offsets, size = gather(targets.length, here, here)
     address, key = targets.address.copy(), np.zeros(len(here), np.int64)
     regions: list[Region] = []
     try:
@@ -668,11 +668,11 @@ def _pushed(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Diges
             room = lane.room(size)
             address[is_small] = room.start + offsets[is_small]
             key[is_small] = room.remote_key
-        ranges = _interleaved(targets.extent_offset.tolist(), targets.extent_length.tolist())
+        ranges = _interleave(targets.extent_offset.tolist(), targets.extent_length.tolist())
         message = said.Push(
-            packed_column(targets.length), ranges, packed_handles(np.where(here, address, 0), key)
+            pack_column(targets.length), ranges, pack_handles(np.where(here, address, 0), key)
         )
-        answer = _answered(link, message, patience_s(targets.size))
+        answer = _answer(link, message, patience_s(targets.size))
     except BaseException:
         lane.close()
         raise
@@ -681,7 +681,7 @@ def _pushed(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Diges
             with contextlib.suppress(TransportError):
                 region.close()
     if not isinstance(answer, said.Pushed):
-        raise raised(answer)
+        raise error_of(answer)
     parts = Parts.of(targets, is_small, address)
     parts.scatter(stop)
     parts.hash_big(stop)
@@ -692,10 +692,10 @@ def _pushed(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Diges
     return parts.digests
 
 
-def _answered(link: Link, message: Said, silence_s: float | None = None) -> Said:
+def _answer(link: Link, message: Said, silence_s: float | None = None) -> Said:
     answer = link.ask(message, silence_s)
     if isinstance(answer, said.Refused):
-        raise raised(answer)
+        raise error_of(answer)
     return answer
 
 
@@ -704,7 +704,7 @@ def _no_refusal(link: Link) -> Iterator[None]:
     try:
         yield
     except InterruptedByError as interruption:
-        raise raised(interruption.message) from interruption
+        raise error_of(interruption.message) from interruption
 
 
 def _end_of_read(link: Link) -> None:
@@ -714,6 +714,6 @@ def _end_of_read(link: Link) -> None:
         raise TransportError(f"{link.name}: expected the end of a read, found {event}")
 
 
-def _interleaved(offsets: list[int], lengths: list[int]) -> bytes:
+def _interleave(offsets: list[int], lengths: list[int]) -> bytes:
     pairs = zip(offsets, lengths, strict=True)
-    return packed_column([each for pair in pairs for each in pair])
+    return pack_column([each for pair in pairs for each in pair])

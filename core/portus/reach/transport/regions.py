@@ -45,7 +45,7 @@ from portus.engine.copying.segments import (
 )
 from portus.errors import TransportError
 from portus.reach.transport.cuda import Driver, driver
-from portus.reach.transport.onesided import ALIGNMENT
+from portus.reach.transport.one_sided import ALIGNMENT
 from portus.reach.transport.verbs import Domain, QueuePair, Region, RegisterError
 
 _log: Final = logging.getLogger("portus")
@@ -267,7 +267,7 @@ class ClientLane:
         self._memory = None
 
 
-def gathered(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, int]:
+def gather(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, int]:
     """Return which storages are gathered, the offset of each (0 for the others), and bytes of all.
 
     here: those that have an address. first: those that come first, since they travel together.

@@ -524,7 +524,7 @@ def give(
     for batch in segments.batches(GATHER):
         stop.check()
         if _is_small(batch):
-            best_engine().move(batch, _laid_out(batch, scratch), digests, stop, crcs)
+            best_engine().move(batch, _lay_out(batch, scratch), digests, stop, crcs)
             link.send_payload(DATA, scratch.data[: batch.size], None)
             continue
         hasher = _Hasher(digests, crcs)
@@ -541,7 +541,7 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
         stop.check()
         if _is_small(batch):
             link.fill(scratch.data[: batch.size], None)
-            best_engine().move(_arrived(batch, scratch), batch.address, digests, stop)
+            best_engine().move(_as_laid(batch, scratch), batch.address, digests, stop)
             continue
         hasher = _Hasher(digests)
         for unit, address, _, length in _rows(batch):
@@ -558,7 +558,7 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
         if _is_small(batch) and batch.size <= len(scratch):
             link.fill(scratch.data[: batch.size], None)
             rows = np.unique(batch.row)
-            digests[rows] = copy(medium, batch.laid(_laid_out(batch, scratch)), Stop())
+            digests[rows] = copy(medium, batch.laid(_lay_out(batch, scratch)), Stop())
             continue
         hasher = _Hasher(digests)
         for unit, _, offset, length in _rows(batch):
@@ -643,16 +643,16 @@ def _is_small(batch: Segments) -> bool:
     return batch.size <= min(GATHER, _SMALL * len(batch))
 
 
-def _laid_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
+def _lay_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
     """Addresses for the segments, end to end in ``scratch``."""
     places: Column = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
     return places
 
 
-def _arrived(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
+def _as_laid(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
     """The same segments as they lie in ``scratch``, end to end."""
     return Segments(
-        address=_laid_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
+        address=_lay_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
     )
 
 

@@ -109,7 +109,7 @@ def ports() -> list[Port]:
 def load() -> Any:
     """pyverbs. Raises ``TransportError`` that says why not, and what to install."""
     try:
-        return _loaded()
+        return _load()
     except ImportError as error:
         raise TransportError(
             f"pyverbs cannot be imported ({error}): install python3-pyverbs (Debian, Ubuntu; for "
@@ -154,7 +154,9 @@ class Domain:
         with _as_transport_error(f"open the RDMA device {port.device}"):
             self._context: Final = self._verbs.Context(name=port.device)
             # One that was closed meanwhile may have given its number to ours.
-            self.descriptors: Final = (_descriptors() - before) or _descriptors() - _owned()
+            self.descriptors: Final = (
+                _descriptors() - before
+            ) or _descriptors() - _open_descriptors()
             self._domain: Final = self._verbs.PD(self._context)
             facts = self._context.query_device()
         self.serves: Final = min(READS_MAX, int(facts.max_qp_rd_atom))
@@ -355,7 +357,7 @@ def _leave_all() -> None:
         domain.leave()
 
 
-def _owned() -> set[int]:
+def _open_descriptors() -> set[int]:
     """The descriptors of all domains that are open."""
     return {number for domain in list(_ALL) for number in domain.descriptors}
 
@@ -365,7 +367,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @functools.cache
-def _loaded() -> SimpleNamespace:
+def _load() -> SimpleNamespace:
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:
@@ -411,7 +413,7 @@ def _loaded() -> SimpleNamespace:
 def _as_transport_error(what: str) -> Iterator[None]:
     try:
         yield
-    except _loaded().PyverbsError as error:
+    except _load().PyverbsError as error:
         number = int(getattr(error, "error_code", 0) or 0)
         why = os.strerror(number) if number else str(error)
         raise TransportError(f"cannot {what}: {why} (errno {number})") from error

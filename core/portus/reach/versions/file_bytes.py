@@ -15,8 +15,8 @@ from portus.errors import CorruptionError
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.versions.buffers import Rooms
-from portus.reach.versions.packed import PackedFile
-from portus.reach.versions.parts import shared, sources
+from portus.reach.versions.file_table import PackedFile
+from portus.reach.versions.parts import share, sources
 
 _KEPT: Final = 4
 """Units of what is around storages, for as many threads."""
@@ -44,7 +44,7 @@ class FileBytes:
         self._stop: Final = stop
         self.files: Final = files
         self.lengths: Final = record.storages["length"].astype(np.int64)
-        group = shared(record, np.arange(len(self.lengths)))
+        group = share(record, np.arange(len(self.lengths)))
         nowhere = np.zeros(len(self.lengths), np.int64)
         self._segments, _ = cut(sources(nowhere, self.lengths, group.extents))
         self.digests: Final = group.digests

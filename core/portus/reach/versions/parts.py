@@ -83,7 +83,7 @@ def sources(address: Column, length: Column, extents: Rows) -> Sources:
     )
 
 
-def shared(record: VersionRecord, indices: Column) -> StorageRows:
+def share(record: VersionRecord, indices: Column) -> StorageRows:
     """The storages ``indices`` as a committed version holds them."""
     rows = record.storages[indices]
     counts = rows["extents"].astype(np.int64)

@@ -19,7 +19,7 @@ ALIGNED_SIZE: Final = 16 * PAGE
 _ALIGNMENT: Final = 64
 
 
-def packed(lengths: Column) -> tuple[Column, int]:
+def pack(lengths: Column) -> tuple[Column, int]:
     """Offsets at which storages of ``lengths`` lie side by side, and the room they take, in bytes.
 
     Big ones first, each on pages of its own; the small ones after them, 64-aligned.
@@ -33,7 +33,7 @@ def packed(lengths: Column) -> tuple[Column, int]:
     return offsets, int(ends[-1]) if len(ends) else 0
 
 
-def placed(offsets: Column, lengths: Column, room: list[Extent]) -> tuple[Rows, Column]:
+def place(offsets: Column, lengths: Column, room: list[Extent]) -> tuple[Rows, Column]:
     """Extent rows of storages at ``offsets`` of the reserved ``room`` (its extents end to end),
     and how many rows each storage has."""
     starts = np.cumsum([0] + [extent.length for extent in room])

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.engine.copying.local import copy, same_bytes, stored
+from portus.engine.copying.local import copy, read_stored, same_bytes
 from portus.engine.copying.segments import Crcs, Digests, Source, Sources, Stop
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
@@ -27,10 +27,10 @@ from portus.reach.versions.parts import (
     offsets_in,
     part,
     rows_of,
-    shared,
+    share,
     sources,
 )
-from portus.reach.versions.placement import packed, placed
+from portus.reach.versions.placement import pack, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ class PoolDraft:
     def reserve(self, indices: Column, address: Column) -> Reserved:
         """Room for storages, which is to be filled, and noted then. Blocks while the pool grows."""
         lengths = self._lengths[indices]
-        offsets, size = packed(lengths)
+        offsets, size = pack(lengths)
         room = self._writer.reserve(size)
         self._held.append(room)
         self._copied += room
-        extents, counts = placed(offsets, lengths, room)
+        extents, counts = place(offsets, lengths, room)
         return Reserved(indices, sources(address, lengths, extents), extents, counts)
 
     def note(self, reserved: Reserved, digests: Digests) -> None:
@@ -140,7 +140,7 @@ class PoolDraft:
         self, record: VersionRecord, indices: Column, same: Callable[[StorageRows], bool]
     ) -> bool:
         """Hold what ``record`` has for these storages, and reach it if ``same`` then says so."""
-        group = shared(record, indices)
+        group = share(record, indices)
         self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
         if record.info.id not in self._writer.catalogue().ids():
             return False  # retired just before it was held
@@ -150,7 +150,7 @@ class PoolDraft:
         return True
 
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
-        return stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
+        return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         assert before is None or isinstance(before, Before), "a pool shares with its own versions"

@@ -418,7 +418,7 @@ def test_the_last_fence_leaves_torch_as_it_was() -> None:
     assert names_of_guarded() == before
     assert "resize_" not in vars(torch.UntypedStorage), "inherited again"
     assert "resize_" not in vars(torch.Tensor), "inherited again"
-    assert writers.known_optimizers() == []
+    assert writers.live_optimizers() == []
 
 
 def test_a_patch_of_somebody_else_is_left_to_them(
@@ -492,7 +492,7 @@ def test_a_compiled_step_waits_too(fence: Fence, model: nn.Sequential) -> None:
         compiled()
         assert save.waits == 1
         assert save.torn == set()
-    assert optimizer in writers.known_optimizers()
+    assert optimizer in writers.live_optimizers()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -548,5 +548,5 @@ def test_optimizers_that_die_are_forgotten(fence: Fence, model: nn.Sequential) -
     for _ in range(10):
         step(torch.optim.SGD(model.parameters(), lr=0.1), lambda: loss_of(model), in_closure=True)
     gc.collect()
-    assert writers.known_optimizers() == []
+    assert writers.live_optimizers() == []
     assert writers._known == {}

@@ -15,7 +15,7 @@ from torch import nn
 
 from portus.engine.fence import writers
 from portus.engine.fence.fence import Fence
-from portus.engine.fence.writers import Stability, classify, known_optimizers
+from portus.engine.fence.writers import Stability, classify, live_optimizers
 from tests.moments import Lines
 from tests.unit.client.late_copy import FENCE_S_MAX, played, torn_in
 from tests.unit.client.scenarios import (
@@ -124,13 +124,13 @@ def test_no_torch_optimizer_writes_before_its_closure_returned(
     gradient = torch.ones(3, 3)
 
     def closure() -> float:
-        seen.append([tensor.clone() for tensor in writers._written_by(optimizer)])
+        seen.append([tensor.clone() for tensor in writers._tensors_written_by(optimizer)])
         parameter.grad = gradient.to_sparse() if name == "sparse-adam" else gradient.clone()
         return 1.0
 
     for _ in range(3):
         seen: list[list[torch.Tensor]] = []
-        before = [tensor.clone() for tensor in writers._written_by(optimizer)]
+        before = [tensor.clone() for tensor in writers._tensors_written_by(optimizer)]
         optimizer.step(closure)
         assert all(map(torch.equal, seen[0], before))
         assert not torch.equal(parameter, before[0])
@@ -172,7 +172,7 @@ def test_nothing_is_stable_while_no_fence_is_open() -> None:
 def test_an_optimizer_that_died_keeps_nothing_stable(fence: Fence) -> None:
     model = perceptron()
     optimizer = adamw(model)
-    assert optimizer in known_optimizers()
+    assert optimizer in live_optimizers()
     del optimizer
     gc.collect()
     assert stability(*model.parameters()) == [VOLATILE] * 4
@@ -365,7 +365,7 @@ def test_a_sharpness_aware_wrapper_never_stepped_is_found(fence: Fence) -> None:
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrapper = SharpnessAware(base)
     step(base, lambda: loss_of(model), in_closure=False)
-    assert known_optimizers() == [base]
+    assert live_optimizers() == [base]
     assert stability(*model.parameters()) == [VOLATILE] * 4
     assert wrapper.base is base
 
@@ -377,7 +377,7 @@ def test_an_optimizer_with_writers_of_its_own_is_barred_from_its_first_step(fenc
     other = ScheduleFree(model.parameters(), lr=0.1)
     step(other, lambda: loss_of(model), in_closure=False)
     assert stability(*model.parameters()) == [VOLATILE] * 4
-    assert optimizer in known_optimizers()
+    assert optimizer in live_optimizers()
 
 
 # Cost.
@@ -392,7 +392,9 @@ def test_classifying_costs_a_few_lines_a_storage_however_many_there_are(fence: F
         for parameter in parameters:
             parameter.grad = torch.ones(8)
         optimizer.step()
-        all_storages = [tensor.untyped_storage() for tensor in writers._written_by(optimizer)]
+        all_storages = [
+            tensor.untyped_storage() for tensor in writers._tensors_written_by(optimizer)
+        ]
         assert len(all_storages) == storages
         classify(all_storages)  # what is known of an optimizer is found once
         with Lines() as ran:

@@ -42,7 +42,7 @@ from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport import stream
 from portus.reach.transport.regions import ClientLane, Regions
 from portus.reach.transport.stream import Link
-from portus.reach.versions.parts import shared, sources
+from portus.reach.versions.parts import share, sources
 from tests.contents import tabled
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
@@ -726,7 +726,7 @@ def test_what_is_read_under_a_lost_pin_is_not_handed_out(server: Server, link: L
 
 
 def verify_extents(pool: HostPool, record: VersionRecord) -> None:
-    group = shared(record, np.arange(len(record.storages)))
+    group = share(record, np.arange(len(record.storages)))
     lengths = record.storages["length"].astype(np.int64)
     nowhere = np.ones(len(lengths), np.int64)
     found = hashes(pool.medium, sources(nowhere, lengths, group.extents), Stop())

@@ -21,7 +21,7 @@ import torch
 import portus
 from portus.companions.job.journal import SIZE_MAX, Journal
 from portus.companions.journal.account import Account, account
-from portus.companions.journal.lines import Decided, Head, Saved, encoded
+from portus.companions.journal.lines import Decided, Head, Saved, encode
 from portus.engine.fence import fence
 from portus.engine.media.file_system import FileSystemTraits, file_system_of
 from portus.engine.pipeline import observers
@@ -175,7 +175,7 @@ def test_a_journal_of_a_newer_format_is_left_as_it_is(
 ) -> None:
     folder(tmp_path).mkdir(parents=True)
     path = folder(tmp_path) / "run.lines"
-    data = encoded(Head(format=2, model="run")) + b"what comes then\n"
+    data = encode(Head(format=2, model="run")) + b"what comes then\n"
     path.write_bytes(data)
     training = Training(tmp_path)
     training.go(6)
@@ -196,7 +196,7 @@ def test_a_torn_end_and_damage_cost_no_line_behind_them(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-20])
     found = read(str(path))
     assert found.damaged == 1
-    assert path.read_bytes().split(b"\n").count(encoded(Head(format=1, model="run")).strip()) == 2
+    assert path.read_bytes().split(b"\n").count(encode(Head(format=1, model="run")).strip()) == 2
     assert len({each.session for each in found.lines}) == 2
 
 
@@ -335,7 +335,7 @@ def test_a_journal_stays_small(tmp_path: Path, run: Training) -> None:
     }
 
     data = b"".join(
-        encoded(msgspec.structs.replace(line, number=n, steps=n, step=n)) for n in range(4, 3400)
+        encode(msgspec.structs.replace(line, number=n, steps=n, step=n)) for n in range(4, 3400)
     )
     with open(path, "ab") as file:
         file.write(data)

@@ -118,7 +118,7 @@ def test_what_is_shared_as_it_was_or_not_at_all_costs_no_reading(
     def unexpected(*_: object) -> tuple[str, str] | None:
         raise AssertionError("values were read to be compared")
 
-    monkeypatch.setattr(overlap, "_tried", unexpected)
+    monkeypatch.setattr(overlap, "_try_pair", unexpected)
     saved.restore_into(into)
     assert all(torch.equal(into[name], value) for name, value in state.items())
 

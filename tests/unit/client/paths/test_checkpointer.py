@@ -22,7 +22,7 @@ import portus
 from portus.engine.copying.local import fetch
 from portus.engine.loading import stored_bytes
 from portus.engine.loading.checkpoint_file import load_file
-from portus.engine.paths import numbered, process
+from portus.engine.paths import directory_checkpointer, process
 from portus.engine.paths.saver import FileSaver
 from portus.engine.writer.image_file import ImageFile
 from portus.reach.media.file import PlainFile
@@ -582,7 +582,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_passed_over(
             os.remove(path)
         return load_file(path, *arguments, **settings)
 
-    monkeypatch.setattr(numbered, "load_file", removed_first)
+    monkeypatch.setattr(directory_checkpointer, "load_file", removed_first)
     assert portus.Checkpointer("run").load()["step"] == 1
 
 

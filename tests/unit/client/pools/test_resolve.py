@@ -21,7 +21,7 @@ import portus
 from portus.engine.loading.checkpoint_file import (
     has_digests,
     load_file,
-    outlined,
+    outline,
     read_note,
     restore_file,
     verify_file,
@@ -109,13 +109,13 @@ def forget() -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places that are opened, in order."""
     seen: list[str] = []
-    open_place = resolve._opened
+    open_place = resolve._open
 
     def watched(place: portus.Place, *others: Any) -> Any:
         seen.append(place.path)
         return open_place(place, *others)
 
-    monkeypatch.setattr(resolve, "_opened", watched)
+    monkeypatch.setattr(resolve, "_open", watched)
     return seen
 
 
@@ -411,7 +411,7 @@ def test_a_pointer_that_is_replaced_while_it_is_followed_is_read_again(
 ) -> None:
     """The save that replaces it removes the version that it led to."""
     path = run.save("last.ckpt", 1)
-    open_place = resolve._opened
+    open_place = resolve._open
     saved = 1
 
     def replace_and_open(place: portus.Place, *others: Any) -> Any:
@@ -421,7 +421,7 @@ def test_a_pointer_that_is_replaced_while_it_is_followed_is_read_again(
             run.save("last.ckpt", saved)
         return open_place(place, *others)
 
-    monkeypatch.setattr(resolve, "_opened", replace_and_open)
+    monkeypatch.setattr(resolve, "_open", replace_and_open)
     assert torch.load(path)["step"] == 3
     saved = 1
     assert load_file(path)["step"] == 3
@@ -593,7 +593,7 @@ def test_all_that_reads_a_file_follows_a_pointer(run: Run) -> None:
     paced: list[int] = []
     assert verify_file(path, paced.append) == verify_file(path)
     assert sum(paced) >= state(3)["w"].nbytes
-    assert len(outlined(path).length) == 2
+    assert len(outline(path).length) == 2
     target = state(0)
     assert restore_file(path, target) == ((), ())
     assert_same(target, state(3))

@@ -17,7 +17,7 @@ from portus.engine.loading import over
 from portus.engine.loading.over import Rename
 from portus.engine.loading.overlap import overlapping
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restored import Restored
+from portus.engine.loading.restore_report import Restored
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.reader import PoolReader

@@ -15,7 +15,7 @@ import torch
 
 from portus.engine.state.pickling import pickle_state
 from portus.errors import CorruptionError, UsageError
-from portus.reach.pools.weights_only import Loadable, pickle_for_pool, unpickled
+from portus.reach.pools.weights_only import Loadable, pickle_for_pool, unpickle
 from tests.unit.client.same import assert_same
 
 
@@ -49,7 +49,7 @@ def state() -> dict[str, Any]:
 
 def test_values_come_back_equal_in_value_and_type() -> None:
     found = pickle_for_pool(state())
-    back = unpickled(found.pickle, [each.clone() for each in found.storages])
+    back = unpickle(found.pickle, [each.clone() for each in found.storages])
     wanted = state()
     assert torch.equal(back.pop("sparse").to_dense(), wanted.pop("sparse").to_dense())
     assert_same(back, wanted)
@@ -58,7 +58,7 @@ def test_values_come_back_equal_in_value_and_type() -> None:
 
 def test_tensors_are_over_the_memory_that_was_given() -> None:
     found = pickle_for_pool(state())
-    back = unpickled(found.pickle, found.storages)
+    back = unpickle(found.pickle, found.storages)
     addresses = [each.data_ptr() for each in found.storages]
     assert back["model"]["weight"].data_ptr() in addresses
 
@@ -74,7 +74,7 @@ class Called:
 def test_nothing_is_called_because_a_pickle_says_so(tmp_path: Path) -> None:
     made = pickle.dumps({"a": Called(tmp_path / "made")}, 2)
     with pytest.raises(UsageError, match="weights_only"):
-        unpickled(made, [])
+        unpickle(made, [])
     assert not (tmp_path / "made").exists()
 
 
@@ -85,13 +85,13 @@ def test_any_bytes_are_an_error_or_a_state(seed: int) -> None:
         for _ in range(source.randrange(1, 4)):
             data[source.randrange(len(data))] = source.randrange(256)
         try:
-            unpickled(bytes(data), [each.clone() for each in found.storages])
+            unpickle(bytes(data), [each.clone() for each in found.storages])
         except (CorruptionError, UsageError, MemoryError):
             continue
     with pytest.raises((CorruptionError, UsageError)):
-        unpickled(b"", [])
+        unpickle(b"", [])
     with pytest.raises(CorruptionError, match="no storage 0"):
-        unpickled(pickle_state(torch.ones(1)).pickle, [])
+        unpickle(pickle_state(torch.ones(1)).pickle, [])
 
 
 def test_what_could_not_be_loaded_again_is_named_when_it_first_comes() -> None:
@@ -115,7 +115,7 @@ def test_no_array_holds_objects(tmp_path: Path) -> None:
         pickle_for_pool({"a": {"b": np.array([None, "x"], dtype=object)}})
     for data in (hostile(np.dtype("O"), tmp_path), hostile(np.dtype("f8"), tmp_path)):
         with pytest.raises(UsageError, match="weights_only"):
-            unpickled(data, [])
+            unpickle(data, [])
 
 
 def hostile(dtype: np.dtype[Any], root: Path) -> bytes:
@@ -126,7 +126,7 @@ def hostile(dtype: np.dtype[Any], root: Path) -> bytes:
 def test_what_a_program_allows_torch_stays_allowed() -> None:
     def loads() -> bool:
         try:
-            unpickled(pickle_state(Path("a")).pickle, [])
+            unpickle(pickle_state(Path("a")).pickle, [])
         except UsageError:
             return False
         return True

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import portus
 import portus.dcp
 from portus.dcp import PortusStorageWriter
-from portus.reach.shards.planned import look
+from portus.reach.shards.plans import look
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

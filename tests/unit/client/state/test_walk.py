@@ -13,7 +13,7 @@ import torch
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.spec import TensorKind
 from portus.engine.state.elsewhere import Elsewhere
-from portus.engine.state.walk import DTYPES, leaves, walked
+from portus.engine.state.walk import DTYPES, leaves, walk
 from portus.errors import UsageError
 
 Point = namedtuple("Point", ["x", "y"])
@@ -88,7 +88,7 @@ def test_plain_tensors_are_described_and_others_are_leaves() -> None:
         "sparse": sparse,
     }
     first = torch.zeros(1).untyped_storage()
-    found = walked(state, [first])
+    found = walk(state, [first])
     view, parameter, buffer, lazy, meta = found.tensors
     assert (view.shape, view.strides, view.offset, view.storage) == ((2, 2), (1, 2), 1, 1)
     assert (parameter.kind, parameter.storage, parameter.requires_grad) == (

@@ -13,8 +13,8 @@ import safetensors
 import safetensors.torch
 import torch
 
+from portus.engine.loading.any_format import is_whole
 from portus.engine.loading.checkpoint_file import has_digests, verify_file
-from portus.engine.loading.recognized import is_whole
 from portus.engine.paths import process
 from portus.engine.paths.face import load, save
 from portus.engine.writer.image_file import ImageFile

@@ -19,7 +19,7 @@ from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import JoinedStorages
 from portus.errors import AbandonedError
 from portus.reach.index.place import Place
-from portus.reach.pools.image_draft import packed_lengths
+from portus.reach.pools.image_draft import lengths_of
 from portus.reach.training.training_files import TrainingFiles
 from tests.moments import at
 from tests.unit.conftest import SMALL_BYTES, Mount
@@ -69,7 +69,7 @@ def test_a_link_waits_for_a_save_that_goes_on_behind_ctrl_c(tmp_path: Path) -> N
     [
         (JoinedStorages.describer, False),
         (Save.__init__, False),
-        (packed_lengths, True),
+        (lengths_of, True),
         (Save.__init__, True),
     ],
 )

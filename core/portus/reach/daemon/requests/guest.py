@@ -13,7 +13,7 @@ from portus.reach.daemon.fabric import HostLane
 from portus.reach.daemon.house import House
 from portus.reach.daemon.pools import Hosted
 from portus.reach.index.records import VersionEntry
-from portus.reach.transport.onesided import Moved, Remote
+from portus.reach.transport.one_sided import Moved, Remote
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import WorkError
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from portus.errors import StaleError
 from portus.reach.daemon.requests.guest import Guest
-from portus.reach.mirror.names import checked_name
+from portus.reach.mirror.names import check_name
 from portus.reach.mirror.store import MissingError
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said
@@ -21,7 +21,7 @@ class ObjectRequests:
 
     def _put(self, message: said.Put) -> Said:
         self._guest.hosted.refuse()
-        name = checked_name(message.name, self._guest.hosted.tenant)
+        name = check_name(message.name, self._guest.hosted.tenant)
         made = self._guest.hosted.replica.put(name, message.data, fresh=message.fresh)
         self._guest.counters.add("object_bytes", len(message.data) if made else 0)
         return said.Placed(made)
@@ -43,13 +43,13 @@ class ObjectRequests:
         some = list(itertools.islice(found, said.LISTED_MAX))
         return said.Listed(
             [each.name for each in some],
-            said.packed_column([each.size for each in some]),
-            said.packed_column([int(each.modified * 1e6) for each in some]),
+            said.pack_column([each.size for each in some]),
+            said.pack_column([int(each.modified * 1e6) for each in some]),
         )
 
     def _delete(self, message: said.Delete) -> Said:
         self._guest.hosted.refuse()
         for name in message.names:
-            checked_name(name, self._guest.hosted.tenant)
+            check_name(name, self._guest.hosted.tenant)
         self._guest.hosted.objects.delete(message.names)
         return said.Done()

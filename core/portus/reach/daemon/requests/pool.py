@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from portus.errors import PortusError
-from portus.reach.daemon.pools import free_bytes, hole_bytes, taken_bytes
+from portus.reach.daemon.pools import free_bytes, hole_bytes, used_bytes
 from portus.reach.daemon.requests.guest import Guest
 from portus.reach.index.directory import note_failure
 from portus.reach.protocol import messages as said
@@ -52,5 +52,5 @@ class PoolRequests:
 
     def _status(self, message: said.Status) -> Said:
         hosted, size = self._guest.hosted, self._guest.writer.medium.size
-        free, holes, taken = free_bytes(hosted), hole_bytes(hosted), taken_bytes(hosted)
+        free, holes, taken = free_bytes(hosted), hole_bytes(hosted), used_bytes(hosted)
         return said.Standing(size, free, hosted.saves, holes, taken)

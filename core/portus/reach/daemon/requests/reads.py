@@ -14,7 +14,7 @@ from portus.errors import UsageError
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, ranges
-from portus.reach.transport.onesided import Remote
+from portus.reach.transport.one_sided import Remote
 from portus.reach.transport.stream import give_from
 
 PINS_MAX: Final = said.IDS_MAX

@@ -22,7 +22,7 @@ from portus.engine.copying.local import check
 from portus.engine.copying.segments import Column, Digests, Sources, cut
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
-from portus.engine.settings.keep import checked_metrics
+from portus.engine.settings.keep import check_metrics
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.daemon import regions
 from portus.reach.daemon.house import refusal_of
@@ -32,10 +32,10 @@ from portus.reach.format.layout import HEADER
 from portus.reach.index.records import Pointer, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles
-from portus.reach.transport.onesided import Remote
+from portus.reach.transport.one_sided import Remote
 from portus.reach.transport.stream import InterruptedByError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
-from portus.reach.versions.packed import decode_table
+from portus.reach.versions.file_table import decode_table
 from portus.reach.versions.parts import StorageRows, sources
 from portus.reach.versions.pool_draft import PoolDraft
 
@@ -331,7 +331,7 @@ class SaveRequests:
         return said.Committed(encode_version(record))
 
     def _metrics(self, message: said.Metrics) -> Said:
-        self._drafted().metrics = checked_metrics(message.metrics)
+        self._drafted().metrics = check_metrics(message.metrics)
         return said.Done()
 
     def _known(self, draft: _Draft, message: said.Confirm) -> Pointer | None:

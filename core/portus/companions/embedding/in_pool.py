@@ -44,11 +44,11 @@ from portus.reach.index.in_place import (
     cell_digests,
     cell_size,
     cells_of,
-    changed_sum,
     encode_sums,
     unit_sum,
+    update_sum,
 )
-from portus.reach.index.log import Bunch, LogWriter, entry_size, logged, pending
+from portus.reach.index.log import Bunch, LogWriter, entry_size, pending, read_log
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage, VersionLog, VersionRecord
 from portus.reach.media.pool import Extents
@@ -61,7 +61,7 @@ _FREE_SHARE: Final = 2
 @dataclass(slots=True, eq=False)
 class TensorLocation:
     """Where a tensor with rows is in the pool. ``row``, ``cell``: bytes of each. ``sums``: digests
-    of its units, as they were committed last; empty before the first commit. ``logged``: cells
+    of its units, as they were committed last; empty before the first commit. ``read_log``: cells
     whose bytes are in undo entries of this batch, in order; ``old``: the digests that these had.
     """
 
@@ -265,7 +265,7 @@ class PlacedStore(TableStore):
         first, ends = np.unique(unit, return_index=True)
         bounds = [*ends.tolist(), len(unit)]
         for rank, low, high in zip(first.tolist(), bounds, bounds[1:], strict=False):
-            sums[rank] = changed_sum(sums[rank], place.old[low:high], new[low:high])
+            sums[rank] = update_sum(sums[rank], place.old[low:high], new[low:high])
         return sums
 
     def _all_sums(self, place: TensorLocation) -> list[int]:
@@ -397,7 +397,7 @@ class PlacedStore(TableStore):
         record = self._record
         assert record is not None, "a moment of nothing"
         assert record.log is not None
-        there = InPlace(self.pool.medium, record, logged(self.pool.medium, record))
+        there = InPlace(self.pool.medium, record, read_log(self.pool.medium, record))
         length = record.storages["length"].astype(np.int64)
         address, alive = np.zeros(len(length), np.int64), list[Bytes]()
         for index in range(len(length)):
@@ -475,7 +475,7 @@ class PlacedStore(TableStore):
                 )
             )
             log.append([], b"", record.info.commit)  # only now: they are put back
-        there = InPlace(medium, record, logged(medium, record))
+        there = InPlace(medium, record, read_log(medium, record))
         rows = self._row_bytes(record)
         for each in record.log.in_place:
             [extent] = record.storage_extents(each.storage)

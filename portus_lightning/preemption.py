@@ -242,10 +242,10 @@ def _save_last(callback: Any, trainer: Any) -> None:
 def _cut_off(progress: dict[str, Any]) -> dict[str, Any]:
     """Return a validation's progress with none of its batches done, and the first one begun."""
     done = progress["total"]["completed"] - progress["current"]["completed"]
-    return {**progress, "is_last_batch": False, "total": _begun(done), "current": _begun(0)}
+    return {**progress, "is_last_batch": False, "total": _positions(done), "current": _positions(0)}
 
 
-def _begun(done: int) -> dict[str, int]:
+def _positions(done: int) -> dict[str, int]:
     return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
 
 

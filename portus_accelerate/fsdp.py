@@ -57,7 +57,7 @@ def saving(
             return stock(state_dict, **named)
         return None
 
-    with _replaced("save", save):
+    with _replacing("save", save):
         yield handles
 
 
@@ -76,12 +76,12 @@ def verifying() -> Iterator[None]:
         more = {key: named[key] for key in ("planner", "process_group") if key in named}
         load(state_dict, path, **more)
 
-    with _replaced("load", verified):
+    with _replacing("load", verified):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replacing(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Inside, torch's function ``name`` is ``function``."""
     of_torch = _of_torch()
     stock = getattr(of_torch, name)

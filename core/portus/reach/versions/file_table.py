@@ -117,8 +117,8 @@ def encode_table(table: FileTable) -> bytes:
     files = [
         {
             "name": each.name,
-            "offset": _encoded(each.offset),
-            "length": _encoded(each.length),
+            "offset": _encode(each.offset),
+            "length": _encode(each.length),
             "size": each.size,
         }
         for each in table.files
@@ -139,8 +139,8 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
             PackedFile(
                 str(each["name"]),
                 int(each["size"]),
-                _decoded(each["offset"]),
-                _decoded(each["length"]),
+                _decode(each["offset"]),
+                _decode(each["length"]),
             )
             for each in said[_KEY]
         ]
@@ -164,10 +164,10 @@ def _check(file: PackedFile) -> None:
         raise ValueError(f"{file.name}: its storages overlap")
 
 
-def _encoded(column: Column) -> str:
+def _encode(column: Column) -> str:
     return base64.b64encode(column.astype("<i8").tobytes()).decode()
 
 
-def _decoded(text: str) -> Column:
+def _decode(text: str) -> Column:
     column: Column = np.frombuffer(base64.b64decode(text, validate=True), "<i8").astype(np.int64)
     return column

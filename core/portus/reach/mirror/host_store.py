@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from portus.errors import StaleError, TransportError, UsageError
-from portus.reach.mirror.names import checked_name, checked_prefix, short, writable_bytes
+from portus.reach.mirror.names import check_name, check_prefix, short, writable_bytes
 from portus.reach.mirror.store import ListedObject, MissingError
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import ProtocolError, Said, column
-from portus.reach.transport.dial import Credentials, raised
+from portus.reach.transport.dial import Credentials, error_of
 from portus.reach.transport.host import Links
 from portus.reach.transport.stream import Link
 
@@ -65,12 +65,12 @@ class HostStore:
         target[:] = data
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
-        checked_prefix(prefix, self._address)
+        check_prefix(prefix, self._address)
         below, last = self._prefix + prefix, self._prefix + after if after else ""
         while True:  # ends: each answer begins after the last name, and there is an end of them
             answer = self._ask(said.List(below, last))
             if not isinstance(answer, said.Listed):
-                raise raised(answer)
+                raise error_of(answer)
             if not answer.names:
                 return
             sizes, modified = column(answer.sizes, "sizes"), column(answer.modified, "modified")
@@ -105,7 +105,7 @@ class HostStore:
             )
         answer = self._ask(said.Put(self._named(name), fresh, data))
         if not isinstance(answer, said.Placed):
-            raise raised(answer)
+            raise error_of(answer)
         return answer.made
 
     def _got(self, name: str, start: int, length: int) -> bytes:
@@ -114,11 +114,11 @@ class HostStore:
         except StaleError as error:
             raise MissingError(f"{self._address}: there is no {name}") from error
         if not isinstance(answer, said.Object):
-            raise raised(answer)
+            raise error_of(answer)
         return answer.data
 
     def _named(self, name: str) -> str:
-        return self._prefix + checked_name(name, self._address)
+        return self._prefix + check_name(name, self._address)
 
     def _ask(self, message: Said) -> Said:
         links = self._connected()
@@ -131,7 +131,7 @@ class HostStore:
             with self._using(link):
                 answer = link.ask(message, self._answer_s)
         if isinstance(answer, said.Refused):
-            raise raised(answer)
+            raise error_of(answer)
         return answer
 
     @contextlib.contextmanager

@@ -16,10 +16,10 @@ from portus.engine.fence.fence import before_write
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings, SettingsDict
 from portus.engine.loading.checkpoint_file import load_file, restore_file
-from portus.engine.loading.loaded import note_loaded
+from portus.engine.loading.origin import note_loaded
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restored import Restored
+from portus.engine.loading.restore_report import Restored
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join, recover_left
@@ -29,7 +29,7 @@ from portus.engine.paths.step_files import StepFiles
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.run import Save
-from portus.engine.settings.keep import Keep, checked_metrics
+from portus.engine.settings.keep import Keep, check_metrics
 from portus.engine.spec import VersionInfo
 from portus.errors import (
     CorruptionError,
@@ -55,7 +55,7 @@ class DirectoryCheckpointer(Checkpointer):
     """See ``Checkpointer``. Several in one directory, in one process or more, do not disturb each
     other, but each removes what its own ``keep`` lets go of."""
 
-    @calls.marked
+    @calls.mark
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,
@@ -95,7 +95,7 @@ class DirectoryCheckpointer(Checkpointer):
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         self._check_usable()
-        path, scored, number = self._files.path_of(step), checked_metrics(metrics), int(step)
+        path, scored, number = self._files.path_of(step), check_metrics(metrics), int(step)
         for each in self._companions:
             each.begin()
         is_new = make_directory(self.path)

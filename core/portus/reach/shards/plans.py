@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from portus.companions.job.exchange import UNPLANNED, Word, exchanged, standing
+from portus.companions.job.exchange import UNPLANNED, Word, exchange, standing
 from portus.engine.state.walk import PLAIN, PLAIN_TENSORS
 from portus.errors import PortusError, UsageError
 
@@ -85,7 +85,7 @@ def values_of(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def agreed(
+def agree(
     planned: Planned | None,
     state: dict[str, Any],
     planner: SavePlanner,
@@ -109,7 +109,7 @@ def agreed(
     except BaseException as problem:
         error = problem
     known = planned.id if planned is not None and taken is not None else UNPLANNED
-    said = exchanged(replace(word, planning=known, error=_in_short(error)), ranks)
+    said = exchange(replace(word, planning=known, error=_in_short(error)), ranks)
     if error is not None or said.errors:
         raise error or said.errors[0]
     if said.id is None or taken is None:
@@ -133,7 +133,7 @@ def _as_planned(
     found = look(state) if planned.signs is not None else None
     if found is not None and found.signs == planned.signs:
         with torch.no_grad():  # or a view of it is made
-            return [_shown(found.values[place]) for place in planned.places]
+            return [_live(found.values[place]) for place in planned.places]
     if not _plans_alike(planned, state, planner):
         return None
     return _values(planned.final, planner)
@@ -187,17 +187,17 @@ def _is_leaf(values: list[Any]) -> bool:
     )
 
 
-def _shown(value: Any) -> Any:
+def _live(value: Any) -> Any:
     """The live shard, or the object itself."""
     if isinstance(value, DTensor):
         value = value.to_local()
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def collected(plan: SavePlan, planner: SavePlanner) -> Parts:
+def collect_parts(plan: SavePlan, planner: SavePlanner) -> Parts:
     """What a plan says to save: live shards, and objects themselves, not the pickles that torch
     would make of them. Raises ``UsageError``."""
-    return keyed(_values(plan, planner))
+    return by_key(_values(plan, planner))
 
 
 def _values(plan: SavePlan, planner: SavePlanner) -> list[Any]:
@@ -215,7 +215,7 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
     return tensor.detach()
 
 
-def keyed(values: list[Any]) -> Parts:
+def by_key(values: list[Any]) -> Parts:
     """Return ``values`` by the keys that items of a part have."""
     return {f"i{number}": value for number, value in enumerate(values)}
 
@@ -223,9 +223,9 @@ def keyed(values: list[Any]) -> Parts:
 __all__ = [
     "Parts",
     "Planned",
-    "agreed",
-    "collected",
-    "keyed",
+    "agree",
+    "by_key",
+    "collect_parts",
     "look",
     "values_of",
 ]

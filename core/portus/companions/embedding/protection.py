@@ -24,10 +24,10 @@ from portus.companions.embedding.capture import Moments
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.early import EarlyLookups, check_early
 from portus.companions.embedding.hooks import Hooks
-from portus.companions.embedding.mapped import Mapped, persistent
+from portus.companions.embedding.in_pool import PlacedStore
+from portus.companions.embedding.mapping import Mapped, persistent
 from portus.companions.embedding.marks import Marks
 from portus.companions.embedding.others import OtherStates
-from portus.companions.embedding.placed import PlacedStore
 from portus.companions.embedding.resume import Resumed, forget_locals, resume
 from portus.companions.embedding.store import TableStore
 from portus.companions.embedding.tables import Table, tables_of
@@ -164,7 +164,7 @@ class Protected:
             tables = tables_of(model, optimizers, in_place=in_place)
             self._training: Final = ProtectedTraining(model, optimizers, tables, pool)
             self._store: Final = (PlacedStore if in_place else TableStore)(pool, log_bytes)
-            self._mapped: Final = _mapped(self._store, tables)
+            self._mapped: Final = _mapping_of(self._store, tables)
             if self._mapped is not None and self._store.newest is None:
                 self._mapped.adopt()
             moments = Moments(self._training, self._mapped, extra=extra, every=every)
@@ -299,7 +299,7 @@ def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
         raise
 
 
-def _mapped(store: TableStore, tables: Sequence[Table]) -> Mapped | None:
+def _mapping_of(store: TableStore, tables: Sequence[Table]) -> Mapped | None:
     return Mapped(store, tables) if isinstance(store, PlacedStore) else None
 
 

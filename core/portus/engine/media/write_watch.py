@@ -96,7 +96,7 @@ def pages_of(address: Column, length: Column) -> list[Run]:
     return list(zip(start[first].tolist(), end[last].tolist(), strict=True))
 
 
-def exposed(address: Column, length: Column) -> Flags:
+def exposure(address: Column, length: Column) -> Flags:
     """Return a mask of the memory that other processes may have too, by a shared mapping, and may
     write at any moment. None of it where the system does not say. Address 0: there is none."""
     # The kernel is asked, not torch: ``is_shared()`` does not know of memory that numpy or mmap
@@ -104,19 +104,19 @@ def exposed(address: Column, length: Column) -> Flags:
     there = address[address > 0]
     if not len(there):
         return np.zeros(len(address), np.bool_)
-    shared = _shared(int(there.min()), int((address + length).max()))
+    shared = _shared_runs(int(there.min()), int((address + length).max()))
     runs = np.array(shared, np.uint64).reshape(-1, 2)
     low = np.minimum(runs, np.iinfo(np.int64).max).astype(np.int64)
     return meet(low, address, address + length)
 
 
-def _shared(start: int, end: int) -> list[Run]:
+def _shared_runs(start: int, end: int) -> list[Run]:
     """All of it that has bytes from ``start`` to before ``end``. The text has a line for each
     mapping, hundreds with torch, so it is the last resort: a millisecond, in each save."""
     try:
         with open(_MAPS, "rb", buffering=0) as maps:
             with contextlib.suppress(OSError):
-                return linux.shared_maps(maps.fileno(), start, end)
+                return linux.shared_mappings(maps.fileno(), start, end)
             found = [(int(low, 16), int(high, 16)) for low, high in _SHARED.findall(maps.read())]
             return [(low, high) for low, high in found if low < end and start < high]
     except OSError:
@@ -151,7 +151,7 @@ class _Kernel:
     def __init__(self) -> None:
         """Raises ``OSError``."""
         self.busy: Final = threading.Lock()
-        with process.unforked():
+        with process.no_fork():
             self._watch = linux.open_write_watch()
             process.leave_in_child(self)
         self._pagemap: Final = process.Descriptor("/proc/self/pagemap", os.O_RDONLY)
@@ -174,7 +174,7 @@ class _Kernel:
 
     def written(self, run: Run) -> list[Run]:
         """Return the runs of pages in ``run`` that were written since they were protected."""
-        return linux.written_pages(self._pagemap.number, *_span(run))
+        return linux.dirty_pages(self._pagemap.number, *_span(run))
 
     def leave(self) -> None:
         """Close the watch in a forked child, where its descriptor is about the parent's memory."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Final, Literal
 
-from portus.companions.cadence.steps import rounded_up, share
+from portus.companions.cadence.steps import round_up, share
 from portus.engine.settings.numbers import is_number, not_negative, over_zero
 from portus.errors import UsageError
 
@@ -122,8 +122,8 @@ def overhead(costs: Costs, steps: int) -> float:
 def shortest(costs: Costs, max_overhead: float) -> tuple[int, Reason]:
     """The shortest interval in which saves end in turn and within the bound, and which of the two
     makes it that long."""
-    in_turn = rounded_up((costs.save_s - costs.stall_s) / costs.step_s)
-    in_bound = rounded_up(costs.cost_s / (max_overhead * costs.step_s))
+    in_turn = round_up((costs.save_s - costs.stall_s) / costs.step_s)
+    in_bound = round_up(costs.cost_s / (max_overhead * costs.step_s))
     return (in_bound, "bound") if in_bound >= in_turn else (in_turn, "turn")
 
 
@@ -217,7 +217,7 @@ class Tuner:
         """The interval from here on. While nothing is measured, as if a save cost one step. Raises
         as ``decide`` does."""
         if self._costs is None:
-            steps = rounded_up(1 / self.rule.max_overhead)
+            steps = round_up(1 / self.rule.max_overhead)
             if self.rule.steps_max is not None:
                 steps = min(steps, self.rule.steps_max)
             return Decision(steps=steps, reason="first", rule=self.rule)

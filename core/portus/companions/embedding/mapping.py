@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.companions.embedding.placed import PlacedStore, RowsThere, TensorLocation
+from portus.companions.embedding.in_pool import PlacedStore, RowsThere, TensorLocation
 from portus.companions.embedding.tables import Table
 from portus.engine.copying.segments import memory
 from portus.engine.format.checksum import DIGEST_SIZE

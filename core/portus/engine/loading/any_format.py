@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from portus.engine.extensions import IS_POINTER_GOOD, OTHER_FORMAT, SHARD_OF, extension
 from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
-from portus.engine.image.stored import Read, StoredFile
+from portus.engine.image.stored_file import Read, StoredFile
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import OpenFile, reads
@@ -49,10 +49,10 @@ def load_opened(
 def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | None = None) -> int:
     """Verify an open file; see ``verify_file``. where: its path, for messages."""
     shard = _shard_of(reads(file), file.size, where)
-    found = None if shard else outlined_in(reads(file), file.size, printable(where))
+    found = None if shard else outline_file(reads(file), file.size, printable(where))
     if pace is not None:
         _drop_cached(file)
-    read = reads(file) if pace is None else _paced(reads(file), pace)
+    read = reads(file) if pace is None else _pace(reads(file), pace)
     if shard is not None:
         shard.verify(read)
     elif found is not None and (pace is not None or found.digests is None):
@@ -125,7 +125,7 @@ def _format_of(read: Read, name: str) -> FileFormat:
     return found or _TORCH
 
 
-def outlined_in(read: Read, size: int, name: str) -> StoredFile:
+def outline_file(read: Read, size: int, name: str) -> StoredFile:
     """Return where everything is in the file that ``read`` reads; see ``outlined``."""
     return _format_of(read, name).outline(read, size, name)
 
@@ -136,7 +136,7 @@ def _drop_cached(file: OpenFile) -> None:
             os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _paced(read: Read, pace: Callable[[int], object]) -> Read:
+def _pace(read: Read, pace: Callable[[int], object]) -> Read:
     def paced(offset: int, length: int) -> bytes:
         data = read(offset, length)
         pace(len(data))
