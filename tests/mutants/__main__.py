@@ -26,11 +26,28 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 TESTS: Final[dict[str, tuple[str, ...]]] = {
+    "engine/copying": ("tests/unit/copying",),
+    "engine/directory": (
+        "tests/unit/directory",
+        "tests/unit/client/paths/test_several_files.py",
+        "tests/crash/test_publish.py",
+        "tests/faults/test_paths.py",
+    ),
+    "engine/fence": ("tests/unit/client/fence", "tests/property/test_audit.py"),
+    "engine/files": ("tests/unit/client/files",),
     "engine/format": (
         "tests/unit/format",
         "tests/unit/index/test_log.py",
         "tests/golden/test_golden.py",
     ),
+    "engine/image": ("tests/unit/image", "tests/unit/client/loading"),
+    "engine/loading": ("tests/unit/client/loading", "tests/unit/client/test_flips.py"),
+    "engine/media": ("tests/unit/media", "tests/contract/test_media.py"),
+    "engine/paths": ("tests/unit/client/paths", "tests/unit/client/test_checkpointer.py"),
+    "engine/pipeline": ("tests/unit/pipeline", "tests/property/test_audit.py"),
+    "engine/settings": ("tests/unit/settings",),
+    "engine/state": ("tests/unit/client/state", "tests/unit/client/loading"),
+    "engine/writer": ("tests/unit/writer", "tests/unit/client/paths/test_disks.py"),
     "reach/format": (
         "tests/unit/format",
         "tests/unit/index/test_log.py",
@@ -42,7 +59,6 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         "tests/unit/client/job/test_journal.py",
         "tests/unit/embedding/test_placed.py",
     ),
-    "engine/pipeline": ("tests/unit/pipeline", "tests/property/test_audit.py"),
     "reach/protocol": ("tests/unit/protocol", "tests/golden/test_protocol.py"),
 }
 """The tests that have to kill the mutants of a package."""
@@ -68,9 +84,6 @@ EQUIVALENT: Final[dict[str, str]] = {
     "index/check_reach.py: rows = [np.array([(r.offset, r.length, r.commit) for r in listed], "
     "np.int64).reshape(-1, 3)] -> rows = [np.array([(r.offset, r.length, r.commit) for r in "
     "listed], np.int64).reshape(~1, 3)]": "numpy takes any number below 0",
-    "index/groups.py: return [each.id for each in ordered[place + 1 :] if each.id not in staying] "
-    "-> return [each.id for each in ordered[place + 0 :] if each.id not in staying]": "that one is "
-    "the oldest of the newest groups, which stay",
 }
 """Survivors that mean the same: "package/module.py: old -> new", and why."""
 
