@@ -216,6 +216,28 @@ def test_no_class_is_called_a_manager() -> None:
     assert [name for name in names if re.search("Manager|Utils?$", name)] == []
 
 
+def test_no_function_of_a_module_and_no_module_is_called_by_a_participle() -> None:
+    """ "checked", "held_in": neither a verb nor a noun. "hidden_name" is a noun."""
+    found = []
+    for path in package_files():
+        names = [node.name for node in parsed(path).body if isinstance(node, ast.FunctionDef)]
+        found += [f"{path}: {name}" for name in [*names, path.stem] if _is_participle(name)]
+    assert found == []
+
+
+_IRREGULAR = """asked begun built chosen done drawn driven found given gone held hidden hung kept
+    known laid led left lost made meant met said seen sent shown spoken taken told written"""
+_PREPOSITIONS = "as at before behind below beyond by for from in of on out over to up"
+
+
+def _is_participle(name: str) -> bool:
+    first, *others = name.strip("_").split("_")
+    is_regular = first.endswith("ed") and first not in ("deepspeed", "embed", "seed", "shed")
+    return (is_regular or first in _IRREGULAR.split()) and (
+        not others or others[0] in _PREPOSITIONS.split()
+    )
+
+
 def test_a_docstring_begins_with_what_is_returned_or_done() -> None:
     """It is read in an editor, far from the name."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -23,7 +23,7 @@ from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, FileObject
 from portus.reach.pools import restore
-from portus.reach.pools.mirrored import load_version
+from portus.reach.pools.from_mirror import load_version
 from portus.reach.versions.file_table import PackedFile
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.model_store import ModelStore

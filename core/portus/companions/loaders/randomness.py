@@ -22,7 +22,7 @@ RANDOMNESS_BYTES: Final = 16384
 """Bytes for one process: the same for all, so that ranks can gather them as one tensor."""
 
 SEED_BYTES: Final = 56
-"""Bytes that ``seeded_at`` takes."""
+"""Bytes that ``seed_inside`` takes."""
 
 _FIELD: Final = struct.Struct("<BI")
 _PYTHON: Final = struct.Struct("<625I?d")
@@ -62,7 +62,7 @@ def restore_randomness(state: torch.Tensor, device: torch.device) -> None:
 
 
 @contextmanager
-def seeded_at(seed: bytes) -> Iterator[None]:
+def seed_inside(seed: bytes) -> Iterator[None]:
     """Inside, the generators of the CPU have begun at ``seed``; after it they stand where they did.
 
     seed: SEED_BYTES. Each generator has bytes of its own: Python's and numpy's are the same

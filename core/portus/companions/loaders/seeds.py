@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from portus.companions.loaders.randomness import SEED_BYTES, seeded_at
+from portus.companions.loaders.randomness import SEED_BYTES, seed_inside
 from portus.errors import UsageError
 
 T = TypeVar("T", covariant=True)
@@ -81,7 +81,7 @@ class SeededDataset(Dataset[T]):
         )
 
     def __getitem__(self, index: Any) -> T:
-        with seeded_at(self._seed_of(index)):
+        with seed_inside(self._seed_of(index)):
             return self.dataset[index]
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from portus.engine.files import order
 from portus.engine.files.pending import PENDING
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.request import NewFile
-from portus.engine.paths.shared import new_publisher
+from portus.engine.paths.shared_writer import new_publisher
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.spec import VersionInfo
 from portus.engine.writer.image_file import ImageFile

@@ -45,7 +45,7 @@ from portus.engine.paths.request import (
     name_of,
     targets_of,
 )
-from portus.engine.paths.shared import SharedWriter
+from portus.engine.paths.shared_writer import SharedWriter
 from portus.engine.pipeline import observers
 from portus.engine.pipeline.audit import Audit, Auditor, Late
 from portus.engine.pipeline.draft import CommittedVersion, Draft

@@ -32,7 +32,7 @@ from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.paths.request import make_directory
-from portus.engine.paths.shared import new_publisher
+from portus.engine.paths.shared_writer import new_publisher
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
 from portus.errors import (

@@ -21,7 +21,7 @@ from portus.engine.paths import process
 from portus.engine.paths.face import load
 from portus.engine.paths.process import saver
 from portus.engine.paths.request import SaveRequest, ToSave
-from portus.engine.paths.shared import recover
+from portus.engine.paths.shared_writer import recover
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.state.pickling import pickle_state
 from portus.engine.writer.image_file import ImageFile

@@ -19,7 +19,7 @@ import torch
 import portus
 from portus.engine.directory.system import Linux
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.shared import is_worth_restoring
+from portus.engine.paths.shared_writer import is_worth_restoring
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.house import ClientTimeouts
