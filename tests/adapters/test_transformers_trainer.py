@@ -408,7 +408,7 @@ accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
 args = SimpleNamespace(output_dir=f"{sys.argv[1]}/{rank}", world_size=2, process_index=rank)
 saver = Saver(accelerator, settings.Settings(journal=False))
-found = trainer._chosen(SimpleNamespace(args=args), saver, True)
+found = trainer._choose(SimpleNamespace(args=args), saver, True)
 open(f"{sys.argv[1]}/{rank}.txt", "w").write(str(found))
 accelerator.end_training()
 """

@@ -133,8 +133,8 @@ def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:
 def test_a_host_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from portus.reach.daemon.main import ServeOptions, prepared\n"
-        "server = prepared(ServeOptions(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
+        "from portus.reach.daemon.main import ServeOptions, prepare\n"
+        "server = prepare(ServeOptions(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
         "server.start(); server._house.pools.of('default'); assert server.stop()\n"
         "import portus.cli.main, portus.cli.app\n"
     )
