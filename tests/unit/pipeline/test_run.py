@@ -47,6 +47,25 @@ def test_the_owner_is_told_once_that_a_save_has_ended() -> None:
     assert isinstance(failed.error, MediumError)
 
 
+def test_the_owner_is_told_of_a_save_whose_draft_cannot_be_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else whoever waits for it, and all behind it, would wait for ever."""
+    bench = Bench()
+    save = bench.save(_arrays(1))
+
+    def release() -> None:
+        raise MediumError("gone")
+
+    monkeypatch.setattr(save.draft, "release", release)
+    with pytest.raises(MediumError, match="gone"):
+        save.run()
+    save.fail(ValueError())  # as its queue does
+    assert bench.ended == [save]
+    assert isinstance(save.error, MediumError)
+    save.join()
+
+
 def test_what_is_not_late_is_copied_before_the_call_returns() -> None:
     bench, arrays = Bench(), _arrays(1)
     save = bench.save(arrays, late=False)

@@ -360,6 +360,7 @@ class Publisher(Generic[File]):
         directories = [draft.directory for draft in self._drafts]
         directories += [committed.directory for committed in self._newest.values()]
         directories += [watched.hold.of.directory for watched in self._watched]
+        directories += [hold.of.directory for draft in self._drafts for hold in draft.holds]
         for directory in [each for each in self._directories if each not in directories]:
             self._directories.remove(directory)
             directory.close()

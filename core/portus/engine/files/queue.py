@@ -262,9 +262,11 @@ class Queue:
             if not isinstance(unexpected, Exception):
                 raise
         finally:
-            work.fail(error)  # changes nothing if it is over already
-            with self._lock:
-                self._end(turn)
+            try:
+                work.fail(error)  # changes nothing if it is over already
+            finally:
+                with self._lock:
+                    self._end(turn)
 
     def _end(self, turn: Turn | None) -> None:
         self._running = self._running_on = self._running_by = None

@@ -169,8 +169,10 @@ class Save:
                 self._error = error if isinstance(error, PortusError) else _as_ours(error)
             self._copied.notify_all()
             self._ended.notify_all()
-        self._let_go()
-        self._tell()
+        try:
+            self._let_go()
+        finally:
+            self._tell()
 
     def _tell(self) -> None:
         """Tell the owner, once, that nobody works on this any more."""
