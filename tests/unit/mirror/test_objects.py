@@ -44,7 +44,17 @@ def test_other_names_have_no_number(name: str) -> None:
 
 
 def test_no_two_files_of_a_version_are_one_object() -> None:
-    names = ("a b", "a=20b", "quoted/a=20b", "quoted/a b", "a/b", "a=2Fb", "/a", "x" * 900)
+    names = (
+        "a b",
+        "a=20b",
+        "quoted/a=20b",
+        "quoted/a b",
+        "a/b",
+        "a=2Fb",
+        "/a",
+        "\udcff",
+        "x" * 900,
+    )
     found = {version_file_name(1, name, bytes(16), bytes(8), 0) for name in names}
     assert len(found) == len(names)
     assert all(is_name(each) for each in found)

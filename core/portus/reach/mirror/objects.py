@@ -403,10 +403,12 @@ def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: 
 
 
 def _quote_path(path: str) -> str:
-    plain = urllib.parse.quote(path, safe="/").replace("~", "%7E").replace(".", "%2E")
+    plain = urllib.parse.quote(path, safe="/", errors="surrogateescape")
+    plain = plain.replace("~", "%7E").replace(".", "%2E")
     quoted = plain.replace("%", "=")
     if len(quoted) > _QUOTED_MAX:
-        quoted = f"{quoted[:_QUOTED_MAX]}={digest(path.encode()).hex()}"
+        said = path.encode(errors="surrogateescape")
+        quoted = f"{quoted[:_QUOTED_MAX]}={digest(said).hex()}"
     return quoted
 
 
