@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final
 
-from portus.cli import files, trees
+from portus.cli import contents, files
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
 from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
 from portus.cli.output import Json, Output, count_text, reporting, size_text
@@ -128,7 +128,7 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> None:
                 done = (
                     _write_files(opened, title, options)
                     if opened.files
-                    else _write_tree(opened, title, options)
+                    else _write_contents(opened, title, options)
                 )
     else:
         allow(pool)
@@ -282,7 +282,7 @@ def _convert(path: str, options: ExportOptions, title: str) -> WrittenExport:
         raise type(error)(str(error).replace(path, title)) from error
 
 
-def _write_tree(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
+def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
     """Write a version of a shelf, or of embedding tables."""
     assert isinstance(opened, OpenVersion), "all others have files"
     if options.is_directory or options.file is not None:
@@ -292,7 +292,7 @@ def _write_tree(opened: OpenCheckpoint, title: str, options: ExportOptions) -> W
     _refuse_kind(options)
     check_room(options.out, 0)
     with file_in_place(options.out) as temporary:
-        return trees.write(
+        return contents.write(
             opened,
             options.out,
             temporary,

@@ -8,6 +8,7 @@ from math import isfinite, prod
 from typing import Final
 
 from portus.cli import files
+from portus.cli.contents import batches_of
 from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text
 from portus.cli.output import (
     Json,
@@ -21,7 +22,6 @@ from portus.cli.output import (
     size_text,
 )
 from portus.cli.pools import allow, open_places, table_document, version_document
-from portus.cli.trees import batches_of
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec

@@ -33,7 +33,7 @@ def test_every_record_of_the_layout_is_in_the_tables() -> None:
     assert set(map(id, records)) == set(map(id, layout.TABLES))
 
 
-def test_the_document_names_every_tag_of_a_tree() -> None:
+def test_the_document_names_every_tag_of_a_shelf() -> None:
     source = Path(items.__file__).read_text()
     tags = set(re.findall(r'"(\$[a-z]+)"', source))
     assert len(tags) == 7

@@ -61,7 +61,7 @@ _FREE_SHARE: Final = 2
 @dataclass(slots=True, eq=False)
 class TensorLocation:
     """Where a tensor with rows is in the pool. ``row``, ``cell``: bytes of each. ``sums``: digests
-    of its units, as they were committed last; empty before the first commit. ``read_log``: cells
+    of its units, as they were committed last; empty before the first commit. ``logged``: cells
     whose bytes are in undo entries of this batch, in order; ``old``: the digests that these had.
     """
 

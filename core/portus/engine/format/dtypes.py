@@ -1,4 +1,4 @@
-"""How many bytes an element of each dtype takes, by the name that a layout gives it."""
+"""How many bytes an element of each dtype takes, by torch's name for it."""
 
 from __future__ import annotations
 

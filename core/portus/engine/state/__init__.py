@@ -1,1 +1,1 @@
-"""A state, nested Python values with tensors, as a tree, tensor specs and storages, and back."""
+"""A state, nested Python values with tensors, as a pickle and storages, and back."""
