@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from portus.reach.versions.file_table import FileTable, PackedFile, encode_table
+from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 
 
 def table(lengths: Sequence[int], name: str = "a") -> bytes:

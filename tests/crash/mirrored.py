@@ -19,6 +19,7 @@ from portus.engine.copying.segments import Digests
 from portus.engine.format.checksum import UNIT, digest, unit_counts
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, TransportError
+from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.mirror.log import KnownLog, MirrorLog, SupersededError, fold
 from portus.reach.mirror.objects import (
     LOG,
@@ -35,7 +36,6 @@ from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of
 from portus.reach.mirror.requests import GetObject, Steps
 from portus.reach.mirror.store import MissingError
 from portus.reach.mirror.writer import GRACE_S, Version, Writer, read_manifest
-from portus.reach.versions.file_table import FileTable, PackedFile, encode_table
 from tests.simulation.model_store import ModelStore, Odds, Unsure
 
 MODEL = "gpt"

@@ -32,6 +32,7 @@ from portus.reach.index.catalogue import read_catalogue
 from portus.reach.index.check import Severity, check
 from portus.reach.index.commit_records import Change
 from portus.reach.index.directory import create_pool, open_writer
+from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import NOWHERE, VersionEntry, decode_copies, read
@@ -40,7 +41,6 @@ from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import Locks
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.version_file import VersionFile, file_in, table_of
-from portus.reach.versions.file_table import FileTable, PackedFile, encode_table
 from portus.reach.versions.parts import Before
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults

@@ -20,12 +20,12 @@ from typing import Final
 import numpy as np
 
 from portus.engine.format.checksum import digest
+from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.index.records import decode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Fault, Said, pack_column
 from portus.reach.transport.dial import error_of
 from portus.reach.transport.stream import Link
-from portus.reach.versions.file_table import FileTable, PackedFile, encode_table
 from portus.testing.hosting import serving
 
 HERE: Final = Path(__file__).resolve().parent

@@ -24,9 +24,9 @@ from portus.cli.output import (
 from portus.cli.pools import open_places, table_document, version_document
 from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
+from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.places.base import OpenPlace, StoredCheckpoint, Usage
-from portus.reach.versions.file_table import FileTable
 
 NEWEST: Final = 10
 """Versions of a model that are listed, unless all are asked for."""

@@ -9,10 +9,10 @@ from portus.cli.output import Json, fields, moment_text
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 from portus.reach.files.reference import read as pointer_at
+from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
 from portus.reach.places.opening import Places, place_and_target, place_named, places_at
 from portus.reach.pools.resolve import POOLS
-from portus.reach.versions.file_table import FileTable
 
 
 def find_pool(pool: str | None, near: str | None = None, *, mirrors: bool = False) -> Place:

@@ -33,7 +33,7 @@ from portus.reach.format.layout import (
     RecordKind,
 )
 from portus.reach.index.check import RULES, Finding, Severity, check
-from portus.reach.index.check_version import check_contents, read_contents
+from portus.reach.index.check_contents import check_contents, read_contents
 from portus.reach.index.directory import create_pool, open_reader, open_writer
 from portus.reach.index.findings import Findings
 from portus.reach.index.log import LogWriter
@@ -42,6 +42,7 @@ from portus.reach.index.records import VersionRecord
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
+from tests.contents import table
 from tests.unit.index.pools import OPENED, Edit, Forger, Pool, close_all, save
 
 
@@ -298,12 +299,42 @@ TENSORS = {
         ([12, 32, 8], lambda data: data.replace(b"\1\0\0\x002", b"\1\0\0\0q"), "F14"),
         ([12, 32, 8], lambda data: data[:-20], "F14"),
         ([12, 32, 8], lambda data: data.replace(b"FloatStorage", b"DoubleStorage"), "F15"),
+        (
+            [12, 32, 8],
+            lambda data: data.replace(b"\1\0\0\x002", b"\x88\x13\0\0" + b"2" * 5000),
+            "F14",
+        ),
     ],
 )
 def test_a_pickle_is_followed_to_the_ends_of_its_tensors(
     lengths: list[int], change: Callable[[bytes], bytes], expected: str
 ) -> None:
     assert sorted(set(said_of(change(pickle_state(TENSORS).pickle), lengths))) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        (table([7, 0, 8]), ""),
+        (table([7, 0, 9]), "F15"),
+        (table([7, 0]), "F15"),
+        (table([7, 0, 8]).replace(b'"a"', b'"a/b"'), "F14"),
+        (b'{"$files":[]}', "F14"),
+        (b'{"$files":[],"directory":""}', "F15"),
+    ],
+)
+def test_a_table_of_files_has_the_storages_of_its_version(contents: bytes, expected: str) -> None:
+    assert said_of(contents, [7, 0, 8]) == expected.split()
+
+
+def test_numbers_that_are_too_long_to_print_are_named() -> None:
+    sizes = b",".join([b"9223372036854775807"] * 400)
+    assert said_of(b'{"a":{"$tensor":[0,"uint8",[%s]]}}' % sizes, [1]) == ["F15"]
+    pickled = pickle_state({"a": torch.zeros(3)}).pickle
+    size = (1 << 40_000).to_bytes(5001, "little")
+    longest = pickled.replace(b"K\x03\x85", b"\x8b%s%s\x85" % (number(5001)[:4], size))
+    assert longest != pickled
+    assert said_of(longest, [12]) == ["F15"]
 
 
 def test_a_check_runs_nothing_of_a_pickle(tmp_path: Path) -> None:
@@ -388,6 +419,29 @@ def test_a_log_that_makes_no_sense_is_named() -> None:
 
     Forger(pool.medium).forge(RecordKind.VERSION, born_later)
     assert "F17" in rules(found(pool, data=False))
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ([b'{"y":{"$array":[0,"<f8",[3]]}}'], ""),
+        ([b'{"y":{"$array":[0,"<f8",[2]]}}'], "F15"),
+        ([b'{"y":{"$array":[1,"<f8",[3]]}}'], "F15"),
+        ([b'{"y":{"$array":[0,"<f8"]}}'], "F14"),
+        ([b"{", b'{"y":{"$array":[0,"<f8",[3]]}}', b""], ""),  # the last ones are the version's
+    ],
+)
+def test_contents_in_a_log_are_looked_at_as_those_of_the_version(
+    contents: list[bytes], expected: str
+) -> None:
+    pool = Pool()
+    Shelf.on(pool.writer, writable=True).x = np.zeros(3)
+    record = pool.writer.record(pool.entry("shelf"))
+    assert record.log is not None
+    log = LogWriter(pool.medium, record.log)
+    for each in contents:
+        log.append([], each, record.info.commit)
+    assert rules(found(pool)) == expected.split()
 
 
 def test_an_extent_of_two_storages_is_named() -> None:

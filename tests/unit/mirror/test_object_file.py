@@ -17,6 +17,7 @@ from portus.engine.copying.segments import Sources, Stop
 from portus.engine.format.checksum import UNIT, digest
 from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, TransportError, UsageError
+from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.mirror import Mirror
@@ -24,7 +25,6 @@ from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, FileObject
 from portus.reach.pools import restore
 from portus.reach.pools.from_mirror import load_version
-from portus.reach.versions.file_table import PackedFile
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.model_store import ModelStore
 from tests.unit.mirror.test_mirror import MODEL, Run, new_pool, same

@@ -9,9 +9,9 @@ import pytest
 
 from portus.engine.format import checksum
 from portus.engine.format.checksum import UNIT, digest
+from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror import pieces
 from portus.reach.mirror.pieces import Piece, pieces_of
-from portus.reach.versions.file_table import PackedFile
 
 UNIT_HERE = 64
 ALONE_HERE = 16

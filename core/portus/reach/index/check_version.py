@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,12 +13,8 @@ import numpy.typing as npt
 from portus.engine.copying.local import check as digests_of
 from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest, storage_digest
-from portus.engine.format.dtypes import ITEM_SIZES
-from portus.engine.format.nesting import refuse_deep
-from portus.engine.image.key_paths import storages_in
-from portus.engine.spec import Extent, TensorSpec
-from portus.errors import BusyError, CorruptionError, MediumError, PortusError
-from portus.reach.format import items
+from portus.engine.spec import Extent
+from portus.errors import BusyError, CorruptionError, MediumError
 from portus.reach.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
 from portus.reach.index.check_catalogue import (
     Bounds,
@@ -29,7 +24,8 @@ from portus.reach.index.check_catalogue import (
     Subject,
     frame,
 )
-from portus.reach.index.findings import Findings, Severity
+from portus.reach.index.check_contents import Contents, check_contents, read_contents
+from portus.reach.index.findings import Severity
 from portus.reach.index.in_place import InPlace
 from portus.reach.index.log import Entry, entries, read_log
 from portus.reach.index.records import (
@@ -48,12 +44,6 @@ Damage = tuple[int, str, str]
 
 BATCH: Final = 64 << 20
 """Bytes that are read at once: progress moves that often."""
-
-_PICKLE: Final = b"\x80"
-"""How the contents of protected tables begin."""
-
-_TABLE: Final = b'{"$files"'
-"""How a table of files begins."""
 
 DAMAGED_MAX: Final = 20
 """Damaged units of one version that are named one by one."""
@@ -84,17 +74,6 @@ class CheckedVersion:
         named = () if self.contents is None else self.contents.needed
         names = dict.fromkeys(name for name, storage, _ in named if storage == index)
         return f"storage {index} ({' = '.join(names)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Contents, read. ``storages``: which they name; None if they are a table of files. ``needed``:
-    of each tensor its name, its storage, and the bytes that it needs of it. ``is_shelf``: it has
-    them alone, and needs no more and no less."""
-
-    storages: set[int] | None = None
-    needed: Sequence[tuple[str, int, int]] = ()
-    is_shelf: bool = False
 
 
 class Versions:
@@ -213,64 +192,6 @@ class Versions:
         return self._contents[pointer]
 
 
-def read_contents(findings: Findings, where: str, payload: bytes) -> Contents | None:
-    """F14: what contents say by themselves; None if they are none."""
-    if payload.startswith(_PICKLE):
-        return _read_pickle(findings, where, payload)
-    try:
-        payload.decode()  # a decoder of JSON may pass over what is not UTF-8
-        if payload.startswith(_TABLE):
-            refuse_deep(payload)
-            json.loads(payload)
-            return Contents()
-        arrays: list[items.StoredArray] = []
-        items.decode(payload, arrays.append)
-    except (PortusError, ValueError) as error:
-        findings.error("F14", where, "a table of files, or a shelf", str(error))
-        return None
-    needed = [(each.name, each.storage, each.size) for each in arrays]
-    return Contents({each.storage for each in arrays}, needed, is_shelf=True)
-
-
-def _read_pickle(findings: Findings, where: str, payload: bytes) -> Contents | None:
-    found = storages_in(payload)
-    if found is None or not all(key.isdecimal() for key in found[0]):
-        findings.error("F14", where, "a pickle of torch", "none")
-        return None
-    keys, tensors = found
-    needed = [(spec.name, spec.storage, bytes_needed(spec)) for spec in tensors]
-    return Contents(set(map(int, keys)), needed)
-
-
-def check_contents(findings: Findings, where: str, contents: Contents, storages: Rows) -> None:
-    """F15: contents fit these storages."""
-    if contents.storages is None:
-        return
-    where, lengths = f"contents of {where}", storages["length"].tolist()
-    odd = sorted(contents.storages ^ {*range(len(lengths))})
-    if odd:
-        findings.error("F15", where, f"{len(lengths)} storages", f"otherwise for {odd!r:.100}")
-        return
-    if contents.is_shelf and len(contents.needed) > len(lengths):
-        findings.error("F15", where, f"{len(lengths)} arrays", f"{len(contents.needed)}")
-    for name, index, size in contents.needed:
-        held = lengths[index]
-        if not 0 <= size <= held or (contents.is_shelf and size != held):
-            found = f"{held} bytes in storage {index}"
-            findings.error("F15", where, f"{size} bytes for {name!r:.100}", found)
-
-
-def bytes_needed(spec: TensorSpec) -> int:
-    """Bytes from the start of its storage to the end of a tensor; -1 if it makes no sense."""
-    numbers = (*spec.shape, *spec.strides, spec.offset)
-    if len(spec.shape) != len(spec.strides) or any(number < 0 for number in numbers):
-        return -1
-    if 0 in spec.shape:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(spec.shape, spec.strides, strict=True))
-    return (spec.offset + last + 1) * ITEM_SIZES[spec.dtype]
-
-
 def owners(counts: Rows) -> Column:
     """0 as often as the first of ``counts`` says, then 1, ..."""
     column: Column = np.repeat(np.arange(len(counts)), counts.astype(np.int64))
@@ -328,8 +249,10 @@ class Bytes:
             return
         where = f"log of {seen.name}"
         self._reading(log.extent.length)
+        contents = b""
         try:
             for entry in entries(self._medium, seen.record):
+                contents = entry.contents or contents
                 outside = [
                     each
                     for each in _extents_of_entry(entry)
@@ -342,6 +265,9 @@ class Bytes:
                 )  # fmt: skip
         except (CorruptionError, MediumError) as error:
             self._findings.error("V4", where, "the entries that were committed", str(error))
+        read = read_contents(self._findings, where, contents) if contents else None
+        if read is not None:
+            check_contents(self._findings, where, read, seen.record.storages)
 
     def unknown(self, seen: CheckedVersion) -> Flags:
         """Return which storages are sound and were in no version before, and note them as known."""

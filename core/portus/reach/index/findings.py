@@ -71,9 +71,9 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "of torch."
         ),
         "F15": (
-            "A shelf MUST name each storage of the version once, and no other, with a dtype and "
-            "sizes that take its bytes. A pickle MUST name each storage, and no other, and its "
-            "tensors MUST lie within their storages."
+            "A table of files MUST have the storages of the version. A shelf MUST name each of "
+            "them once, and no other, with a dtype and sizes that take its bytes. A pickle MUST "
+            "name each storage, and no other, and its tensors MUST lie within their storages."
         ),
         "F16": (
             "The entries of a copies record MUST end with the payload. Each MUST lead to a "

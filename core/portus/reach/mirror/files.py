@@ -17,6 +17,7 @@ import numpy as np
 
 from portus.engine.copying.segments import Stop
 from portus.errors import CorruptionError, PortusError, StaleError, printable
+from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import (
@@ -35,7 +36,6 @@ from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import FileStore, MissingError
 from portus.reach.mirror.whole import check_file, naming_store, put_file, read_at
 from portus.reach.mirror.writer import GRACE_S
-from portus.reach.versions.file_table import PackedFile
 
 PIECE: Final = 16 << 20
 """Bytes that are read at once."""

@@ -22,9 +22,9 @@ from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError
+from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.objects import FileObject
 from portus.reach.mirror.whole import digest_of, write_at
-from portus.reach.versions.file_table import PackedFile
 from portus.reach.versions.parallel import abreast, in_any_order
 
 Load = Callable[[str, int, memoryview], None]

@@ -18,8 +18,8 @@ from portus.engine.copying.segments import Column, Digests
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError
+from portus.reach.index.file_table import PackedFile, decode_table
 from portus.reach.mirror.objects import FileObject, Key, Manifest
-from portus.reach.versions.file_table import PackedFile, decode_table
 
 ALONE: Final = 1 << 20
 """Bytes. Smaller storages share pieces."""

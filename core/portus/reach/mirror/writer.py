@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from portus.engine.copying.segments import Column, Digests
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError
+from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.log import KnownLog, MirrorLog
 from portus.reach.mirror.objects import (
     FACTS_MAX,
@@ -52,7 +53,6 @@ from portus.reach.mirror.requests import (
     list_objects,
 )
 from portus.reach.mirror.store import ListedObject
-from portus.reach.versions.file_table import PackedFile
 
 GRACE_S: Final = 24 * 3600.0
 """Seconds, by the clock of the store, for which readers find what was there when they began."""

@@ -19,8 +19,8 @@ from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import VersionInfo
 from portus.errors import PortusError, UsageError
 from portus.reach.index.check import Finding
+from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import Place
-from portus.reach.versions.file_table import FileTable
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -22,6 +22,7 @@ from portus.reach.index.directory import (
     remove_journals,
     remove_pool,
 )
+from portus.reach.index.file_table import FileTable
 from portus.reach.index.messages import read_failure
 from portus.reach.index.place import Place
 from portus.reach.index.pool import PoolWriter
@@ -51,7 +52,6 @@ from portus.reach.places.version import (
     remove_files,
 )
 from portus.reach.pools.version_file import table_in
-from portus.reach.versions.file_table import FileTable
 
 WAIT_S: Final = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""

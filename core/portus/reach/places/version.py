@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from portus.engine.copying.segments import Stop
 from portus.errors import CorruptionError, UsageError
 from portus.reach.files.reference import read as pointer_at
+from portus.reach.index.file_table import FileTable
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.media.local import LocalFiles
 from portus.reach.pools.version_file import VersionFile, file_in, table_of
 from portus.reach.versions.file_bytes import FileBytes
-from portus.reach.versions.file_table import FileTable
 
 
 @dataclass(frozen=True, slots=True)

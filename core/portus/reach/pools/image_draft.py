@@ -22,7 +22,7 @@ from portus.engine.writer.image_file import FileDraft
 from portus.errors import AbandonedError, MediumError
 from portus.reach.files.host import HostDraft
 from portus.reach.format.reference import Reference
-from portus.reach.versions.file_table import FileTable, encode_table
+from portus.reach.index.file_table import FileTable, encode_table
 from portus.reach.versions.parts import Before, share
 from portus.reach.versions.pool_draft import PoolDraft
 

@@ -34,6 +34,7 @@ from portus.reach.files.home import Home, Pool, home_of
 from portus.reach.files.host import HostPool
 from portus.reach.files.reference import read
 from portus.reach.format.reference import Reference, encode
+from portus.reach.index.file_table import FileTable, PackedFile, decode_table
 from portus.reach.index.place import Place
 from portus.reach.pools.image_draft import (
     CommittedImages,
@@ -43,7 +44,6 @@ from portus.reach.pools.image_draft import (
 )
 from portus.reach.pools.resolve import POOLS
 from portus.reach.pools.version_file import table_in
-from portus.reach.versions.file_table import FileTable, PackedFile, decode_table
 from portus.reach.versions.parts import Before
 
 _log: Final = logging.getLogger("portus")

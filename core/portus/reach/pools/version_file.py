@@ -12,9 +12,9 @@ from portus.engine.copying.local import fetch
 from portus.engine.copying.segments import Column, Sources, Stop
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError
+from portus.reach.index.file_table import FileTable, PackedFile, decode_table
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.versions.file_table import FileTable, PackedFile, decode_table
 from portus.reach.versions.parts import part
 
 _READ_MAX: Final = 16 << 20

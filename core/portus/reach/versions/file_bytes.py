@@ -12,10 +12,10 @@ from portus.engine.copying.local import fetch
 from portus.engine.copying.segments import Column, Digests, Stop, cut, owners, unit_spans
 from portus.engine.format.checksum import UNIT, unit_counts
 from portus.errors import CorruptionError
+from portus.reach.index.file_table import PackedFile
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.versions.buffers import Rooms
-from portus.reach.versions.file_table import PackedFile
 from portus.reach.versions.parts import share, sources
 
 _KEPT: Final = 4

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from portus.engine.image.image import Column, Literal, bytes_image
 from portus.errors import CorruptionError
-from portus.reach.versions.file_table import FileTable, PackedFile, decode_table, encode_table
+from portus.reach.index.file_table import FileTable, PackedFile, decode_table, encode_table
 
 EDGES: list[tuple[int, list[int], list[int]]] = [
     (0, [], []),
@@ -121,7 +122,8 @@ def test_a_file_without_storages_is_all_around_them() -> None:
 
 def test_a_table_comes_back(seed: int) -> None:
     for directory in ("", "/runs/\udcff näme"):
-        for some in ([], files(seed)):
+        named = [replace(file, name=f"{n} \udcff ü") for n, file in enumerate(files(seed))]
+        for some in ([], named):
             said = encode_table(FileTable(some, directory))
             for data in (said, memoryview(said)):
                 found = decode_table(data)
@@ -158,14 +160,30 @@ def said(**changes: object) -> bytes:
         said(name=...),
         said(size="x"),
         said(size=None),
+        said(size=True),
+        said(size=10.0),
+        said(size=float("inf")),
+        said(size=1 << 63),
+        said(size=10**4000),
+        said(name=7),
+        *(said(name=name) for name in ("", ".", "..", "../x", "/x", "a/b", "a\0b", "\ud800")),
+        b'{"$files":[],"directory":7}',
+        b'{"$files":[],"directory":"runs"}',
+        b'{"$files":[],"directory":"/a\\u0000"}',
+        b'{"$files":[],"directory":"/\\ud800"}',
         said(offset="not base64!"),
         said(offset="AAAA"),  # three bytes are no number
         said(length=7),
     ],
 )
-def test_a_damaged_table_is_told(data: bytes) -> None:
+def test_a_table_that_is_none_is_told(data: bytes) -> None:
     with pytest.raises(CorruptionError, match="table of files"):
         decode_table(data)
+
+
+def test_two_files_of_one_name_are_told() -> None:
+    with pytest.raises(CorruptionError, match="two files of one name"):
+        decode_table(encode_table(FileTable([packed(10, [], []), packed(9, [], [])])))
 
 
 @pytest.mark.parametrize(

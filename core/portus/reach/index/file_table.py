@@ -12,7 +12,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -135,33 +135,51 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
     try:
         refuse_deep(data)
         said = json.loads(bytes(data).decode("ascii"))
-        files = [
-            PackedFile(
-                str(each["name"]),
-                int(each["size"]),
-                _decode(each["offset"]),
-                _decode(each["length"]),
-            )
-            for each in said[_KEY]
-        ]
-        for file in files:
-            _check(file)
-        return FileTable(files, str(said["directory"]))
+        files = [_file(each) for each in said[_KEY]]
+        if len({each.name for each in files}) != len(files):
+            raise ValueError("two files of one name")
+        directory = said["directory"]
+        if not isinstance(directory, str) or not _is_path(directory):
+            raise ValueError(f"not an absolute path: {directory!r:.80}")
+        return FileTable(files, directory)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptionError(f"table of files: {type(error).__name__}: {error}") from error
+
+
+def _file(said: Any) -> PackedFile:
+    """The file of an entry. Raises ``ValueError``, ``KeyError``, ``TypeError``."""
+    name, size = said["name"], said["size"]
+    if not isinstance(name, str) or not _is_name(name):
+        raise ValueError(f"not the name of a file: {name!r:.80}")
+    if type(size) is not int or not 0 <= size < 1 << 63:
+        raise ValueError(f"{name!r:.80}: not the size of a file: {size!r:.80}")
+    file = PackedFile(name, size, _decode(said["offset"]), _decode(said["length"]))
+    _check(file)
+    return file
+
+
+def _is_name(name: str) -> bool:
+    """True for what a file in a directory may be called: an export writes it under that name."""
+    return _is_path(f"/{name}") and name not in ("", ".", "..") and "/" not in name
+
+
+def _is_path(path: str) -> bool:
+    """True for an absolute path, and for none. Raises ``ValueError`` for text that no path is."""
+    path.encode(errors="surrogateescape")  # what is no UTF-8 has such surrogates, and no others
+    return path[:1] in ("", "/") and "\0" not in path
 
 
 def _check(file: PackedFile) -> None:
     """Raise ``ValueError`` unless the storages have places in the file that do not overlap."""
     offset, length = file.offset, file.length
     if len(offset) != len(length) or (length < 0).any() or (offset < 0).any():
-        raise ValueError(f"{file.name}: its storages have no places")
-    if file.size < 0 or (length > file.size).any() or (offset > file.size - length).any():
-        raise ValueError(f"{file.name}: a storage is not within its {file.size} bytes")
+        raise ValueError(f"{file.name!r:.80}: its storages have no places")
+    if (length > file.size).any() or (offset > file.size - length).any():
+        raise ValueError(f"{file.name!r:.80}: a storage is not within its {file.size} bytes")
     taken = np.flatnonzero(length)
     taken = taken[np.argsort(offset[taken])]
     if (offset[taken][1:] < (offset + length)[taken][:-1]).any():
-        raise ValueError(f"{file.name}: its storages overlap")
+        raise ValueError(f"{file.name!r:.80}: its storages overlap")
 
 
 def _encode(column: Column) -> str:
