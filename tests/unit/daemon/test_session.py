@@ -280,6 +280,11 @@ def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> Non
         (b'{"$files":[]}', "table of files: KeyError"),
         (b'{"$files":', "table of files: JSONDecodeError"),
         (b'{"$files":"\xff"}', "table of files: UnicodeDecodeError"),
+        (CONTENTS.replace(b":105000", b":1e999"), "not the size of a file"),
+        (CONTENTS.replace(b":105000", b":9223372036854775808"), "not the size of a file"),
+        (CONTENTS.replace(b'"a"', b'"../a"'), "not the name of a file"),
+        (CONTENTS.replace(b'"a"', b'"\\ud800"'), "table of files: UnicodeEncodeError"),
+        (table([100_000, 0, 5000], "\udcff").replace(b":105000", b":1"), "is not within its 1 b"),
         (b'{"$files":' + b"[" * 100_000, "nested deeper than 400"),
         (b'{"$files":[' + b"[]," * 20 + b"1]}", "of more than 20 values"),
     ],
@@ -315,6 +320,24 @@ def test_contents_are_shared_with_the_version_before_if_they_are_equal(
     second = decode_version(memoryview(answer.record))
     assert (second.contents == first.contents) == (name == "a")
     assert check(server._house.pools.of("default").writer) == []
+
+
+def test_a_save_does_without_a_version_before_whose_record_is_damaged(server: Server) -> None:
+    with client(server) as link:
+        first = decode_version(memoryview(confirmed(link).record))
+        writer = server._house.pools.of("default").writer
+        entry = writer.catalogue().of_token(TOKEN)
+        assert entry is not None
+        writer.medium.store(entry.pointer.offset + 100, b"\xff" * 8)
+        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
+        assert asked(link, said.Share(TOKEN, ALL), said.Shared) == said.Shared(False)
+        asked(link, said.Offer(ALL, ALL), said.Pull)
+        link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
+        assert isinstance(link.hear(), said.Pulled)
+        answer = asked(link, said.Confirm(units(), TOKEN, CONTENTS, b""), said.Committed)
+    assert isinstance(answer, said.Committed)
+    assert decode_version(memoryview(answer.record)).contents != first.contents
+    assert versions(server) == 2
 
 
 @pytest.mark.parametrize(

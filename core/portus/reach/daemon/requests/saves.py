@@ -29,13 +29,13 @@ from portus.reach.daemon.house import refusal_of
 from portus.reach.daemon.regions import RegionTable
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
 from portus.reach.format.layout import HEADER
-from portus.reach.index.records import Pointer, encode_version
+from portus.reach.index.file_table import decode_table
+from portus.reach.index.records import Pointer, VersionRecord, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles
 from portus.reach.transport.one_sided import Remote
 from portus.reach.transport.stream import InterruptedByError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
-from portus.reach.versions.file_table import decode_table
 from portus.reach.versions.parts import StorageRows, sources
 from portus.reach.versions.pool_draft import PoolDraft
 
@@ -245,12 +245,11 @@ class SaveRequests:
     def _share(self, message: said.Share) -> Said:
         draft = self._drafted()
         self._grow(draft)
-        entry = self._guest.find(message.before)
         indices = column(message.indices, "indices")
-        if entry is None:
-            return said.Shared(False)
         self._guest.link.room(STORAGE_MOVED * len(draft.lengths))
-        record = self._guest.writer.record(entry)
+        record = self._record(message.before)
+        if record is None:
+            return said.Shared(False)
         if len(record.storages) != len(draft.lengths) or not draft.may_claim(indices):
             raise UsageError("share: these are not storages of both versions")
         lengths = record.storages["length"][indices].astype(np.int64)
@@ -336,15 +335,25 @@ class SaveRequests:
 
     def _known(self, draft: _Draft, message: said.Confirm) -> Pointer | None:
         """Where the version before has the same contents, if it has."""
-        entry = self._guest.find(message.before)
-        if entry is None:
+        record = self._record(message.before)
+        if record is None:
             return None
-        record = self._guest.writer.record(entry)
         known = draft.pool.known(record)
         if known is None or known.length != HEADER.size + len(message.contents):
             return None
         self._guest.link.room(2 * known.length)
         return known if self._guest.writer.contents(record) == message.contents else None
+
+    def _record(self, before: bytes) -> VersionRecord | None:
+        """The record of a version before; None if it is gone, or is damaged by now: then a save
+        does without it."""
+        entry = self._guest.find(before)
+        if entry is None:
+            return None
+        try:
+            return self._guest.writer.record(entry)
+        except CorruptionError:
+            return None
 
     def _refuse_nonsense(self, lengths: Column, contents: bytes) -> None:
         """Raise ``UsageError`` for contents that are no table of files whose storages have these
