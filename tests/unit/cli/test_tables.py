@@ -104,6 +104,27 @@ def test_tables_are_exported_as_they_are_loaded(pool: Pool, tmp_path: Path) -> N
         assert torch.equal(whole["model"][name], each)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_makes_of_bytes_alone_is_shown_exported_and_loaded_in_part(
+    tmp_path: Path,
+) -> None:
+    kept = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 0, torch.qint8)
+    path, out = tmp_path / "tables.portus", tmp_path / "tables.pt"
+    train(path, 2, extra=lambda: kept)
+    assert portus("show", "embedding@1", "--pool", path).code == 0
+    assert portus("export", "embedding", out, "--pool", path).code == 0
+    with library.open(path) as view:
+        whole: Any = view.load("embedding")
+        part: Any = view.load("embedding", names=["extra", "model.top.*"])
+        target: Any = {"model": Model().state_dict()}
+        view.restore_into(target, "embedding", names="model.*")
+    for each in (whole, part, torch.load(out, weights_only=True)):
+        assert torch.equal(each["extra"].dequantize(), torch.arange(3.0))
+        assert torch.equal(each["model"]["top.bias"], whole["model"]["top.bias"])
+    for name, each in whole["model"].items():
+        assert torch.equal(target["model"][name], each)
+
+
 def test_tables_outlive_the_collection_of_garbage_a_rescue_and_their_marks(
     pool: Pool, tmp_path: Path
 ) -> None:

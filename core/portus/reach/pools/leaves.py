@@ -38,15 +38,19 @@ def shelf_items(
     return decode(contents, made)
 
 
-def leaves_in(contents: bytes, lengths: Sequence[int]) -> list[Leaf]:
+def leaves_in(
+    contents: bytes, lengths: Sequence[int], storages: Sequence[torch.UntypedStorage] | None = None
+) -> list[Leaf]:
     """What contents say of storages of these lengths: of a shelf, a tensor or an array as a
-    ``StoredArray``, of tables a plain tensor as a ``TensorSpec``. Raises ``CorruptionError``,
-    ``UsageError``."""
+    ``StoredArray``, of tables a plain tensor as a ``TensorSpec``. storages: these, with their
+    bytes, which torch needs for tensors of some kinds, such as quantized ones. Raises
+    ``CorruptionError``, also without such bytes, and ``UsageError``."""
     if not is_pickle(contents):
         return leaves(shelf_items(contents, lengths))
-    blank = [torch.UntypedStorage(length, device="meta") for length in lengths]
-    state = unpickle(contents, blank)
-    specs = {spec.name: spec for spec in walk(state, blank).tensors}
+    if storages is None:
+        storages = [torch.UntypedStorage(length, device="meta") for length in lengths]
+    state = unpickle(contents, storages)
+    specs = {spec.name: spec for spec in walk(state, storages).tensors}
     return [(path, specs.get(path, value)) for path, value in leaves(state)]
 
 

@@ -20,6 +20,7 @@ import torch
 from portus.engine.copying.local import check, fetch
 from portus.engine.copying.segments import Digests, Stop, memory
 from portus.engine.format.checksum import UNIT, unit_counts
+from portus.engine.image.key_paths import storages_in
 from portus.engine.loading.any_format import load_opened
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.loading.origin import note_loaded
@@ -61,8 +62,14 @@ class _Opened:
     @cached_property
     def leaves(self) -> list[tuple[str, object]]:
         """See ``leaves_in``."""
+        lengths, storages = self.lengths.tolist(), None
+        with contextlib.suppress(CorruptionError), _naming(self):
+            return leaves_in(self.contents, lengths)
+        if is_pickle(self.contents):
+            fetched = fetch_storages(self, np.arange(len(lengths)))
+            storages = [each for each in fetched if each is not None]
         with _naming(self):
-            return leaves_in(self.contents, self.lengths.tolist())
+            return leaves_in(self.contents, lengths, storages)
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -72,6 +79,13 @@ class _Opened:
     @property
     def where(self) -> str:
         return describe(self.record.info)
+
+    def name(self, index: int) -> str:
+        """What errors call a storage. Reads none: one may be damaged."""
+        if not is_pickle(self.contents):
+            return f"{self.where}: {_names(self.tensors, index)}"
+        found = storages_in(self.contents)
+        return f"{self.where}: {_names(() if found is None else found[1], index)}"
 
     @property
     def lengths(self) -> Column:
@@ -228,10 +242,10 @@ def contents_of(
     ``load``."""
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-    return opened.tensors, [
-        (path, as_tensor(path, value) if isinstance(value, StoredArray) else value)
-        for path, value in opened.leaves
-    ]
+        return opened.tensors, [
+            (path, as_tensor(path, value) if isinstance(value, StoredArray) else value)
+            for path, value in opened.leaves
+        ]
 
 
 def verify(
@@ -417,8 +431,7 @@ def _units_in_place(opened: _Opened, index: int) -> Iterator[memoryview]:
     try:
         yield from opened.in_place.units(index)
     except CorruptionError as error:
-        where = f"{describe(opened.record.info)}: {_names(opened.tensors, index)}"
-        raise CorruptionError(f"{where}: {error}") from error
+        raise CorruptionError(f"{opened.name(index)}: {error}") from error
 
 
 def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests) -> None:
@@ -431,8 +444,8 @@ def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests)
     offset = int(bad[0] - (np.cumsum(units) - units)[position]) * UNIT
     index = int(wanted[position])
     raise CorruptionError(
-        f"{describe(opened.record.info)}: {_names(opened.tensors, index)} is damaged within 16 MiB "
-        f"from byte {offset} of its storage: expected digest {expected[bad[0]].tobytes().hex()}, "
+        f"{opened.name(index)} is damaged within 16 MiB from byte {offset} of its storage: "
+        f"expected digest {expected[bad[0]].tobytes().hex()}, "
         f"found {found[bad[0]].tobytes().hex()}"
     )
 
