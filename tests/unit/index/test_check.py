@@ -337,6 +337,14 @@ def test_numbers_that_are_too_long_to_print_are_named() -> None:
     assert said_of(longest, [12]) == ["F15"]
 
 
+def test_a_pickle_of_tensors_at_places_without_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portus.engine.image.key_paths._TENSORS_MAX", 1000)
+    nested = b"\x80\x02ctorch._utils\n_rebuild_parameter\nq\0N"
+    for number in range(1, 41):  # each is made of the one before, twice
+        nested += b"q%c0h\0h%ch%c\x86R" % (number, number, number)
+    assert said_of(nested + b".", []) == ["F14"]
+
+
 def test_a_check_runs_nothing_of_a_pickle(tmp_path: Path) -> None:
     made = tmp_path / "made"
     assert said_of(b"\x80\x02cos\nmkdir\n(V%s\ntR." % bytes(made), [1]) == ["F15"]

@@ -44,6 +44,8 @@ class _Made:
 _PLAIN: Final = frozenset({"_rebuild_tensor_v2", "_rebuild_parameter"})
 """What rebuilds ordinary tensors."""
 
+_TENSORS_MAX: Final = 1 << 22
+"""Places of tensors that are followed: a short pickle may have more of them than anyone can."""
 
 _STORED: Final = {
     "BFloat16Storage": "bfloat16",
@@ -151,6 +153,7 @@ def _places(state: object) -> list[StoragePlace]:
     found: list[StoragePlace] = []
     seen: set[int] = set()
     waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(state, (), True)]
+    tensors = 0
     while waiting:
         value, keys, is_plain = waiting.pop()
         if isinstance(value, _Storage):
@@ -171,7 +174,11 @@ def _places(state: object) -> list[StoragePlace]:
                 for part in value.parts
                 for each in (part if isinstance(part, (list, tuple)) else (part,))
             ]
-        if children and type(value).__name__ not in _PLAIN:  # a tensor may be at two places
+        if type(value).__name__ in _PLAIN:  # a tensor may be at two places
+            tensors += 1
+            if tensors > _TENSORS_MAX:
+                raise ValueError(f"tensors at more than {_TENSORS_MAX} places")
+        elif children:
             seen.add(id(value))
         waiting += reversed(children)
     return found

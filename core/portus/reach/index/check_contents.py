@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.image.key_paths import storages_in
 from portus.engine.spec import TensorSpec
@@ -31,7 +34,7 @@ class Contents:
     ``storages``: which they name. ``needed``: of each tensor its name, its storage, and the bytes
     that it needs of it. ``is_shelf``: it has them alone, and needs no more and no less."""
 
-    lengths: Sequence[int] | None = None
+    lengths: npt.NDArray[np.int64] | None = None
     storages: frozenset[int] = frozenset()
     needed: Sequence[tuple[str, int, int]] = ()
     is_shelf: bool = False
@@ -45,7 +48,7 @@ def read_contents(findings: Findings, where: str, payload: bytes) -> Contents | 
         payload.decode()  # a decoder of JSON may pass over what is not UTF-8
         table = decode_table(payload)
         if table is not None:
-            return Contents(lengths=table.lengths)
+            return Contents(lengths=np.array(table.lengths, np.int64))
         arrays: list[items.StoredArray] = []
         items.decode(payload, arrays.append)
     except (PortusError, ValueError) as error:
@@ -70,7 +73,7 @@ def check_contents(findings: Findings, where: str, contents: Contents, storages:
     """F15: contents fit these storages."""
     where, lengths = f"contents of {where}", storages["length"].tolist()
     if contents.lengths is not None:
-        same = contents.lengths == lengths
+        same = contents.lengths.tolist() == lengths
         findings.require(same, "F15", where, "the storages of its files", "others")
         return
     odd = sorted(contents.storages ^ {*range(len(lengths))})
