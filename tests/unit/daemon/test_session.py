@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -27,10 +28,12 @@ from portus.errors import (
 from portus.reach.daemon.fabric import Fabric
 from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.pools import HASHERS
+from portus.reach.daemon.requests.saves import memory_of
 from portus.reach.daemon.secrets import read_secrets
 from portus.reach.daemon.server import Server
 from portus.reach.index.check import check
 from portus.reach.index.directory import create_pool, open_reader, open_writer
+from portus.reach.index.file_table import decode_table
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import decode_version
 from portus.reach.media.local import LocalFiles
@@ -304,6 +307,38 @@ def test_contents_of_other_storages_are_not_committed_and_the_pool_stays_whole(
                 asked(link, said.Confirm(units(), before, contents, b""), said.Committed)
     assert versions(server) == 1
     assert check(server._house.pools.of("default").writer) == []
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b'{"$files":[' + b",".join([entry] * MANY) + b'],"directory":""}'
+        for entry in (
+            b'{"name":"a","size":0,"offset":"","length":""}',
+            b'{"name":"a","size":9,"offset":"AAAAAAAAAAA=","length":"CQAAAAAAAAA="}',
+            *(b"{}", b'{"a":1}', b"[]", b"[1]", b"1.5", b"999", b'"ab"', b'"\\u0101"'),
+        )
+    ]
+    + [
+        b'{"$files":[],"directory":"",' + b",".join(b'"%d":1' % n for n in range(MANY)) + b"}",
+        b'{"$files":[],"directory":"' + b"a" * MANY + b'\\ud83d\\ude00"}',
+        table([1] * MANY),
+    ],
+    ids=lambda contents: contents[:40].decode(),
+)
+def test_what_contents_take_while_they_are_looked_at_is_known_before(contents: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(CorruptionError):
+            found = decode_table(contents)
+            assert found is not None
+            assert len(found.lengths) <= 2 * MANY
+        assert tracemalloc.get_traced_memory()[1] <= memory_of(contents)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

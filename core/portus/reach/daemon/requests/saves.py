@@ -54,9 +54,10 @@ _STORAGE: Final = 128
 _STORAGE_COMMITTED: Final = 512
 """Of each storage: of a save, as long as it is under way; while it is committed."""
 _VALUE: Final = 64
-_DICT: Final = 384
+_DICT: Final = 1024
 _BYTE: Final = 8
-"""Of each value, each dict and each byte of contents: while they are looked at."""
+"""Of each value, each dict, which may be a file, and each byte of contents: while they are looked
+at."""
 
 
 class SaveRequests:
@@ -361,7 +362,7 @@ class SaveRequests:
         dicts, others = contents.count(b"{"), contents.count(b"[") + contents.count(b",")
         if dicts + others > VALUES_MAX:
             raise UsageError(f"confirmation: contents of more than {VALUES_MAX} values")
-        self._guest.link.room(_DICT * dicts + _VALUE * others + _BYTE * len(contents))
+        self._guest.link.room(memory_of(contents))
         try:
             table = decode_table(contents)
         except CorruptionError as error:
@@ -391,6 +392,12 @@ class SaveRequests:
     def _refuse_known(self, token: bytes) -> None:
         if self._guest.find(token) is not None:
             raise UsageError(f"token {token.hex()} is that of a version that is there")
+
+
+def memory_of(contents: bytes) -> int:
+    """Bytes of memory, at most, that it takes to look at contents."""
+    dicts, others = contents.count(b"{"), contents.count(b"[") + contents.count(b",")
+    return _DICT * dicts + _VALUE * others + _BYTE * len(contents)
 
 
 class _Draft:
