@@ -23,6 +23,7 @@ from portus.companions.shelf import Shelf, store
 from portus.engine.spec import PAGE
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.format.layout import SLOT_OFFSETS
+from portus.reach.index.catalogue import read_copies
 from portus.reach.index.check import check
 from portus.reach.index.directory import open_reader
 from portus.reach.index.log import LogWriter
@@ -694,6 +695,24 @@ def test_neither_a_shelf_nor_a_run_of_its_name_takes_the_place_of_the_other(tmp_
         assert [each.step for each in run.versions()] == [1]
     with portus.PoolCheckpointer(shelf_path) as beside:
         assert beside.load() == state
+
+
+def test_a_shelf_whose_contents_are_damaged_is_not_taken_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.portus"
+    with Shelf(path) as shelf:
+        shelf.x = torch.zeros(1)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        catalogue = reader.catalogue()
+        contents = reader.record(catalogue.models["shelf"].versions[-1]).contents
+        copies = read_copies(reader.medium, catalogue.root)
+    places = [each.pointer.offset for each in copies if each.pointer.digest == contents.digest]
+    assert len(places) == 1
+    with open(path, "r+b") as file:
+        for place in (contents.offset, *places):
+            file.seek(place + 70)
+            file.write(b"\xff")
+    with pytest.raises(UsageError, match="expected checkpoints, found a shelf"):
+        portus.PoolCheckpointer(path, model="shelf")
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

@@ -309,8 +309,6 @@ class TrainingPool(Destination):
             return None
         try:
             record = pool.record(found.versions[-1])
-            table = pool.contents(record)
-            known = decode_table(table)
         except PortusError:
             return None
         if record.log is not None:
@@ -319,6 +317,11 @@ class TrainingPool(Destination):
                 "would replace it: expected checkpoints, found a shelf (portus.Shelf) or embedding "
                 "tables (portus.embedding.protect); give the run another name, or a pool of its own"
             )
+        try:
+            table = pool.contents(record)
+            known = decode_table(table)
+        except PortusError:
+            return None
         if known is None:
             return None
         return CommittedImages(Before(record, table), len(known.files), None)
