@@ -20,6 +20,7 @@ from portus.reach.media.local import LocalFiles
 from tests.bench.measure import Row, Run, hog, timed
 from tests.bench.saving import MIB, memcpy_of, pool_at
 from tests.bench.states import tensors
+from tests.contents import table
 
 
 class Holder(torch.nn.Module):
@@ -173,7 +174,7 @@ def _make_pool_of(path: str, count: int) -> None:
             model="million",
             step=0,
             token=bytes(16),
-            contents=b'{"$files":[]}',
+            contents=table([64] * count),
             storages=storages,
             extents=extents,
             units=np.zeros(count, UNIT_DIGEST.dtype),

@@ -16,6 +16,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.media.lock import LockTable, ProcessLocks
 from portus.reach.media.memory import Memory
+from tests.contents import table
 
 
 def writer(size: int = DATA_START, **options: int) -> PoolWriter:
@@ -61,7 +62,7 @@ def save(
             model=model,
             step=step,
             token=os.urandom(16),
-            contents=b'{"$files":[]}',
+            contents=table([len(each) for each in storages]) if storages else b"{}",
             storages=np.array(rows, STORAGE.dtype),
             extents=np.array(extents, EXTENT.dtype),
             units=np.array(units, UNIT_DIGEST.dtype),
