@@ -118,10 +118,10 @@ class PlacedStore(TableStore):
     def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
         """Open the pool as ``TableStore`` does, and put back what an uncommitted batch changed."""
         self._places: dict[int, TensorLocation] = {}
-        """Of the newest version, by the index of the storage."""
+        """Places of the tables of the newest version, by the index of the storage."""
         self._reserved: list[tuple[TensorLocation, Extent]] = []
         self.batch = 0
-        """Of what was committed last; whoever loads it says."""
+        """The batch that was committed last, or loaded."""
         super().__init__(pool, log_bytes)
 
     @property

@@ -35,7 +35,7 @@ class Marks:
         self._images: dict[int, int] = {}
         """Where the image of each mark is that was looked at, by its id."""
         self._was_said = False
-        """That there are many."""
+        """Whether a warning was given that there are many."""
 
     def of(self, batch: int) -> tuple[int, str]:
         """The batch and the token of a mark of ``batch``, which was put last. Blocks until the mark

@@ -61,7 +61,8 @@ class Moment:
         return found
 
     def dense_bunches(self, extents: Sequence[Sequence[Extent]]) -> list[Bunch]:
-        """What it leaves, whole. ``extents``: of each storage, in the pool."""
+        """Bunches of the dense storages that the moment left, whole. extents: of each storage, in
+        the pool."""
         return [bunch for index in sorted(self.left) for bunch in self.whole(index, extents[index])]
 
     def whole(self, index: int, extents: Sequence[Extent]) -> list[Bunch]:

@@ -69,7 +69,7 @@ def _telling(step: Callable[..., object], *, is_made: bool) -> Callable[..., obj
 
 
 def optimizers_of(scheduler: Any) -> list[Any]:
-    """What it schedules: an optimizer, and what that is wrapped around."""
+    """Return the optimizer of a scheduler, and the optimizers that it is wrapped around."""
     found, each = list[Any](), getattr(scheduler, "optimizer", None)
     while each is not None and not any(each is other for other in found):
         found.append(each)

@@ -74,7 +74,7 @@ class TableStore:
         self._open_end = False
         """Nothing is behind the last entry of the log."""
         self._entry_bytes = 0
-        """Of the last batch."""
+        """Bytes of the entry of the last batch."""
         self._fold: Fold | None = None
         """What the log is being folded into."""
         self._has_no_room = False
@@ -82,9 +82,9 @@ class TableStore:
         self._slices: Slices | None = None
         """A dense part that is being written."""
         self._batch = 0
-        """Of what was committed last."""
+        """The batch that was committed last."""
         self._dense_batch = 0
-        """Of its dense part, as far as it is known."""
+        """The batch of the dense part that was committed last, as far as it is known."""
         self._open()
 
     @property
