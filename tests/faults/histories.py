@@ -175,6 +175,7 @@ class World:
 
     def _rot(self, name: str) -> None:
         pools = sorted((self._root / name / ".portus").glob("*.portus"))
+        pools = [each for each in pools if each.stat().st_size]  # a kill can leave an empty one
         if pools:
             pool = self._source.choice(pools)
             at = self._source.randrange(pool.stat().st_size)
