@@ -46,6 +46,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("damage", "found"),
     [("none", 1), ("lost on 1", 0), ("cut off on 0", 0), ("cut off on 1", 0)],

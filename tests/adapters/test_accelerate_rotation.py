@@ -55,6 +55,7 @@ for name in ("latest",) if way == "swap" else ("step_3", "step_2"):
 """
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("way", ["swap", pytest.param("rotate", marks=pytest.mark.long)])
 def test_a_script_that_rotates_by_hand_and_is_killed_has_the_old_or_the_new(
     way: str, tmp_path: Path

@@ -105,6 +105,7 @@ with at("call", FileSaver._snapshot, lambda: signal.raise_signal(signal.SIGUSR1)
 """
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_within_the_save_finds_what_its_handler_saved(tmp_path: Path) -> None:
     run_program(KILLED, str(tmp_path), code=-signal.SIGKILL)
     scene = Scene(tmp_path)

@@ -170,6 +170,7 @@ def test_deepspeed_s_tools_read_it_and_convert_it_for_another_number_of_ranks(
     assert len(ends) == 1
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("stage", [_later(0), 2, _later(3)])
 def test_what_is_saved_is_of_the_call_however_late_it_is_copied(tmp_path: Path, stage: int) -> None:
     plain = spec_of(stage, "fp32")
@@ -222,6 +223,7 @@ def test_a_damaged_byte_is_an_error_by_name_and_passed_over_otherwise(
     assert "from 3" in job(tmp_path, 2, {**ours, "every": 100})
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("rank", [_later(0), 1])
 def test_a_full_disk_on_one_rank_costs_that_save_alone(tmp_path: Path, rank: int) -> None:
     ours = {**spec_of(1, "fp32", by="portus"), "every": 1, "last": 4}
@@ -237,6 +239,7 @@ def test_a_full_disk_on_one_rank_costs_that_save_alone(tmp_path: Path, rank: int
     assert "from 4" in job(tmp_path / "ours", 2, {**ours, "by": "stock", "last": 5})
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("ranks", [_later(1), 2])
 def test_a_directory_that_is_read_only_costs_its_saves_and_the_tag_before_stays(
     tmp_path: Path, ranks: int
@@ -327,6 +330,7 @@ def through_a_framework(root: Path, by: str, stage: int, ranks: int) -> None:
     assert len(ends) == 1
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("by", "stage", "ranks"), [("accelerate", 2, 2)])
 def test_under_a_framework_each_goes_on_from_what_the_other_saved(
     tmp_path: Path, by: str, stage: int, ranks: int

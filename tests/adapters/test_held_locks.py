@@ -41,6 +41,7 @@ def check(way: str, directory: Path) -> None:
     assert in_another_order(found) == []
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.timeout(300)  # line by line, on a busy machine
 @pytest.mark.parametrize("way", SHORT)
 def test_the_main_thread_holds_a_lock_in_marked_functions_alone(tmp_path: Path, way: str) -> None:
@@ -57,6 +58,7 @@ def test_so_it_does_in_all_other_ways_to_train(tmp_path: Path) -> None:
         check(way, tmp_path / way)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", [way.__name__ for way in held_locks.IN_ORDER_ALONE])
 def test_locks_are_taken_in_the_order_of_the_page(tmp_path: Path, way: str) -> None:

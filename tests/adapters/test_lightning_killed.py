@@ -38,6 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, dict[int, floa
     return net, dict(steps_and_sums(root / "ckpt").values())
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("top_k", "last"),
     [

@@ -76,6 +76,7 @@ def test_two_callbacks_that_choose_one_name_get_two_files(tmp_path: Path) -> Non
     assert ours == steps(stock)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("top_k", [1, 2, -1])
 @pytest.mark.parametrize("last", [None, True, "link"])
 @pytest.mark.smoke

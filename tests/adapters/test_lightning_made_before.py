@@ -28,6 +28,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.long
 def test_a_run_in_a_forked_child_is_in_the_mirror_and_in_the_journal(tmp_path: Path) -> None:
     for each in ("bucket", "ckpt"):
         (tmp_path / each).mkdir()

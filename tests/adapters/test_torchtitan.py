@@ -31,6 +31,7 @@ def train(root: Path, how: str, steps: int, at: int = -1) -> list[str]:
     return said
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("how", ["portus", "taken"])
 def test_it_saves_what_stock_loads_and_keeps_so_many(tmp_path: Path, how: str) -> None:
     _, end = train(tmp_path, how, 4)

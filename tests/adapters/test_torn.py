@@ -65,6 +65,7 @@ def plain(scenario: Scenario, saves: SlowSaves) -> None:
         saves.save(state)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`TorchScript`:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

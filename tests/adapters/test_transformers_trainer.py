@@ -414,6 +414,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_process_that_lost_its_checkpoints_holds_up_no_other(
     tmp_path: Path, installed: Path

@@ -133,6 +133,7 @@ def _by_length(names: Iterable[str]) -> list[Any]:
     return [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in names]
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", _by_length(EXPLORATIONS))
 def test_every_crash_leaves_tables_and_dense_part_at_one_batch(name: str) -> None:
     search, plans, budgets, images_min = EXPLORATIONS[name]
@@ -393,6 +394,7 @@ MISTAKES: Final[dict[str, tuple[Mistake, Search]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", _by_length(MISTAKES))
 def test_a_mistake_of_tables_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, (search, plans, budgets, _) = MISTAKES[name]

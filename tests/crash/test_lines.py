@@ -103,6 +103,7 @@ LONG: Final = ("save, share", "save, retire, use space again", "retire by itself
 """Those that take long."""
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in EXPLORATIONS],

@@ -172,6 +172,7 @@ MISTAKES: dict[type[Writer], int] = {
 """And the seed of a history in which it is found."""
 
 
+@pytest.mark.long
 def test_what_was_told_loads_in_every_history(seed: int) -> None:
     assert explored(seed, 200) == 200
 

@@ -423,6 +423,7 @@ def explorer(mistake: Mistake) -> Explorer[Fact]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name: str) -> None:
     search = explorer(MISTAKES[name])

@@ -362,11 +362,13 @@ def explore(scenario: Scenario, *, early: bool = False, samples: int = 4) -> int
     return outcomes
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_at_each_path_is_nothing_or_a_whole_checkpoint_whenever_power_fails(name: str) -> None:
     assert explore(SCENARIOS[name]) > 500
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", EARLY)
 def test_a_checkpoint_that_was_removed_too_early_is_found_again(name: str) -> None:
     assert explore(EARLY[name], early=True) > 500

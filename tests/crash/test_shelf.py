@@ -92,6 +92,7 @@ EXPLORATIONS: Final[dict[str, Search]] = {
 """As in ``test_explore``."""
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", EXPLORATIONS)
 def test_every_crash_leaves_a_shelf_as_it_was_at_one_commit(name: str) -> None:
     search, plans, budgets, images_min = EXPLORATIONS[name]

@@ -53,6 +53,7 @@ def test_whatever_happens_to_runs_told_files_load_their_own_step_or_say_why_not(
     assert loaded
 
 
+@pytest.mark.long
 def test_a_run_that_a_call_of_its_own_ended_is_told_from_one_that_portus_stopped(
     tmp_path: Path,
 ) -> None:

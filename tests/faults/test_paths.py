@@ -136,6 +136,7 @@ def check_all(told: dict[str, int], hit: str) -> None:
     assert found[f"step-{max(steps)}.pt"] == max(steps), (hit, found)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("number", "stride"),
     [

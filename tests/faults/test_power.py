@@ -139,6 +139,7 @@ def searched(
     return tried, late
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("program", list(PROGRAMS))
 @pytest.mark.parametrize(
     "kind", [KINDS[0], *(pytest.param(k, marks=pytest.mark.long) for k in KINDS[1:])], indirect=True

@@ -257,6 +257,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("way", [*WAYS, None])
 def test_no_writer_tears_what_an_audit_lets_through(way: AuditMethod | None, seed: int) -> None:
     check(way, seed, 100)

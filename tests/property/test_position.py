@@ -122,6 +122,7 @@ def epoch(kind: Any, source: random.Random, ranks: list[int]) -> list[int]:
     return process.seen
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("kind", [shuffled, generated, batched, distributed])
 def test_an_epoch_has_each_sample_once_whatever_happens_between_saves_and_kills(kind: Any) -> None:
     source = random.Random(kind.__name__)
@@ -129,12 +130,14 @@ def test_an_epoch_has_each_sample_once_whatever_happens_between_saves_and_kills(
         assert sorted(epoch(kind, source, [1])) == list(range(ROWS))
 
 
+@pytest.mark.long
 def test_so_it_has_with_workers_that_fetch_ahead() -> None:
     source = random.Random(5)
     for _ in range(2):
         assert sorted(epoch(with_worker, source, [1])) == list(range(ROWS))
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("ranks", [[2], [1, 2], [1, 2, 3]])
 def test_so_it_has_with_other_numbers_of_ranks_after_each_restart(ranks: list[int]) -> None:
     source = random.Random(str(ranks))

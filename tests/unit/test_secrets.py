@@ -174,6 +174,7 @@ def test_no_command_says_a_secret(command: list[str]) -> None:
         assert SECRET not in result.output, f"{command}: {address}"
 
 
+@pytest.mark.long
 def test_doctor_says_no_secret_of_any_place() -> None:
     """All in one call: it measures the machine each time."""
     result = CliRunner().invoke(app, ["doctor", *ADDRESSES])

@@ -38,6 +38,7 @@ def walked() -> dict[str, Any]:
     return walks.walked()
 
 
+@pytest.mark.long
 def test_the_page_has_the_walks_as_they_are(walked: dict[str, Any]) -> None:
     """``python -m tests.walks`` writes them anew."""
     assert walks.on_the_page() == walks.section(walked)

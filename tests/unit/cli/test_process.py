@@ -234,6 +234,7 @@ def test_progress_is_shown_at_a_terminal(run: Run) -> None:
     assert "net.portus" in shown
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("typed", "code"),
     [

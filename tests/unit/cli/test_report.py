@@ -250,6 +250,7 @@ def close_to(pixels: object, color: str) -> int:
     return int((np.abs(np.asarray(pixels)[..., :3] - wanted).max(axis=-1) < 0.02).sum())
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["wide", "narrow"])
 def test_a_browser_shows_the_page(tmp_path: Path, width: int, dark: bool) -> None:
     """The screenshots stay in the test's folder. A copy of the page measures itself: the page has

@@ -41,6 +41,7 @@ def test_a_rate_that_is_none_is_refused(run: Run, rate: str) -> None:
     assert "expected a size" in said.err
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_it(run: Run, tmp_path: Path) -> None:
     run.damage(10, "weight")
     command = [sys.executable, "-c", MAIN, "scrub", str(run.net), "--rate", "1/s"]

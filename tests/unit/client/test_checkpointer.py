@@ -425,6 +425,7 @@ def test_a_writer_costs_a_version_now_and_then_and_never_ends_overlap_for_good(p
     assert late == [4 if step in lost else 1 for step in range(12)]
 
 
+@pytest.mark.long(every_case=True)
 def test_two_saves_of_one_step_copy_once(
     checkpointer: PoolCheckpointer, training: Training
 ) -> None:

@@ -72,6 +72,7 @@ def steps(host: str) -> list[int]:
         return sorted(info.step for info in pool.versions())
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("kind", "ranks", "loads"),
     [
@@ -219,6 +220,7 @@ def test_torch_s_own_reader_finds_a_directory_of_pointers_and_fails_instead_of_s
         dcp.load(emptied(), storage_reader=FileSystemReader(tmp_path / "step_1"))
 
 
+@pytest.mark.long
 def test_what_has_no_room_on_the_host_is_heard_of_by_all_ranks(tmp_path: Path) -> None:
     with serving(tmp_path / "host", quota=8 << 20) as server:
         run(tmp_path, "hosts_full:2", PORTUS_POOL=url(server))

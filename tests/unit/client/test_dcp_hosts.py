@@ -33,6 +33,7 @@ def held(host: str) -> dict[str, list[int]]:
         return {model.partition("/")[2]: sorted(pool.steps(model)) for model in pool.models()}
 
 
+@pytest.mark.long
 def test_ranks_are_spread_over_hosts_and_their_shards_loaded_by_other_numbers_of_ranks(
     tmp_path: Path,
 ) -> None:
@@ -67,6 +68,7 @@ def test_one_of_two_hosts_dies_and_is_back_and_what_was_complete_loads(tmp_path:
         run(tmp_path, "hosts_load:3:fsdp:8", PORTUS_POOL=both)
 
 
+@pytest.mark.long
 def test_a_host_that_is_missing_is_said_by_its_pointers(tmp_path: Path) -> None:
     with serving(tmp_path / "a") as first:
         with serving(tmp_path / "b") as second:

@@ -166,6 +166,7 @@ def test_a_call_and_text_tell_the_same_of_memory_that_is_shared(
     assert write_watch.exposure(address, np.full(100, 10)).tolist() == expected
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.usefixtures("told_by")
 @pytest.mark.parametrize("kind", [of_python, of_torch, of_nobody_else])
 def test_shared_memory_of_ones_own_optimizer_is_copied_before_save_returns(

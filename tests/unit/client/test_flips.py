@@ -149,6 +149,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         assert check(made.writer) == []
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("act", ["save", "retire", "read"])
 def test_a_byte_that_changes_on_the_way_is_refused_or_harmless(
     scene: Scene, act: str, seed: int

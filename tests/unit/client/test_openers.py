@@ -62,6 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_pool_leaves_no_descriptor_open_whoever_opens_it(
     tmp_path: Path, whole: Path, damage: str

@@ -244,6 +244,7 @@ def test_sigterm_in_the_middle_of_saves_ends_the_process_and_leaves_a_whole_pool
         assert_same(checkpointer.load(weights_only=False), saver.Training(step).state())
 
 
+@pytest.mark.long
 def test_a_program_that_ends_on_sigterm_finishes_what_it_asked_for(path: Path) -> None:
     with Warm("tests.crash.saver").start("save_until_told", str(path)) as child:
         for _ in range(5):

@@ -312,6 +312,7 @@ def test_contents_of_other_storages_are_not_committed_and_the_pool_stays_whole(
 MANY = 20_000
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     "contents",
     [

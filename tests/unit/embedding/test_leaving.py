@@ -175,6 +175,7 @@ BROKEN: dict[str, tuple[Callable[[Saved], object], type[PortusError], str]] = {
 }
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", BROKEN)
 def test_where_a_table_is_not_there_that_is_told_and_the_file_stays(
     saved: Saved, name: str

@@ -204,6 +204,7 @@ def goes_on(kind: str, folder: Path, *, block: bool, every: int) -> None:
     assert same(run(kind, folder / "all.portus", BATCHES, block=block), wanted)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("kind", "block"), [*((kind, False) for kind in KINDS), ("lambda", True), ("by hand", True)]
 )

@@ -257,6 +257,7 @@ def test_a_bucket_that_lost_all_of_a_version_is_filled_again(scene: Scene) -> No
     assert_same(torch.load(scene.objects()["step=1.ckpt"]), state(1))
 
 
+@pytest.mark.long
 def test_of_many_bytes_around_storages_a_few_units_are_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

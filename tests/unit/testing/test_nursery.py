@@ -52,6 +52,7 @@ def mine() -> Nursery:
     return nursery("tests.unit.testing.test_nursery")
 
 
+@pytest.mark.long
 def test_a_child_that_hangs_is_told_with_what_all_threads_of_all_children_do() -> None:
     with (
         mine().start("wait_for_the_other") as waits,

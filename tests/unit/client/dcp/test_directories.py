@@ -64,6 +64,7 @@ def own_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         each.close()
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_late_saves_of_what_looks_the_same_are_planned_once_and_others_anew(
     tmp_path: Path, ranks: int
@@ -71,6 +72,7 @@ def test_late_saves_of_what_looks_the_same_are_planned_once_and_others_anew(
     run(tmp_path, f"dirs_again:{ranks}")
 
 
+@pytest.mark.long
 def test_a_late_save_that_one_rank_does_not_begin_costs_that_save_alone(tmp_path: Path) -> None:
     run(tmp_path, "dirs_unbegun:2", "dirs_load:2:call:6", "dirs_load:1:stock:4")
 
@@ -129,6 +131,7 @@ def test_a_directory_has_what_stock_writes_and_nothing_else(tmp_path: Path) -> N
     assert found[1].endswith(".distcp")
 
 
+@pytest.mark.long
 def test_stock_torch_reads_it_without_portus(tmp_path: Path) -> None:
     portus.dcp.save(state_of(3), "step_3")
     dcp_to_torch_save("step_3", "whole.pt")
@@ -230,6 +233,7 @@ def _loads_small(place: str) -> bool:
     return True
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("which", [0, 1], ids=["metadata", "rank file"])
 def test_no_flipped_byte_is_handed_out_and_a_look_at_the_file_finds_it(which: int) -> None:
     portus.dcp.save(SMALL, "step_1")
@@ -250,6 +254,7 @@ def test_no_flipped_byte_is_handed_out_and_a_look_at_the_file_finds_it(which: in
     assert handed_out <= 8, "but for bytes that are part of nothing"
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("which", [0, 1], ids=["metadata", "rank file"])
 def test_no_file_that_was_cut_off_is_handed_out(which: int) -> None:
     portus.dcp.save(SMALL, "step_1")
@@ -347,6 +352,7 @@ def test_nothing_of_ours_is_left_beside_the_checkpoints() -> None:
     assert names("run") == ["step_1"]
 
 
+@pytest.mark.long
 def test_another_job_with_such_names_is_told_before_it_replaces_anything() -> None:
     writer = PortusStorageWriter()
     writer.save(state_of(1), "run/step_1").wait()
@@ -393,6 +399,7 @@ def test_a_writer_may_name_the_directory_as_stock_s_does() -> None:
     assert_same(found, state_of(1))
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("how", ["late", "async_call"])
 def test_saved_at_two_ranks_it_is_bit_equal_by_portus_and_by_stock(
     how: str, tmp_path: Path
@@ -411,6 +418,7 @@ def test_a_rank_that_cannot_write_is_known_and_later_saves_are_complete(tmp_path
     run(tmp_path, "dirs_full:2", "dirs_load:1:stock:4")
 
 
+@pytest.mark.long
 def test_each_rank_writes_over_its_own_files_that_the_first_one_removed(tmp_path: Path) -> None:
     said = run(tmp_path, "dirs_keep_one:3", "dirs_load:1:stock:5", "dirs_load:2:call:5")
     for rank in (1, 2):
@@ -418,6 +426,7 @@ def test_each_rank_writes_over_its_own_files_that_the_first_one_removed(tmp_path
     assert not [name for name in os.listdir(tmp_path / ".portus") if name.endswith(".portus")]
 
 
+@pytest.mark.long
 def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
     run(tmp_path, "dirs_refused:2", "dirs_load:1:call:2")
 

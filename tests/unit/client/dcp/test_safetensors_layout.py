@@ -153,6 +153,7 @@ def test_what_makes_no_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> Non
     run(tmp_path, "shards_refused:2")
 
 
+@pytest.mark.long
 def test_no_flipped_byte_is_handed_out_and_a_look_at_the_file_finds_it() -> None:
     save()
     file = Path("step_1", SHARD)

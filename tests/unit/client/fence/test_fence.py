@@ -495,6 +495,7 @@ def test_a_compiled_step_waits_too(fence: Fence, model: nn.Sequential) -> None:
     assert optimizer in writers.live_optimizers()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_compiled_step_with_a_closure_waits_after_it(fence: Fence, model: nn.Sequential) -> None:

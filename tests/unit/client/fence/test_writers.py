@@ -70,6 +70,7 @@ def _in_turn() -> list[Any]:
     return found
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("name", "implementation", "in_closure"), _in_turn())
 def test_no_step_of_a_torch_optimizer_tears_a_save(
     name: str, implementation: str, in_closure: bool
@@ -81,6 +82,7 @@ def test_no_step_of_a_torch_optimizer_tears_a_save(
     assert torn_in(played(scenario, guarded=False)), "the test could not have failed"
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_all_that_a_torch_optimizer_trains_is_copied_late(name: str) -> None:
     scenario = functools.partial(with_optimizer, name, implementations(name)[0], True)
@@ -102,6 +104,7 @@ def test_every_optimizer_of_torch_is_in_the_table() -> None:
     assert classes - {torch.optim.Optimizer} == tried
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`TorchScript`:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -169,6 +172,7 @@ def test_nothing_is_stable_while_no_fence_is_open() -> None:
     assert stability(*model.parameters()) == [VOLATILE] * 4
 
 
+@pytest.mark.long
 def test_an_optimizer_that_died_keeps_nothing_stable(fence: Fence) -> None:
     model = perceptron()
     optimizer = adamw(model)

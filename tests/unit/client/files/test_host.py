@@ -163,6 +163,7 @@ def bytes_of_one_save(link: LossyLink) -> int:
         return link.relayed - before
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_anywhere_loses_the_save_or_nothing(
     server: Server, link: LossyLink, seed: int
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_link_that_is_cut_anywhere_loses_the_save_or_nothing(
     assert saved + lost == len(numbers)
 
 
+@pytest.mark.long
 def test_a_save_whose_answer_was_lost_is_told_as_what_it_is(
     server: Server, link: LossyLink
 ) -> None:

@@ -616,6 +616,7 @@ def test_the_epoch_after_one_that_was_dealt_anew_has_another_order() -> None:
     assert flat(listed(again)) != begun + left
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("dispatch", ["batches", "pieces"])
 def test_a_process_that_loads_for_all_goes_on_for_any_number(dispatch: Any) -> None:
     def made(ranks: int, **more: Any) -> portus.DataCursor:

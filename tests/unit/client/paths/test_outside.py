@@ -126,6 +126,7 @@ def test_a_file_that_somebody_has_open_or_mapped_keeps_its_bytes() -> None:
             assert torch.load(file)["step"] == step
 
 
+@pytest.mark.long
 def test_two_programs_save_into_one_directory_and_over_one_path() -> None:
     program = (
         "import sys, torch\n"

@@ -158,6 +158,7 @@ def test_a_file_whose_storages_moved_to_other_units_has_their_crcs(scene: Scene)
     assert max(shared[3:]) > 70_000
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_file_whose_storages_are_shared_with_another_version_is_whole(
     scene: Scene, restarts: bool
@@ -210,6 +211,7 @@ def test_what_two_versions_share_is_there_once(scene: Scene) -> None:
         assert stored(scene.path("5.ckpt")) == written(scene.root / "plain", "5.ckpt", state)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("change", ["fewer files", "longer", "fewer storages", "another name"])
 def test_a_version_that_looks_another_way_is_whole(scene: Scene, change: str) -> None:
     first: dict[str, Any] = {"a.bin": frozen_and_trained(1), "b.bin": frozen_and_trained(2)}

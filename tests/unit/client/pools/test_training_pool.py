@@ -401,6 +401,7 @@ def test_a_pool_that_nobody_saved_to_goes_at_the_end(tmp_path: Path) -> None:
     assert not os.path.exists(scene.place.path)
 
 
+@pytest.mark.long
 def test_a_pool_file_has_one_writer_process(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     program = (
