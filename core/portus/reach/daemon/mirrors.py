@@ -76,6 +76,8 @@ class TenantMirrors:
     def let_go(self, mirror: TenantMirror) -> None:
         """Stop mirroring a pool that is being closed, without waiting until all is mirrored."""
         with self._guard:
+            if mirror not in self._open:
+                return  # closed, with all others
             self._open.remove(mirror)
         mirror.close(0)
 
