@@ -82,6 +82,7 @@ class OpenDirectory(Generic[File]):
         if where is None:
             return
         try:
+            # A sync of a directory makes the names in it durable, not its own name above.
             parent = self.system.open_directory(os.path.dirname(where))
         except MediumError:
             return  # it may not be read: it was there before, and somebody else's
@@ -167,6 +168,7 @@ class HiddenFolder(Generic[File]):
             if file is None:
                 continue
             try:
+                # The kernel releases a lock when its process dies, also by SIGKILL.
                 is_held = not self.system.lock(file)
                 target = self.system.read(file, RECORD_MAX)
             finally:
@@ -188,7 +190,10 @@ class HiddenFolder(Generic[File]):
                 found.setdefault(token, []).append(name)
         for token, names in found.items():
             record = hidden_name(token, RECORD)
+            # The record goes last: until then it says whose the others are.
             names.sort(key=lambda name: (name == record, name))
+            # Without a record each file speaks for itself: a living process keeps its spare locked.
+            # A path is a symbolic link, which cannot be locked.
             locked = [record] if record in names else [name for name in names if PATH not in name]
             files = self._locked(hidden, locked) if locked else []
             if files is None:
@@ -242,6 +247,7 @@ class HiddenFolder(Generic[File]):
             if file is None:
                 continue
             files.append(file)
+            # Between the open and the lock somebody may have removed it and made another one.
             if not self.system.lock(file) or not self._is_at(hidden, name, file):
                 for each in files:
                     self.system.close(each)

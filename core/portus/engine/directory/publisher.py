@@ -124,7 +124,7 @@ class Publisher(Generic[File]):
         self._system: Final = system
         self._verify: Final = verify
         self._reuses: Final = spares
-        self._lock: Final = threading.RLock()
+        self._lock: Final = threading.RLock()  # reentrant: ``begin`` abandons a draft under it
         self._folders: Final[list[HiddenFolder[File]]] = []
         """Open folders: those of drafts and spares."""
         self._directories: Final[list[OpenDirectory[File]]] = []
@@ -194,6 +194,8 @@ class Publisher(Generic[File]):
             hidden = None if record is None else hidden_name(record.token, HOLD)
             if record is not None and hidden is not None:
                 try:
+                    # Before the unlink: without a second name the blocks would be freed. If the
+                    # process is killed here, a start finds a hold without a draft, and removes it.
                     self._system.link((directory.file, name), (folder.make(), hidden))
                 except MediumError:
                     hidden = None
@@ -233,6 +235,7 @@ class Publisher(Generic[File]):
     def _publish_one(self, draft: Publication[File], turn: AbstractContextManager[None]) -> None:
         folder, system, file = draft.folder, self._system, draft.files[0]
         with turn:
+            # The commit. If killed before it, the path is as it was, and a start removes the draft.
             system.rename((folder.make(), file.hidden), (draft.directory.file, file.name))
             draft.is_published = True
         try:
@@ -253,9 +256,11 @@ class Publisher(Generic[File]):
         with turn:
             for file in draft.files:
                 there = system.look(directory.file, file.name)
+                # A redo leaves a name alone that has yet another file by then (decision 0210).
                 replaced = 0 if there is None else there.identity[1]
                 inode = system.status(file.file).identity[1]
                 moves.append(Move(file.hidden, inode, file.name, replaced))
+            # From here on the publication counts: a start completes whatever renames are missing.
             redo.write(folder, draft.record, directory, moves)
             draft.is_published = True  # whatever becomes of this process
             try:
@@ -279,8 +284,10 @@ class Publisher(Generic[File]):
             committed = _Committed(directory, file.name, system.status(file.file).identity)
         else:
             committed = _Committed(directory, "", system.status(directory.file).identity)
+        # Popped first, so that the dict is in the order of commits, and the oldest series goes.
         self._newest.pop(draft.series, None)
         self._newest[draft.series] = committed
+        # Scripts may remove this file, now the newest, before those drafts are committed.
         for other in self._drafts:
             if other is not draft and other.series == draft.series:
                 with contextlib.suppress(MediumError):  # this one is committed all the same
@@ -318,6 +325,7 @@ class Publisher(Generic[File]):
     def close(self) -> None:
         """Remove the spare and empty hidden folders, and close all directories."""
         with self._lock:
+            # Before ``drop_spare``, which would sync each of these that was removed elsewhere.
             while self._watched:
                 watched = self._watched.pop()
                 with contextlib.suppress(MediumError):
@@ -330,8 +338,10 @@ class Publisher(Generic[File]):
     def _folder(self, where: str) -> HiddenFolder[File]:
         """Return the open folder of the directory at ``where``; at first, recover it."""
         for folder in self._folders:
+            # By its path now: a descriptor follows a directory that was renamed; the caller does
+            # not.
             if folder.path_of_base() == where:
-                if folder.is_left:
+                if folder.is_left:  # of a publication that was left half renamed, by ``_leave``
                     folder.is_left = False
                     recover(folder, self._verify)
                 return folder
@@ -387,6 +397,8 @@ class Publisher(Generic[File]):
         here, there = draft.folder.path_of_base(), self._system.path_of(draft.directory.file)
         below = os.path.relpath(there, here) if here and there else "."
         paths = [os.path.normpath(os.path.join(below, file.name)) for file in draft.files]
+        # Not synced: only living processes read it. A start needs the symbolic links alone; on ext4
+        # these survived a power cut that emptied this file (decision 0203).
         self._system.write(draft.record.file, b"\0".join(map(os.fsencode, paths)))
         for committed in self._newest.values():
             for file in self._files_of(committed):
@@ -401,8 +413,10 @@ class Publisher(Generic[File]):
         hidden = hidden_name(draft.record.token, HOLD, len(draft.holds))
         path = os.path.relpath(os.path.join(where, committed.name), os.path.join(here, FOLDER))
         hold = _Hold(hidden, committed)
+        # Before it is made: if that fails, ``abandon`` removes what is there of it.
         draft.holds.append(hold)
         try:
+            # The path first: a start cannot put back a hold without knowing where it belongs.
             self._system.note(draft.folder.make(), path_name(hidden), os.fsencode(path))
             is_held = self._link(draft.folder, hold)
         except MediumError as error:
@@ -418,6 +432,7 @@ class Publisher(Generic[File]):
         held."""
         there = hold.of.directory.file, hold.of.name
         status = self._system.look(*there)
+        # By now somebody else's file may be at the path.
         if status is None or status.identity != hold.of.identity:
             return False
         try:
@@ -514,6 +529,7 @@ class Publisher(Generic[File]):
         record = draft.folder.claim()
         self._system.write(record.file, b"/")  # it is to make no file
         identity = self._system.status(file.file).identity
+        # Later its link count shows that the visible name is gone, whoever removed it.
         hold = _Hold(
             hidden_name(record.token, HOLD), _Committed(draft.directory, file.name, identity)
         )
@@ -547,7 +563,9 @@ class Publisher(Generic[File]):
             return None
         try:
             status = system.status(file)
+            # With another name somebody may still read it; with another identity it is not ours.
             is_it = status.links == 1 and status.identity == hold.of.identity
+            # Locked for as long as it is a spare, so that other processes' starts leave it alone.
             if is_it and self._may_keep(status) and system.lock(file):
                 # Without these, a crash may show the removed path with the bytes to come.
                 system.sync(file)
@@ -564,6 +582,7 @@ class Publisher(Generic[File]):
         """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
         system, folder = self._system, publication.folder
         there = system.look(publication.directory.file, draft.name)
+        # A spare has its blocks, and perhaps its pages; fresh space is slow (decision 0203).
         spare = self._spare_for(_series(draft.name))
         if spare is not None and self._is_free(spare, folder):
             # Its names are all hidden, so either of them may be there after a crash.
@@ -579,9 +598,10 @@ class Publisher(Generic[File]):
                 self._drop_spare(spare)
             draft.opened(system.create(folder.make(), draft.hidden), is_spare=False)
             system.lock(draft.file)
+        # As after ``torch.save``: the mode of the file that is replaced, else what the umask says.
         if there is not None and there.is_regular:
             system.set_mode(draft.file, there.mode & 0o7777)
-        elif draft.is_spare:
+        elif draft.is_spare:  # it has the mode of the file that it was
             system.set_mode(draft.file, 0o666 & ~_umask())
 
     def _spare_for(self, series: str) -> _Spare[File] | None:
@@ -600,7 +620,7 @@ class Publisher(Generic[File]):
             here = self._system.status(folder.base).identity[0]
             return (
                 status.links == 1
-                and status.identity[0] == here
+                and status.identity[0] == here  # a rename does not leave its file system
                 and self._system.is_unused(spare.file)
             )
         except MediumError:

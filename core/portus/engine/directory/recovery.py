@@ -31,7 +31,10 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
     system = folder.system
     for names in folder.abandoned():
         hidden = folder.make()
+        # First: if there is a marker, the save counts, and what look like drafts are its files.
         is_published = redo.finish(folder, names)
+        # A draft that is left was never renamed, so nothing replaced what the save holds. Without
+        # one the save was over, or had hardly begun: what is missing was removed on purpose.
         is_unfinished = not is_published and any(f".{DRAFT}" in name for name in names)
         for name in names if is_unfinished else ():
             path = system.noted(hidden, path_name(name)) if f".{HOLD}" in name else None
@@ -60,6 +63,7 @@ def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[Fil
         if directory is None:
             return False  # nobody looks there
         try:
+            # A link, not a rename: it fails if somebody put a file there meanwhile.
             system.link((folder.make(), held), (directory, name))
         except MediumError as error:
             if error.errno == errno.EEXIST:

@@ -64,6 +64,7 @@ def write(
     mark, redo = hidden_name(record.token, MARK), hidden_name(record.token, REDO)
     file = system.create(hidden, mark)
     try:
+        # Synced before it gets its name, so a marker that a start finds is whole.
         system.write(file, json.dumps(said).encode())
         system.sync(file)
     finally:
@@ -80,6 +81,7 @@ def apply(
     for move in moves:
         source, target = system.look(hidden, move.hidden), system.look(directory.file, move.name)
         is_free = target is None or target.identity[1] == move.replaced
+        # By inode: an earlier start may have been killed after some of the moves.
         if source is not None and source.identity[1] == move.inode and is_free:
             system.rename((hidden, move.hidden), (directory.file, move.name))
     directory.sync()

@@ -188,6 +188,7 @@ class Linux:
     def path_of(self, directory: Descriptor) -> str | None:
         with _translate(directory.path):
             path = os.readlink(f"/proc/self/fd/{directory.number}")
+            # Linux appends " (deleted)" to a deleted path, which may be another directory's name.
             is_there = os.fstat(directory.number).st_nlink and os.path.exists(path)
             return path if is_there else None
 
@@ -237,23 +238,23 @@ class Linux:
 
         with _translate(file.path):
             try:
+                # Not a lock of fcntl, which ends when any descriptor of the file is closed:
+                # ``in_flight`` opens and closes the records of its own process, too.
                 fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
         return True
 
     def is_unused(self, file: Descriptor) -> bool:
-        """Asks for a write lease, which the kernel grants to the only one who has the file open. On
-        file systems that other machines mount too it knows nothing of these: False.
-
-        SIGURG is what the kernel sends should somebody open it meanwhile: it is ignored unless
-        handled, where SIGIO would end the process.
-        """
+        """Ask for a write lease, which the kernel grants to the only one who has the file open."""
         import fcntl
 
         try:
+            # A lease knows nothing of other machines that mount the file system.
             if linux.file_system_type(file.number) not in linux.LOCAL_TYPES:
                 return False
+            # If somebody opens it now, the kernel would send SIGIO, which ends a process; SIGURG is
+            # ignored by default.
             fcntl.fcntl(file.number, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:

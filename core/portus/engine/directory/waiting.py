@@ -72,6 +72,7 @@ def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> 
     except MediumError:
         return True
     finally:
+        # Not ``close``, which removes an empty hidden folder: waiting must change nothing.
         folder.forget()
         folder.system.close(folder.base)
     return True
@@ -109,6 +110,6 @@ def _paths_in_flight(base: str) -> list[bytes]:
         try:
             return [path for paths in folder.in_flight().values() for path in paths]
         finally:
-            folder.forget()
+            folder.forget()  # not ``close``, as in ``_wait_in``
             folder.system.close(folder.base)
     return []

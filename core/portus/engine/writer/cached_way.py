@@ -91,6 +91,7 @@ class CachedWay:
         rows = np.flatnonzero(segments.length >= COMPARED_MIN)
         columns = rows, segments.address[rows], segments.offset[rows]
         for row, address, offset in zip(*(each.tolist() for each in columns), strict=True):
+            # Ask the file itself: while it had a name, others may have written (decision 0202).
             with contextlib.suppress(OSError):  # what cannot be read is written
                 begin = os.pread(self._number, FIRST, offset)
                 seem[row] = begin == ctypes.string_at(address, FIRST)
@@ -114,7 +115,9 @@ class CachedWay:
     def finish(self) -> None:
         """Return when all of it is on the medium."""
         self._tasks.drain()
+        # A spare may be longer than what is written over it.
         os.ftruncate(self._number, self._size)
+        # Includes the new length; fsync would write the times as well.
         os.fdatasync(self._number)
 
     def close(self) -> None:
@@ -132,6 +135,7 @@ class MappedWay(CachedWay):
     def __init__(self, number: int, path: str, image: Image, ring: StagingRing) -> None:
         """Raises ``OSError``: a store where no block is would be SIGBUS."""
         super().__init__(number, image, ring, volatile=False, is_spare=True)
+        # On a full disk a store to a page without a block is SIGBUS.
         fill_holes(number, image.size, every_block_counts=False)
         self._addresses: Final = AddressRange(path, image.size)
         try:
@@ -144,6 +148,7 @@ class MappedWay(CachedWay):
         self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
     ) -> None:
         box = batch.box()
+        # To map and populate all of it would cost more than to write the parts.
         if box.length > _SPARSE * int(batch.length.sum()):
             super()._move(engine, batch, digests, crcs, stop)
             return
@@ -156,4 +161,4 @@ class MappedWay(CachedWay):
 
     def close(self) -> None:
         super().close()
-        self._addresses.close()
+        self._addresses.close()  # behind the drain: write-back releases pages of it

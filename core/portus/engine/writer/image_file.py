@@ -125,12 +125,15 @@ class ImageFile:
             crc.join(units[first:end])
             for first, end in zip(self._first.tolist(), ends.tolist(), strict=True)
         ]
+        # Only now: they contain the digests and CRCs of what was stored.
         literals = self.image.literals(self._digests, np.array(crcs, np.uint32))
         with self._translated():
             way = self._opened()
             for literal in (*literals, *self._zeros(literals)):
                 way.put(literal)
             way.finish()
+        # Timed until it is durable: the time until the fence opens would not count what a direct
+        # write saves of the processor (decision 0202).
         self._ways.took(self._kind, way.kind, self.image.size, self._spent_s, self.kept_bytes)
 
     def close(self) -> None:
@@ -167,12 +170,14 @@ class ImageFile:
     def _chosen(self) -> CachedWay | StagedWay:
         """The way for this file."""
         traits, is_in_place = file_system_of(self._fd, self._path)
-        if not self._is_spare:
+        if not self._is_spare:  # a spare has its blocks
             self._allocate()
         if not traits.volatile and self._ways.choose(self._kind, self.image.size) is Way.DIRECT:
             if set_direct(self._fd, on=True):
                 return StagedWay(self._fd, self.image, self._ring)
-            self._ways.refused(self._kind.device)
+            self._ways.refused(self._kind.device)  # O_DIRECT is not tried there again
+        # Two threads that write to one file wait for each other; stores to its pages do not. Where
+        # blocks are copied on write, a store may find no block, and end in SIGBUS.
         if self._is_spare and is_in_place and not traits.volatile:
             try:
                 return MappedWay(self._fd, self._path, self.image, self._ring)
@@ -204,6 +209,7 @@ class ImageFile:
         spans += zip(image.offset.tolist(), (image.offset + image.length).tolist(), strict=True)
         reached = 0
         for start, stop in sorted(spans):
+            # The digest of all else covers these bytes, and a spare has old ones there.
             if start > reached:
                 yield Literal(reached, bytes(start - reached))
             reached = max(reached, stop)
@@ -342,10 +348,12 @@ class FileDraft:
 
     def publish(self) -> None:
         """Give the files their names. Raises ``PortusError``."""
+        # After ``finish``: a name that is durable before its bytes may show any bytes.
         self._draft.publish(self._turn())
 
     def release(self) -> None:
         with contextlib.ExitStack() as stack:
+            # Called last: by then no write to the files is in flight.
             stack.callback(self._draft.abandon)
             for file in self._files:
                 stack.callback(file.close)

@@ -1,8 +1,7 @@
 """``StagingRing``: the buffers through which files are written, and the threads that write them.
 
 Few buffers do while the disk keeps up. If somebody waits for a copy and none is free, there are
-more, up to ``staging``; those are given back as they come free. The memory is shared, not private:
-a direct write of private memory may miss what is written after a fork.
+more, up to ``staging``; those are given back as they come free.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ class Slot:
     """One buffer. ``address``: of its first byte, which begins a page."""
 
     def __init__(self) -> None:
+        # Shared, not private: a direct write of private memory may miss what is written after a
+        # fork. And aligned to a page, as O_DIRECT needs.
         self.memory: Final = memoryview(mmap.mmap(-1, SLOT))
         self.address: Final = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
@@ -66,10 +67,11 @@ class StagingRing:
                 stop.check()
                 if self._free:
                     return self._free.pop()
+                # While a fence waits, memory is spent: the copy is faster than the disk.
                 if self._made < (self._slots_max if stop.awaited else FEW):
                     self._made += 1
                     break
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_LOOK_S)  # for a moment: ``stop`` changes without a notification
         try:
             return Slot()
         except BaseException:
@@ -89,6 +91,7 @@ class StagingRing:
     def run(self, work: Callable[[], None]) -> None:
         """Do ``work``, which raises nothing, on a thread; at most ``FEW`` at a time."""
         self._work.put(work)
+        # After the put: a thread that is about to end checks, under this lock, for more work.
         with self._changed:
             if len(self._threads) == FEW:
                 return

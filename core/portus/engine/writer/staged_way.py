@@ -46,6 +46,7 @@ def set_direct(number: int, *, on: bool) -> bool:
     do that."""
     import fcntl  # not where Linux is missing
 
+    # On the draft's only descriptor: the file's mode may forbid to open a second one.
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     try:
         fcntl.fcntl(number, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
@@ -117,6 +118,8 @@ class StagedWay:
                 engine.move(batch, target, digests, stop, crcs)
                 self._probe(batch, target)
                 continue
+            # Not straight from the tensors: O_DIRECT needs aligned memory, so the layout of a file
+            # would depend on addresses (decision 0202).
             slot = self._ring.take(stop)
             try:
                 length = batch.length[whole]
@@ -154,7 +157,10 @@ class StagedWay:
         """Write what is left; return when all of it is on the medium."""
         self._tasks.drain()
         self._raise_failure()
+        # The rest is not aligned, so a direct write would fail with EINVAL.
         set_direct(self._number, on=False)
+        # These pages were never written directly, not even in part, so the cache need not read them
+        # from the disk first.
         for offset, at, length in zip(
             self._rest_offset.tolist(),
             self._rest_at.tolist(),
@@ -181,6 +187,7 @@ class StagedWay:
         """Note what an audit may ask for of what was just copied."""
         if not self._is_probed:
             return
+        # Noted now: past the page cache, only the disk would have them afterwards.
         owner = np.searchsorted(self._starts, batch.offset, "right") - 1
         begin = batch.offset - self._starts[owner]
         first = -(-begin // PROBE_EACH) * PROBE_EACH

@@ -67,13 +67,14 @@ class Ways:
         with self._lock:
             if kind.device in self._refused or (kind, size) in self._had_most:
                 return Way.CACHED
-            if size < MEASURED_MIN:
+            if size < MEASURED_MIN:  # too little to tell, so it does not count as a try
                 return self._preferred(kind)
             number = self._files[kind] = self._files.get(kind, 0) + 1
             preferred = self._preferred(kind)
             tried = [len(self._took.get((kind, way), ())) for way in kind.ways]
             if min(tried) < TRIES:
                 return kind.ways[tried[1] < tried[0]]
+            # Disks and neighbours change, so the other way is measured again now and then.
             return preferred if number % AGAIN else kind.ways[preferred is kind.ways[0]]
 
     def refused(self, device: int) -> None:
@@ -86,6 +87,7 @@ class Ways:
         so many of them were there; this is no measure then, and the page cache alone can tell."""
         with self._lock:
             self._had_most.discard((kind, size))
+            # Bytes that need not be written say nothing about how fast writing is.
             if kept > size // 2:
                 self._had_most.add((kind, size))
             elif size >= MEASURED_MIN and not kept:
