@@ -48,6 +48,7 @@ def _touches(one: str, other: str) -> bool:
 
 def _real(path: str) -> str:
     directory, name = os.path.split(os.path.abspath(path))
+    # The last link is not followed: a removal takes away the link itself.
     return os.path.join(os.path.realpath(directory), name)
 
 

@@ -49,6 +49,7 @@ class PendingPaths:
             self._tickets = (*self._tickets, Ticket(path, wait))
             if not self._is_hooked:
                 self._is_hooked = True
+                # With the first save, since a hook cannot be removed again.
                 sys.addaudithook(self._heard)
 
     def remove(self, wait: Callable[[], object]) -> None:
@@ -82,6 +83,7 @@ class PendingPaths:
         if not tickets:
             return
         touched = _TOUCHED.get(event)
+        # When the interpreter is ending, no thread would finish the save.
         if touched is None or self._thread.is_exempt or sys.is_finalizing():
             return
         if process.is_opening():
@@ -92,6 +94,7 @@ class PendingPaths:
             return  # whoever asked for it hears what is wrong with it
         if not awaited or calls.is_nested():
             return
+        # No lock is held here: ``remove``, which takes it, is what ends the wait.
         for ticket in awaited:
             with contextlib.suppress(Exception):  # the save's own error is told elsewhere
                 ticket.wait()
@@ -123,6 +126,8 @@ def _on_open(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ti
         return []
     text = os.fsdecode(path)
     name = os.path.basename(text)
+    # ``realpath`` makes a call for each directory of a path, too much for each open of an import.
+    # The name of a link says nothing of where it leads.
     if not any(ticket.path.endswith(name) for ticket in tickets) and not os.path.islink(text):
         return []
     real = os.path.realpath(text)
@@ -145,6 +150,7 @@ def _on_change(*places: tuple[int, int | None]) -> Touched:
             if at >= len(arguments) or arguments[at] is None:
                 continue
             there = None if directory is None else arguments[directory]
+            # A change of a link to the file waits, and so does one of the file itself.
             ways = {_real(arguments[at], there), _path_of_name(arguments[at], there)}
             found += [
                 ticket

@@ -93,7 +93,7 @@ class Queue:
         with self._lock:
             self._check_open()
             if not self._has_place(turn):
-                self._hurry(1)
+                self._hurry(1)  # the first one's end gives a place
             if not self._changed.wait_for(
                 lambda: self._closing or self._has_place(turn), timeout_s
             ):
@@ -103,6 +103,7 @@ class Queue:
             return True
 
     def _has_place(self, turn: Turn) -> bool:
+        # Many small files may wait, but few steps: a kill loses what is queued.
         if len(self._turns) < SAVES_MAX:
             return True
         steps = {each.step for each in self._turns if each.saver is turn.saver}
@@ -225,6 +226,8 @@ class Queue:
             alive = self._thread is not None and self._thread.is_alive()
             if alive or not self._waiting or self.on_worker():
                 return
+            # A daemon: Python joins other threads before ``atexit`` runs, and only that closes this
+            # queue, so each exit would last until the thread had been idle for ``_IDLE_S``.
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread = thread
             try:
@@ -255,6 +258,7 @@ class Queue:
     def _run(self, work: Work, turn: Turn | None) -> None:
         error: BaseException = RuntimeError("the worker thread ended")
         try:
+            # The worker itself touches the paths that others wait for.
             with PENDING.exempt():
                 work.run()
         except BaseException as unexpected:  # a thread's top: kept in the work, never lost
@@ -290,6 +294,7 @@ class Queue:
         with self._lock:
             if threading.current_thread() is self._thread:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closing, _IDLE_S)
+            # Where no thread can be started, callers run the work, still one at a time (V5).
             self._changed.wait_for(lambda: self._running is None)
             if not self._waiting:
                 if threading.current_thread() is self._thread:

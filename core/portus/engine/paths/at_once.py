@@ -48,6 +48,7 @@ class WrittenFile:
         untouched then."""
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
+            # Its own: the interrupted call may hold the lock of the shared one (decision 0055).
             publisher = new_publisher()
             stack.callback(publisher.close)
             draft = publisher.begin(*(each.real for each in files), base=base)
@@ -79,7 +80,7 @@ def _write(new: NewFile, note: bytes, draft: UnpublishedFile[Descriptor]) -> Non
         contents.image(new.said, note),
         is_spare=draft.is_spare,
         ring=ring,
-        ways=Ways(),
+        ways=Ways(),  # no times of others, and none for others
     )
     try:
         is_here = np.array([each.device.type == "cpu" for each in contents.storages], np.bool_)
@@ -89,6 +90,7 @@ def _write(new: NewFile, note: bytes, draft: UnpublishedFile[Descriptor]) -> Non
         )
         file.copy(here, address, Stop())
         for index in np.flatnonzero(~is_here).tolist():
+            # Not by a feed, whose buffers the interrupted call may have locked.
             copied = contents.storages[index].cpu()
             file.copy(np.array([index]), np.array([copied.data_ptr()], np.int64), Stop())
         file.finish()

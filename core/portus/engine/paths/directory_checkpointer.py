@@ -99,6 +99,8 @@ class DirectoryCheckpointer(Checkpointer):
         for each in self._companions:
             each.begin()
         is_new = make_directory(self.path)
+        # Later than all that is there, whatever the clock says: by this the newest save is found,
+        # also after a run went back to an earlier step (decision 0206).
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
         note = self._files.note(self._last_ns, scored)
         request = _StepRequest(
@@ -164,6 +166,7 @@ class DirectoryCheckpointer(Checkpointer):
         self._check_usable()
         self._await_saves()
         for _ in range(_TRIES):
+            # Listed anew each time: what was found may be removed before it is opened.
             with PENDING.exempt(), contextlib.suppress(FileNotFoundError):
                 found = self._chosen(step)
                 return self._newest_of(found, use)
@@ -180,6 +183,7 @@ class DirectoryCheckpointer(Checkpointer):
             try:
                 result = use(path)
             except (CorruptionError, MediumError) as error:
+                # Damage is reported rather than an error of the disk, which may pass.
                 failure = failure if isinstance(failure, CorruptionError) else error
                 continue
             note_loaded(info)

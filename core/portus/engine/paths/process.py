@@ -58,7 +58,7 @@ def saver() -> FileSaver:
     """Return the saver of ``portus.save``."""
     if not _savers:
         with _making:
-            if not _savers:
+            if not _savers:  # another thread may have made it
                 made = FileSaver(_writer(), Settings(), raises_wrong_path=True)
                 _open.add(made)
                 _savers.append(made)
@@ -70,6 +70,7 @@ def leave(owner: Closable) -> None:
     """End the use by ``owner``. Neither spare nor hold outlasts it, and the last owner ends the
     thread."""
     _open.discard(owner)
+    # To close is to join the worker, which cannot join itself.
     if not any(each.queue.on_worker() for each in list(_writers)):
         with _making:
             _close_unused()
@@ -113,7 +114,7 @@ def is_blocking() -> bool:
 @calls.mark
 def recover_left(directory: str) -> None:
     """Put back what a process that was killed had removed too early, if there was one."""
-    if bases_of(directory):
+    if bases_of(directory):  # a few calls of stat, where no save ever was
         with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
             recover(directory)
 
@@ -122,6 +123,7 @@ def recover_left(directory: str) -> None:
 def _finish() -> None:
     """Finish what is in flight, at the exit."""
     with PENDING.exempt():
+        # Owners first: they wait for their saves, and report what failed.
         for owner in list(_open):
             try:
                 owner.close()

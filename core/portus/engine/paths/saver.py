@@ -164,6 +164,7 @@ class FileSaver:
         start: float,
     ) -> SaveHandle:
         queue = self.shared.queue
+        # A place first: a call that gets none has opened nothing.
         turn = Turn(sum(int(each.contents.lengths.sum()) for each in new), self, request.step)
         if not queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
@@ -222,6 +223,7 @@ class FileSaver:
         self._is_closed = True
         queue, start = self.shared.queue, time.monotonic()
         try:
+            # The worker cannot wait for its own work to end.
             while not queue.on_worker():
                 if queue.put_all(self, _NEWS_S) and queue.catch_up(_NEWS_S):
                     break
@@ -245,6 +247,7 @@ class FileSaver:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""
         directory, name = os.path.split(path)
         with PENDING.exempt():
+            # The last link is not followed: it is what goes.
             real = os.path.join(os.path.realpath(directory), name)
             self.destination.remove(real, self.shared.publisher.remove)
 
@@ -288,6 +291,7 @@ class FileSaver:
         start: float,
     ) -> Save:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
+        # Its place is that of the call: what a handler writes at the path from now on is newer.
         asked = order.next_place()
         images = [each.contents.image(each.said, request.note) for each in new]
         joined = JoinedStorages([each.contents for each in new])
@@ -309,6 +313,7 @@ class FileSaver:
             observers.began(save, self.destination.kind)
             self.planner.begins(save)
             for path in paths:
+                # From here on the save is sure to end, so others may wait for it.
                 PENDING.add(path, save.join)
             request.begun(save)
             save.copy_now()
@@ -387,6 +392,7 @@ class FileSaver:
                     raise
 
     def _has_made_room(self, request: SaveRequest) -> bool:
+        # The spare first: nobody misses it.
         if self.shared.publisher.drop_spare():
             return True
         has_removed = request.make_room()
@@ -430,10 +436,13 @@ class _Owner(SaveOwner):
         if save.error is None:
             saver.reports.committed()
             observers.note_commit(save.result(0))
+            # Between two saves, not in one: with huge pages the next audit is nearly free (decision
+            # 0051).
             saver.auditor.use_huge_pages(lambda: not shared.queue.has_more())
         else:
             saver.reports.failed(save)
             saver.destination.failed(save)
+            # The disk is full, and a spare is as large as a checkpoint.
             if isinstance(save.error, MediumError) and save.error.errno in OUT_OF_SPACE:
                 shared.publisher.drop_spare()
         self.request.over(save)

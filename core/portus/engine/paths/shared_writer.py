@@ -29,6 +29,7 @@ class SharedWriter:
 
     def close(self) -> None:
         """Finish what is in flight, and remove what is hidden."""
+        # First: its work uses the other two.
         self.queue.close()
         self.publisher.close()
         self.ring.close()

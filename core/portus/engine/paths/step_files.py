@@ -62,6 +62,7 @@ class StepFiles:
     def surplus(self, keep: Keep) -> list[str]:
         """Return the files that ``keep`` lets go of. Files that are cut off do not count, and stay.
         Raises ``MediumError``."""
+        # A file that is cut off must not push a good one out, and it is evidence (decision 0206).
         sound = [info for info, is_sound in self._listed() if is_sound]
         staying = {info.step for info in keep.staying(sound)}
         return [self.path_of(info.step) for info in sound if info.step not in staying]
@@ -82,6 +83,7 @@ class StepFiles:
         found = []
         for name in names:
             match = _NAME.fullmatch(name)
+            # With another number of zeros, one step could have two files.
             if match is None or name != os.path.basename(self.path_of(int(match[1]))):
                 continue
             path = os.path.join(self.directory, name)
@@ -95,6 +97,7 @@ class StepFiles:
                 continue  # it was removed meanwhile
             except OSError as error:
                 raise MediumError(error.errno, f"{printable(path)}: {error.strerror}") from error
+            # A file that is cut off is listed, so that a load reports it before it falls back.
             outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
             found.append((known[mark] or outside, known[mark] is not None))
         self._known = known

@@ -221,6 +221,7 @@ class Probed:
         rows = np.concatenate([row, np.arange(len(count))])
         offset = np.concatenate([each, last])
         length = np.minimum(PROBE, late.length[rows] - offset)
+        # ``bytes_at`` is fast where pieces of one length follow each other.
         order = np.argsort(length, kind="stable")
         self._row: Final = rows[order]
         self._offset: Final = offset[order]
@@ -234,6 +235,7 @@ class Probed:
         different = (self._now() if found is None else found) != self._at_call
         torn = np.zeros(len(self._late.length), np.bool_)
         torn[np.repeat(self._row, self._length)[different]] = True
+        # Not enough by itself: a step with ``fused=True`` leaves torch's counts as they were.
         if len(self._changes):
             torn |= self._late.changes() != self._changes
         return torn
@@ -252,7 +254,7 @@ class Auditor:
     def __init__(self, guard: Guard) -> None:
         self._guard: Final = guard
         self._last_s = time.monotonic()
-        self._bytes_per_s = 8e9
+        self._bytes_per_s = 8e9  # until it was timed
         self._watch_s_per_byte = _UNKNOWN_S_PER_BYTE
         self._dear: Late | None = None
         self._made_huge = b""
@@ -265,6 +267,8 @@ class Auditor:
         if self._guard == "probe":
             return Probed(late)
         limit_s = math.inf if self._guard == "exact" else max(PRICE_S, SHARE * since_s)
+        # Per GiB, a watch takes 0.07 ms with huge pages and 31 to 50 ms without; digests take 26
+        # (decision 0051). So each save compares the two.
         big = np.flatnonzero(late.length >= WATCHED_MIN)
         hash_s = late.size / self._bytes_per_s
         watch_s = self._watch_s(late, big)

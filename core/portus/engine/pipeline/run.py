@@ -129,8 +129,10 @@ class Save:
         late = self._snapshot.late
         if self._comparable() is not None:
             self._steady = np.zeros(len(late), np.bool_)
+        # The caller waits for this, so the copier may take a second processor.
         self._stop.awaited = True
         try:
+            # First: it notes the state at the call, and copying the early storages takes time.
             self._audit = self._begin_audit()
             self._stats.guard = self._audit.way.value if self._audit is not None else ""
             self._copy(np.flatnonzero(~late))
@@ -148,9 +150,11 @@ class Save:
             self._advance(Stage.COPYING)
             try:
                 self._copy(np.flatnonzero(self._snapshot.late))
+                # Before the fence opens: afterwards the optimizer writes, and all would look torn.
                 self._end_audit()
             finally:
                 self._stop_reading()
+            # Raises if a fence has given the save up meanwhile; then it is never committed.
             self._advance(Stage.COPIED)
             self._commit()
         except PortusError as error:
@@ -243,7 +247,7 @@ class Save:
     def result(self, timeout_s: float | None) -> VersionInfo:
         """See ``SaveHandle.wait``."""
         with self._lock:
-            if timeout_s != 0:
+            if timeout_s != 0:  # who only looks does not wait
                 self.hurry()
             if not self._ended.wait_for(lambda: self.over, timeout_s):
                 raise TimeoutError(
@@ -284,6 +288,7 @@ class Save:
         self._copy_from_here(indices)
         address, lengths = self._snapshot.address[indices], self._snapshot.length[indices]
         found = hash_sources(Sources.in_memory(address, lengths), self._stop)
+        # Equal readings: at a moment between them the memory was exactly what is stored.
         equal = equal_storages(found, self._digests_of(indices), lengths)
         changed = np.delete(indices, equal)
         if len(changed):
@@ -413,13 +418,17 @@ class Save:
             inexact=self._stats.inexact_bytes > 0,
             metrics=self.metrics,
         )
+        # Only now is it known how much of it the spare had already.
         self._stats.copied_bytes -= self.draft.kept_bytes
         self._stats.shared_bytes += self.draft.kept_bytes
+        # From here on a failure does not mean that nothing was committed: a sync may fail after the
+        # rename, or after the root was stored.
         self.is_in_doubt = True
         committed = self.draft.commit(labels, self._owner.before(), self._owner.retire())
         self._stats.commit_s = time.perf_counter() - start
         self._stats.total_s = time.perf_counter() - self._asked_s
         self._let_go()
+        # Before waiters wake: they find everything that follows from the commit in order.
         self._owner.committed(self, committed, self._steady)
         with self._lock:
             self._info = committed.info
@@ -428,6 +437,7 @@ class Save:
 
     def _advance(self, stage: Stage) -> None:
         with self._lock:
+            # A fence may have given up meanwhile; the lock decides which of the two was first.
             if self._stage is Stage.FAILED:
                 raise self._error or AbandonedError("given up")
             self._stage = stage

@@ -18,6 +18,7 @@ class Changed(threading.Condition):
     def wait_for(self, predicate: Callable[[], Result], timeout: float | None = None) -> Result:
         """See ``threading.Condition``."""
         if threading.current_thread() is not threading.main_thread():
+            # Python runs signal handlers in the main thread only.
             return super().wait_for(predicate, timeout)
         until = None if timeout is None else time.monotonic() + timeout
         while True:
