@@ -147,6 +147,8 @@ class PurePython:
                         moved = _view(target_start + start, step)
                         if target is not None:
                             ctypes.memmove(target_start + start, source_start + start, step)
+                    # The stored bytes are hashed; the source may have changed since they were
+                    # copied (V2).
                     hasher.update(moved)
                     if crcs is not None:
                         crc = isal_zlib.crc32(moved, crc)
@@ -193,6 +195,7 @@ def copy(
     """
     segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
     call = _Call(medium, engine or best_engine(), digests, stop, crcs)
+    # Several calls of the engine: in between, a mapped medium starts to write back.
     if _is_mapped(medium):
         for batch in segments.batches(BATCH):
             _copy_mapped(call, medium, batch)
@@ -359,6 +362,7 @@ def storing(medium: MappedMedium, segments: Segments) -> Iterator[Column]:
     """The address in ``medium`` of each segment, to be stored to while this is open. What was
     changed counts as stored then, also if it was not all. Raises what the medium raises."""
     box = segments.box()
+    # One address for all: a mapping is one range, and stays where it is.
     place = segments.offset + (medium.address(box) - box.offset)
     runs = segments.runs()
     for run in runs:
@@ -398,6 +402,7 @@ def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
     hasher, crc = xxhash.xxh3_128(), 0
     for address, offset, length in _rows(unit.pieces(STORE)):
         call.stop.check()
+        # Copied once: the hash and the store are of the same bytes, whatever the source does (V2).
         ctypes.memmove(scratch.ctypes.data, address, length)
         hasher.update(scratch.data[:length])
         if call.crcs is not None:
@@ -516,6 +521,7 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
         try:
             work(shared)
         except BaseException:
+            # The other thread finds no more batches, and ends with the one that it has.
             shared.end()
             raise
 

@@ -32,7 +32,7 @@ PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 ABI: Final = 9
 """The same numbers as in ``native.c``."""
 
-PIECE: Final = 16 << 10
+PIECE: Final = 16 << 10  # decision 0003: 32 KiB take 1.4 times as long
 """Bytes that are copied, and then hashed while the smallest cache still holds them."""
 
 WRITTEN: Final = 128 << 10
@@ -69,6 +69,7 @@ class Helper:
     def __init__(self, path: str) -> None:
         try:
             self._library = ctypes.CDLL(path)
+            # No hash of our own: so both engines run the same code (decision 0003).
             self._hash_library = ctypes.CDLL(_xxhash_path())
             self._crc_library = ctypes.CDLL(isal_zlib.__file__)
             self._hash = (ctypes.c_void_p * (len(_FUNCTIONS) + 1))(
@@ -93,6 +94,8 @@ class Helper:
     ) -> None:
         """See ``local.Engine``."""
         size = segments.size
+        # The most it may use: the helper itself looks at ``stop.awaited`` while it works, and
+        # starts the second thread only once somebody waits.
         threads = int(size >= PATIENT_THREAD_MIN)
         if size >= SECOND_THREAD_MIN and _processors() > 1:
             threads = 2
@@ -137,7 +140,7 @@ class Helper:
 def load(path: str) -> Helper | None:
     """The helper at ``path``, loaded and tested. None if there is none, or, with a warning in the
     log, if it cannot be used."""
-    if not os.path.exists(path):
+    if not os.path.exists(path):  # no compiler at the build, or no Linux: nothing to warn of
         return None
     try:
         found = Helper(path)
@@ -210,7 +213,7 @@ def _pointer(column: Column | None) -> int | None:
 def _agrees(engine: Helper) -> bool:
     """True if it copies, and hashes as ``xxhash`` does: at once, in pieces, over two segments."""
     data = np.frombuffer(random.Random(0).randbytes(2 * PIECE + 800), np.uint8)
-    copied = ~data
+    copied = ~data  # differs from ``data`` in each byte that is not copied
     address, length = data.ctypes.data, len(data)
     starts = np.array([0, 3, 3 + 200, 3 + 200 + 17], np.int64)
     segments = Segments(

@@ -53,7 +53,7 @@ class Stop:
 
     def __init__(self, *, awaited: bool = True) -> None:
         self._shared = (ctypes.c_int64 * 3)(0, 0, awaited)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for ``add``, in pure Python; the helper adds atomically
 
     def set(self) -> None:
         """Ask. Calls that were given this raise ``StoppedError`` within milliseconds, for good."""
@@ -406,6 +406,7 @@ def bytes_at(address: Column, length: Column) -> NDArray[np.uint8]:
 
 _WRITABLE: Final = 0x200  # PyBUF_WRITE, of CPython's object.h
 
+# PYFUNCTYPE keeps Python's lock, which a call that makes an object needs.
 _memory_view: Final = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))

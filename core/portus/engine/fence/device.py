@@ -67,9 +67,12 @@ class DeviceFeed:
         source = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
         source.set_(self._storage)
         units = torch.split(source, UNIT)
+        # For what the caller had enqueued at the call of save, and for nothing later.
         ring.stream.wait_event(self._ready)
         self._enqueue(ring, 0, units[0])
         for index, unit in enumerate(units):
+            # The next unit is fetched while the caller hashes this one. Its buffer is free: by
+            # asking for this unit, the caller gave back the one before.
             if index + 1 < len(units):
                 self._enqueue(ring, index + 1, units[index + 1])
             ring.arrived[index % 2].synchronize()
@@ -179,6 +182,7 @@ def feeds_of(
             copies |= cloned.keys()
             mine |= cloned
         ready = _event()
+        # After the clones, which are on the same stream.
         ready.record(torch.cuda.current_stream(device))
         feeds |= {i: DeviceFeed(storage, ready) for i, storage in mine.items() if storage.nbytes()}
     return feeds, copies
@@ -196,6 +200,7 @@ def _clone(
 ) -> dict[int, torch.UntypedStorage]:
     """Copies in spare memory of the device; none if it is used up. Nothing waits for them."""
     timeline = DeviceTimeline(device)
+    # No synchronization: marks are read when the device has passed them.
     first = timeline.mark()
     try:
         cloned = {index: storage.clone() for index, storage in storages.items()}

@@ -61,6 +61,7 @@ class Fence:
         """Make writers wait for this save from now on. Call it before the save returns."""
         with _lock:
             assert not self._closed, "guard after close"
+            # Replaced, never changed: the hooks read it without a lock.
             self._saves = (*(save for save in self._saves if not save.over), save)
             _count_saves()
             _guards.put_on()  # for modules that were loaded since
@@ -84,6 +85,7 @@ class Fence:
             if self._closed:
                 return
             self._closed = True
+        # Not under the lock, which other fences and their saves need meanwhile.
         self.wait()
         _uninstall(self)
 
@@ -283,9 +285,11 @@ def _before_step(
     if not callable(closure):
         _wait_for(optimizer)
         return None
+    # Its step may write before it calls the closure (decision 0007).
     if _in_flight and not writers.updates_after_closure(optimizer):
         _wait_for(optimizer)
     # Also when nothing is in flight: a callback may save from within the closure.
+    # Lightning runs forward and backward in the closure, so these overlap the copy.
     after = _then_wait(closure, optimizer)
     if "closure" in named:
         return arguments, {**named, "closure": after}

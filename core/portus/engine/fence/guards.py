@@ -137,8 +137,10 @@ class _Patch:
     inherited: bool
 
     def undo(self) -> None:
+        # Somebody patched it since, over ours: to restore it would remove theirs.
         if vars(self.owner).get(self.name) is not self.ours:
             return
+        # If it were set, the class would no longer see a change of its base.
         if self.inherited:
             delattr(self.owner, self.name)
         else:
@@ -152,6 +154,7 @@ def _patch(guarded: Guarded, wait: Wait) -> _Patch | None:
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part, None)
+    # getattr would unwrap a staticmethod, and ``undo`` would put back a plain function.
     before = None if owner is None else inspect.getattr_static(owner, name, None)
     if before is None:
         return None

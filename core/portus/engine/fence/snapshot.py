@@ -45,6 +45,8 @@ class Suspects:
         """Have these, which were torn, copied at once for twice as many saves as the last time."""
         with self._lock:
             for address in addresses:
+                # Not for good: one swap by hand must not end overlap for the whole run (decision
+                # 0051).
                 self._span[address] = 2 * self._span.get(address, 0) or 1
                 self._until[address] = self._saves + self._span[address]
 
@@ -130,10 +132,11 @@ def copy_order(
     here = np.ones(len(pointers), np.bool_)
     here[list(feeds)] = False
     address = np.where(here & (length > 0), pointers, 0)
+    # No fence of this process keeps another process out, so none of these is late (V7).
     exposed = write_watch.exposure(address, length)
     late = late & ~exposed
     guarded = late.copy()
-    guarded[list(owned)] = False
+    guarded[list(owned)] = False  # private copies: nobody else can write them
     return CopyOrder(
         feeds=feeds,
         address=address,

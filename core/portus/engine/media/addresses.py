@@ -72,6 +72,7 @@ class AddressRange:
         if synchronous:
             shared = linux.MAP_SHARED_VALIDATE | linux.MAP_SYNC
         place = (descriptor, self.mapped if descriptor >= 0 else 0)
+        # Otherwise a child forked before MADV_DONTFORK would inherit the pages.
         with no_fork():
             try:
                 linux.map_pages(
@@ -111,7 +112,7 @@ class AddressRange:
         """Give the addresses back. A second call does nothing."""
         start, self._start = self._start, 0
         if start and self._length:
-            linux.unmap_pages(start, self._length)
+            linux.unmap_pages(start, self._length)  # all that was set aside, mapped or not
 
     def close_but(self, kept: Sequence[Extent]) -> None:
         """Give the addresses back, but those of ``kept``, which begin at pages: they have private
@@ -149,6 +150,7 @@ class AddressRange:
     def _reserve(self, needed: int) -> int:
         """The most that the system gives, from RANGE_MAX down to ``needed`` bytes."""
         wanted = max(needed, min(max(RANGE_MAX, 4 * needed), _limit() // _LIMITED_SHARE))
+        # Addresses without memory: later mappings go over them, and nothing has to move.
         flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE
         while True:
             wanted = _pages(wanted)

@@ -87,6 +87,7 @@ def _write_zeros(number: int, offset: int, length: int) -> None:
 def write_all(number: int, data: memoryview, offset: int) -> None:
     """Write all of ``data`` at ``offset`` of an open file. Raises ``OSError``."""
     done = 0
+    # One call writes at most 2 GiB less a page, and less if a signal comes or space runs out.
     while done < len(data):
         done += os.pwrite(number, data[done:], offset + done)
 

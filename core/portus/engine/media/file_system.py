@@ -32,6 +32,7 @@ def file_system_of(number: int, path: str) -> tuple[FileSystemTraits, bool]:
     except OSError as error:
         raise file_error("ask for the file system of", path, error) from error
     in_place = found in _IN_PLACE or (
+        # With reflink, xfs copies a shared block when it is written, and may find no space for it.
         found == linux.XFS_TYPE and not linux.may_share_blocks(number)
     )
     early = found in (linux.EXT_TYPE, linux.XFS_TYPE)

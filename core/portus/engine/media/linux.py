@@ -274,6 +274,7 @@ def _scan(
         asked = bytearray(struct.pack("=12Q", *wanted, *categories))
         count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
         found += [(regions[3 * i], regions[3 * i + 1]) for i in range(count)]
+        # ``walk_end``, before ``end`` if there are more regions than fit into one answer.
         start = struct.unpack_from("=Q", asked, 32)[0]
     return found
 

@@ -117,6 +117,7 @@ def _open(path: str, flags: int, mode: int, directory: int | None) -> int:
     within = {} if directory is None else {"dir_fd": directory}
     number, low = os.open(path, flags, mode, **within), list[int]()
     try:
+        # Low ones are held meanwhile, or the system would hand out the same number again.
         while number < _STANDARD:
             low.append(number)
             number = os.dup(number)
@@ -164,7 +165,7 @@ class Descriptor:
         with no_fork(), _opening():
             within = None if directory is None else directory.number
             number = _open(path, flags | getattr(os, "O_BINARY", 0), mode, within)
-            with contextlib.suppress(IndexError):
+            with contextlib.suppress(IndexError):  # a full table: only children of C's fork keep it
                 self._slot = _free.pop()
                 NUMBERS[self._slot] = number + 1
             self._numbers.append(number)
@@ -194,6 +195,8 @@ class Descriptor:
                 return
             is_here, slot = self._is_here(), self._slot
             if slot is not None:
+                # Before it is closed: afterwards the number may be another file's, and a child of
+                # C's fork would close that.
                 NUMBERS[slot] = 0
                 _free.append(slot)
             if not is_here:

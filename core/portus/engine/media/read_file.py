@@ -70,6 +70,7 @@ class ReadFile(ReadOnlyMedium):
 
     def _check_range(self, offset: int, length: int) -> None:
         end = offset + length
+        # Another process may have made it grow; what is known to be there needs no call.
         if end > self._known:
             self._known = max(self._known, self.size)
         if offset < 0 or end > self._known:

@@ -117,6 +117,7 @@ def _shared_runs(start: int, end: int) -> list[Run]:
         with open(_MAPS, "rb", buffering=0) as maps:
             with contextlib.suppress(OSError):
                 return linux.shared_mappings(maps.fileno(), start, end)
+            # Before Linux 6.11 there is only the text.
             found = [(int(low, 16), int(high, 16)) for low, high in _SHARED.findall(maps.read())]
             return [(low, high) for low, high in found if low < end and start < high]
     except OSError:
@@ -137,6 +138,7 @@ def make_huge(address: Column, length: Column, wanted: Callable[[], bool]) -> bo
     """Ask for huge pages under some memory, one page at a time, as long as ``wanted``. False if
     that ended it. What is refused stays as it is. Blocks."""
     for start, end in pages_of(address, length):
+        # One at a time, so that ``wanted`` is asked: the call copies 2 MiB, and blocks until then.
         for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):
             if not wanted():
                 return False
