@@ -9,6 +9,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+# A digest costs a millionth of its bytes. Buffers for direct writes and messages to storage hosts
+# hold one unit; the formats of pools and files depend on it.
 UNIT: Final = 16 << 20
 """Bytes of a storage under one checksum; the last unit of a storage may be shorter."""
 

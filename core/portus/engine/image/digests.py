@@ -85,6 +85,7 @@ def unpack(record: bytes, size: int, lengths: Column, where: str) -> Noted:
             "version of Portus wrote this file: upgrade Portus"
         )
     units = int(unit_counts(lengths).sum())
+    # Tools copy records into other files; there this one is intact, and wrong.
     expected = (size, len(lengths), units, record_length(lengths))
     found = (head["size"], head["storages"], head["units"], len(record))
     if found != expected:

@@ -82,6 +82,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
+        # Never the named class: to find it would import a module, and to make it runs its code.
         return type(name, (_Made,), {})
 
     def persistent_load(self, pid: Any) -> Any:

@@ -216,6 +216,7 @@ class _Directory:
                     self.bad(until, "the zip64 end record", narrow, wide)
         if start + length != until:
             self.bad(until, "the end of the directory", until, start + length)
+        # Checked before a list of so many entries is made.
         if count * CENTRAL.size > length:
             self.bad(until, "entries of the directory", f"{length} bytes at most", count)
         return start, length, count
@@ -284,6 +285,7 @@ class _Directory:
         """Where the data of each record begins. No two records overlap."""
         found = {}
         end = 0
+        # In order of their places, each after the end of the one before: no byte is in two.
         for entry in sorted(self.entries, key=lambda entry: entry.header_at):
             begin = self.begin(entry, end)
             end = begin + entry.length
@@ -315,6 +317,7 @@ class _Directory:
         where = f"{self._name}: byte {record.offset}"
         payload = exactly(self._read, record.offset, record.length, self._name)
         noted = unpack(payload, self._size, length, where)
+        # The CRCs of this record depend on its digests, so no digest can cover them.
         crc = zlib.crc32(payload).to_bytes(4, "little")
         places = (record.offset + record.length + DESCRIPTOR_CRC, central.at + CENTRAL_CRC)
         for place in places:

@@ -146,8 +146,10 @@ def torch_image(
             written.storage(f"{STORAGES}{index}", crc)
         for name, data in noted:
             written.record(name, data)
+        # After the storages: so far the file is torch's, byte for byte (decision 0201).
         written.digests(DIGESTS)
         written.record(VERSION, torch_format.version)
+        # Made from the contents, so equal states make equal files.
         written.record(SERIALIZATION_ID, _serialization_id(pickle, digests))
         return written.end(lengths, digests)
 
@@ -227,6 +229,7 @@ class _Entry(NamedTuple):
     @property
     def flags(self) -> int:
         """The flags of this entry in the zip."""
+        # With a descriptor after an empty record, ``unzip`` reports a zip bomb.
         return _WITH_DESCRIPTOR if self.size else _UTF8
 
     def header(self, data_at: int) -> bytes:
@@ -297,7 +300,7 @@ class _Writing:
         block += self._directory
         block += END64.pack(END64_MAGIC, 44, 0x031E, 45, 0, 0, count, count, size, at)
         block += LOCATOR.pack(LOCATOR_MAGIC, 0, at + size, 1)
-        few = min(count, LIMIT16)
+        few = min(count, LIMIT16)  # 0xFFFF says that the number is in the zip64 record
         block += END.pack(END_MAGIC, 0, 0, few, few, min(size, LIMIT32), min(at, LIMIT32), 0)
         rest = xxhash.xxh3_128()
         for literal in self._literals:

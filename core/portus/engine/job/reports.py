@@ -63,6 +63,7 @@ class Reports:
                     continue
                 if not self.has_committed:
                     first_may_commit()
+                # The save that is about to begin may be in time where this one was not.
                 goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
                 if self._on_error == "raise" or not goes_on:
                     if is_save and is_heard_of:

@@ -51,6 +51,7 @@ def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | No
     shard = _shard_of(reads(file), file.size, where)
     found = None if shard else outline_file(reads(file), file.size, printable(where))
     if pace is not None:
+        # Rot on the disk does not show in cached pages.
         _drop_cached(file)
     read = reads(file) if pace is None else _pace(reads(file), pace)
     if shard is not None:

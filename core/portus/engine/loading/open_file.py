@@ -66,6 +66,7 @@ def open_file(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
     try:
         descriptor = Descriptor(where, os.O_RDONLY)
     except OSError as error:
+        # Scripts catch what ``torch.load`` raises.
         if as_torch and isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error

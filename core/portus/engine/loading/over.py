@@ -90,6 +90,7 @@ def restore_over(
     pairs.refuse_elsewhere()
     pairs.complain(strict)
     wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
+    # All of it, before anything is copied: after an error the state is untouched (V4).
     stored.check(wanted[wanted >= 0])
     if keep is not None:
         for path, _ in stored.walked.others:
@@ -258,6 +259,7 @@ def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
     }
     wanted = np.array(list(blocks), np.int64)
     address = np.array([target.data_ptr() for target in blocks.values()], np.int64)
+    # Threads fill these in any order; what overlaps is copied afterwards, in order.
     alone = ~overlapping(address, lengths[wanted])
     stored.fetch_into(wanted[alone], address[alone])
     return set(wanted[alone].tolist())
@@ -284,7 +286,7 @@ def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
     """True if ``target`` is a plain block of memory with just the bytes of the storage. Of another
     class than torch's own, memory may be elsewhere."""
     return (
-        type(target) is torch.Tensor
+        type(target) is torch.Tensor  # a subclass may keep its bytes elsewhere
         and target.device.type == "cpu"
         and target.layout is torch.strided
         and str(target.dtype) == f"torch.{spec.dtype}"

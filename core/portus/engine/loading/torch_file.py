@@ -50,10 +50,11 @@ def load_torch(
                 f"{printable(where)}: names={names!r} needs a file of torch.save in the format "
                 "of torch 1.6 or newer"
             )
-        return torch.load(where, **settings)
+        return torch.load(where, **settings)  # as stock does: an old format has nothing to verify
     wanted = None if keep is None else _keys_to_read(found, keep)
     if settings.pop("mmap", False) and file.number is not None:
         StoredBytes(file, found).check_all()
+        # The file that was verified: by now another one may be at the path.
         same = f"/proc/self/fd/{file.number}"
         there = same if os.path.exists(same) else where
         state = torch.load(there, mmap=True, **settings)
@@ -210,6 +211,7 @@ class _Verified(StoredBytes):
         start, stop = int(self._starts[begin]), int(self._ends[begin])
         if (offset, offset + len(view)) == (start, stop):
             address, index = np.frombuffer(view, np.uint8).ctypes.data, int(self._order[begin])
+            # By address, since torch makes the memory: this finds the tensors over it again.
             self.filled_at[address] = index
             if not self._is_unwanted(begin):
                 self.fetch(np.array([index]), np.array([address]))
@@ -218,6 +220,7 @@ class _Verified(StoredBytes):
         if offset < start or stop < offset + len(view):
             return  # torch looks for the end of the file; it takes no bytes of a tensor from this
         index = int(self._order[begin])
+        # A part of a storage can be verified only with the rest of its units.
         whole = np.empty(int(self._stored.length[index]), np.uint8)
         self.fetch(np.array([index]), np.array([whole.ctypes.data]))
         view[:] = whole[offset - start : offset - start + len(view)].data

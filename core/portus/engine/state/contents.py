@@ -79,6 +79,7 @@ def changes_of(storages: Sequence[torch.UntypedStorage], tensors: Sequence[torch
     index = {storage._cdata: number for number, storage in enumerate(storages)}
     counts = np.zeros(len(storages), np.int64)
     for tensor in tensors:
+        # Inference tensors have no count: to ask for it raises.
         if tensor.layout is torch.strided and not tensor.is_inference():
             number = index.get(_storage_of(tensor))
             if number is not None:

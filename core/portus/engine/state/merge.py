@@ -115,6 +115,7 @@ def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:
     """A tuple of the class of ``old``."""
     if hasattr(old, "n_sequence_fields"):  # as torch.max returns
         return type(old)(items)
+    # Not by calling the class: a named tuple takes its fields as separate arguments.
     return tuple.__new__(type(old), items)
 
 

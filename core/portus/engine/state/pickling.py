@@ -161,6 +161,7 @@ def _pickle(state: object, shortcut: bool, reducers: Reducers | None = None) -> 
         data = pickler.finished(file.getvalue())
     except _NotPlainError:
         return _pickle(state, False, reducers)
+    # Held, not copied: this keeps their memory where it is.
     storages = list(pickler.storages.values())
     return PickledState(
         pickle=data,
@@ -218,6 +219,7 @@ class _Collecting(pickle.Pickler):
         return data
 
     def _key(self, storage: torch.UntypedStorage, dtype: torch.dtype, address: int) -> str:
+        # torch refuses this as well, in these words.
         if address and self._dtypes.setdefault(address, dtype) != dtype:
             raise RuntimeError(
                 "Cannot save multiple tensors or storages that view the same data as different "
@@ -290,6 +292,7 @@ class _Pickler(_Collecting):
         self._signs = 0
 
     def finished(self, data: bytes) -> bytes:
+        # The state contains these bytes itself, so the signs cannot be told from them.
         if data.count(_SIGNED) != self._signs:
             raise _NotPlainError
         return data.replace(_SIGNED, _PERSISTENT)
@@ -334,6 +337,7 @@ class _Pickler(_Collecting):
 def _shortcut_is_right() -> bool:
     """Whether nobody changed how tensors are pickled, and this torch does it as we do."""
     registry = torch.serialization._package_registry
+    # At each save: a program may patch these at any time.
     now = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_internal, registry[0][1])
     return now == _TORCHS_OWN and torch.Tensor not in copyreg.dispatch_table and _try_twice()
 

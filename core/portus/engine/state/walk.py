@@ -173,6 +173,7 @@ def _look(value: Any, path: str, within: tuple[int, ...], found: list[tuple[str,
     if inside is None:
         found.append((path, value))
         return
+    # Only what it is inside of: a container at two places is no loop.
     if id(value) in within:
         raise UsageError(f"{path:.200}: the state contains itself; expected one without loops")
     within = (*within, id(value))
