@@ -204,6 +204,7 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
             return known
         damage: list[str] = []
         found, failure = _first_readable(medium, roots, known, damage.append)
+        # A writer committed meanwhile, and may have reused what this read: that is no damage.
         if (failure is not None or damage) and read_roots(medium, uuid) != roots:
             continue
         if failure is not None and (found is None or not found.models):
@@ -229,6 +230,7 @@ def _first_readable(
     failure = None
     for root in roots:
         try:
+            # With the failure of the newer root, to be reported with what was taken instead.
             return read_catalogue(medium, root, known, say), failure
         except CorruptionError as error:
             failure = failure or error

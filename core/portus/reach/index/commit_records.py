@@ -117,6 +117,7 @@ class CommitRecords:
         """The new versions, once they have their place."""
         self._parts: list[bytes] = []
         self._copied: Final[list[tuple[RecordKind, bytes]]] = list(kept.again)
+        # Sized before they are placed, since making room may change the pool's size and its root.
         self.size, self.copies_size = self._measure()
 
     def place(self, offset: int, apart: int | None, pool_size: int) -> None:
@@ -128,6 +129,7 @@ class CommitRecords:
         self._start = self._next = offset
         kept, models = dict(self.kept.models), {}
         for new in self._new:
+            # Versions first: indices point to them, and the table to the indices.
             kept[new.model] = [*kept.get(new.model, ()), self._add_version(new)]
         for name, entries in kept.items():
             if name in self.kept.indices:
@@ -181,6 +183,7 @@ class CommitRecords:
         if isinstance(contents, bytes):
             contents = self._add(RecordKind.CONTENTS, contents)
         storages = new.storages.copy()
+        # Known only now: other commits may have been made since the storages were copied.
         storages["born"][storages["born"] == 0] = self._commit
         version = self._before.root.next_version + len(self.made)
         assert version < VERSION_ID_MAX
@@ -230,4 +233,5 @@ class CommitRecords:
 
 
 def _pad(record: bytes) -> bytes:
+    # ``rescue`` finds records at multiples of 8 only.
     return record + bytes(-len(record) % 8)

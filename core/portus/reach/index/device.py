@@ -62,6 +62,7 @@ def make_pool(medium: Medium) -> None:
 
     If it is cut off, what was there before is still a pool, or is blank, or is nobody's.
     """
+    # First: whatever is cut off after this leaves no pool, not half of an old one.
     _clear(medium, [Extent(_FIRST, PAGE)])
     behind = Extent(_SECOND + PAGE, DATA_START - _SECOND - PAGE)
     _clear(medium, [Extent(_FIRST + PAGE, _SECOND - PAGE), behind])
@@ -69,6 +70,7 @@ def make_pool(medium: Medium) -> None:
     block = Superblock(os.urandom(16), time.time_ns())
     medium.persist([store_superblock(medium, block, _SECOND)])
     medium.persist([store_root(medium, block.uuid, FIRST_ROOT)])
+    # This one makes it a pool, so everything else is durable before.
     medium.persist([store_superblock(medium, block, _FIRST)])
 
 

@@ -162,7 +162,8 @@ def create_pool(path: str, files: FileSystem) -> None:
         _publish(fresh, path, files)
     finally:
         _unfinished.discard(fresh)
-        files.remove(fresh)
+        files.remove(fresh)  # after the link: the pool keeps its other name
+    # Only now the name is durable; nobody has been told of the pool before.
     files.sync(directory)
 
 
@@ -172,6 +173,7 @@ def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
     force: whatever it holds. Raises ``BusyError`` while another process writes to a pool there.
     """
     with contextlib.ExitStack() as undo:
+        # Locked before the device is looked at: two processes could find it blank.
         undo.callback(lock(path, files).close)
         medium = files.open(path, writable=True)
         undo.callback(medium.close)
@@ -192,6 +194,7 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
             or path in _unfinished
         ):
             continue
+        # Living processes may be about to give theirs its name.
         if not _is_alive(int(process)):
             files.remove(path)
 
@@ -335,6 +338,7 @@ class Writers:
         """Let go of what ``open`` gave. The last one closes the pool; ``last`` is called by it
         before, while nobody else can open it."""
         with self._guard:
+            # By the writer itself: at the path may be another file by now.
             found = [key for key, each in self._shared.items() if each.writer is writer]
         for identity in found:
             with self._opening[identity]:

@@ -121,6 +121,8 @@ class FreeSpace:
         """What nobody needs, holes too; under the guard."""
         alive = frozenset().union(*(catalogue.ids() for catalogue in self.roots))
         for version in [each for each in self._reach if each not in alive]:
+            # Asked once the version is gone from both roots: a reader pins first and looks for it
+            # in the root afterwards, so one of the two notices the other.
             if not self._locks.pinned(version):
                 del self._reach[version]
         self._strangers = {each for each in self._strangers if self._locks.pinned(each)}
@@ -135,6 +137,7 @@ class FreeSpace:
         """Reserve, until ``release``. None if there is not as much."""
         with self._guard:
             free = self._free_now()
+            # Chosen and reserved under one guard: no page goes to two saves (V1).
             extents = (last if wanted.apart else choose)(free, wanted.pages)
             if extents is None or (wanted.contiguous and len(extents) > 1):
                 return None
@@ -172,8 +175,9 @@ class FreeSpace:
                 given = without(self._unreached(), extents_runs(kept))
             else:
                 given = extents_runs(choose(free, min(page_count(free), at_most)) or [])
+            # Noted before they are punched: from now on nobody reserves them unfilled.
             self._holes = merge([self._holes, given])
-            self._forget_touched(given)
+            self._forget_touched(given)  # a hole has no pages: touch it anew
         return extents_of(given)
 
     def choose_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
@@ -201,6 +205,8 @@ class FreeSpace:
                 done = warm(self._medium, fresh, lambda: not stop.is_set())
                 first, after = fresh.offset // _TOUCHED, -(-(fresh.offset + done) // _TOUCHED)
                 with self._guard:
+                    # Blocks count as touched if a part is; at worst some pages still fault one by
+                    # one.
                     self._touched[first:after] = b"\1" * (after - first)
 
     def _fresh(self, extent: Extent) -> list[Extent]:

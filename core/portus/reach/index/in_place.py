@@ -76,6 +76,8 @@ def unit_sum(data: memoryview, cell: int, rank: int) -> int:
 
 def update_sum(before: int, old: list[int], new: list[int]) -> int:
     """The digest of a unit of which cells with the digests ``old`` became ``new``."""
+    # By differences, not from what is there: rot elsewhere in the unit stays visible (decision
+    # 0178).
     return (before - sum(old) + sum(new)) % _MODULUS
 
 
@@ -127,6 +129,7 @@ class InPlace:
         expected = self.sums(storage)[rank]
         found = unit_sum(target, self._placed[storage].cell, rank)
         if found != expected:
+            # Perhaps no damage: a batch may have changed cells while they were read.
             self._require_still()
             raise CorruptionError(
                 f"storage {storage} is damaged within {len(target)} bytes from byte {rank * UNIT}: "

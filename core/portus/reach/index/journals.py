@@ -137,11 +137,13 @@ def read_page(path: str) -> tuple[SessionBegun, SessionEnded] | None:
 
 def is_alive(begun: SessionBegun, path: str) -> bool:
     """True while the session whose heartbeat is at ``path`` runs on this machine."""
+    # After a boot the numbers of processes begin anew.
     if begun.boot != boot():
         return False
     try:
         found = os.stat(path)
         with open(f"/proc/{begun.process}/maps", "rb") as file:
+            # By its mapping of the page: the number may be another process's by now.
             return any(line.split(None, 5)[4] == b"%d" % found.st_ino for line in file)
     except PermissionError:
         return True  # another user's
@@ -157,6 +159,7 @@ def in_memory(stem: str) -> list[str]:
     directory = os.path.join(_MEMORY, f"portus-{os.getuid()}")
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
+        # Anybody may create names in /dev/shm: it may be another user's, or a link.
         found = os.lstat(directory)
     except OSError:
         return []

@@ -54,6 +54,7 @@ class Line(Generic[Change, Outcome]):
             self._waiting.append(own)
         try:
             with self._turn:
+                # Whoever had the turn before may have made this one, too.
                 while not own.over:  # ends: each time the first that waits is made
                     self._make(self._first())
         finally:
@@ -68,6 +69,7 @@ class Line(Generic[Change, Outcome]):
         with self._guard:
             for each in self._waiting[:]:
                 subject = self._subject(each.change)
+                # So the order of a model's commits stays that of its versions (decision 0040).
                 if subject is None or subject not in subjects:
                     subjects.add(subject)
                     taken.append(each)
@@ -83,9 +85,12 @@ class Line(Generic[Change, Outcome]):
                 if len(batch) == 1:
                     each.fail(error)
                 else:
+                    # Each alone: a client with many tensors must not make others fail (decision
+                    # 0040).
                     self._make([each])
         except PortusError as error:
             for each in batch:
+                # One persist, one outcome for all of them (V3).
                 each.fail(error)
         except BaseException as error:
             for each in batch:

@@ -141,6 +141,7 @@ class PatchPlaces:
             if row < 0 or extent.end > int(self._offset[row] + self._length[row]):
                 continue
             storage = int(self._owner[row])
+            # Otherwise these bytes were another storage's when the entry was written.
             if entry.commit >= int(self._born[storage]):
                 yield storage, int(self._within[row]) + extent.offset - int(self._offset[row]), data
 
@@ -223,10 +224,11 @@ def read_log(medium: Loads, record: VersionRecord) -> Logged:
         if entry.undo:
             undo.append(entry)
             continue
+        # An ordinary entry ends the batch: nothing before it is to be undone (decision 0178).
         undo.clear()
         contents = entry.contents or contents
         _add_changes(places, entry, changes)
-    for entry in reversed(undo):
+    for entry in reversed(undo):  # the oldest bytes last: they are those of before the batch
         _add_changes(places, entry, changes)
     made = {storage: list(each.values()) for storage, each in changes.items()}
     return Logged(contents, made, count, is_left)
@@ -329,6 +331,8 @@ class LogWriter:
             head = memoryview(bytearray(LOG_ENTRY.size))
             self._medium.load(self._tail, head)
             if any(head):
+                # Remains of a torn entry; lines that arrive later could make it whole (decision
+                # 0149).
                 self._medium.store(self._tail, bytes(PAGE))
             done.append(Extent(self._tail, PAGE))
         self._medium.persist(done)
@@ -341,6 +345,7 @@ class LogWriter:
                 f"{self._medium.info.name}: the last entry of the log, at byte {entry.offset}, "
                 "changed while it was opened; open it again"
             )
+        # The same bytes: if persisting them failed, the kernel may call their pages clean.
         self._medium.store(entry.offset, data)
         self._last_header = bytes(data[: LOG_ENTRY.size])
 
@@ -387,6 +392,7 @@ class LogWriter:
             self._put(position, part)
             position += len(part)
         self._stored_header = start + hasher.digest()
+        # The header last, since only now the digest of the parts is known.
         self._put(extent.offset, self._stored_header + rest)
         return extent
 
@@ -484,6 +490,7 @@ def _header_at(medium: Loads, log: VersionLog, position: int) -> dict[str, Value
     medium.load(position, head)
     header = LOG_ENTRY.unpack(head)
     length = cast(int, header["length"])
+    # Pages are reused: what is left of an older log there does not count.
     if header["magic"] != ENTRY_MAGIC or header["name"] != log.name:
         return None
     return header if PAGE <= length <= log.extent.end - position and length % PAGE == 0 else None

@@ -105,6 +105,7 @@ class PoolWriter(PoolReader):
     ) -> None:
         """Waits up to ``timeout_s`` for the lock. Raises ``BusyError``, ``CorruptionError``,
         ``UsageError`` for a pool this program may not write."""
+        # The lock first: a writer that is leaving may still grow the pool, and store a root.
         locks.acquire_writer(timeout_s)
         super().__init__(medium, locks)
         if not self.superblock.writable:
@@ -115,6 +116,7 @@ class PoolWriter(PoolReader):
         self.yields: Final[list[Callable[[], bool]]] = []
         """Asked, where there is no more room, to end what reads a version for long and can begin
         again: it may hold space of one that was retired. True if something ended."""
+        # Reentrant: a commit that finds no room settles, and that is a commit.
         self._committing: Final = threading.RLock()
         self._line: Final = Line(self._committing, self.commit_together, _model_of)
         self.persist_s = 0.0
@@ -153,6 +155,7 @@ class PoolWriter(PoolReader):
         log, and what is damaged is copied anew by the next commit, from what is whole."""
         places = [pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))]
         commit = None
+        # All of them: a copy must be intact before it is needed.
         for place in places:
             try:
                 header = HEADER.unpack(read_whole(self.medium, place, kind))
@@ -163,6 +166,7 @@ class PoolWriter(PoolReader):
                 commit = cast(int, header["commit"])
         if commit is None or not self._damaged.isdisjoint(places):
             return False
+        # Old records are written anew, before rot has had time to reach every place of them.
         return commit + REFRESH_COMMITS > self.catalogue().root.sequence
 
     def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
@@ -174,9 +178,11 @@ class PoolWriter(PoolReader):
         Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
         """
         pages = -(-length // PAGE)
+        # Data leaves pages to records: without them nothing could be retired to make room.
         wanted = Wanted(pages, contiguous, 0 if contiguous else pages_for_records(pages))
         extents = self._space.take(wanted)
         if extents is None:
+            # Growing and settling take turns with commits; while waiting, space may become free.
             with self._committing:
                 extents = self._space.take(wanted)
                 if extents is None:
@@ -248,6 +254,7 @@ class PoolWriter(PoolReader):
         with self._committing:
             for change in changes:
                 self._declare(0 if change.new is None else change.new.features)
+            # Under the lock, since a draft builds on the newest root and takes the next number.
             draft, area, apart = self._drafted(changes)
             try:
                 draft.place(area[0].offset, apart[0].offset if apart else None, self.medium.size)
@@ -267,12 +274,14 @@ class PoolWriter(PoolReader):
 
     def _declare(self, features: int) -> None:
         """Have programs that do not know incompat features refuse the pool from now on."""
+        # Durable before any record that needs it: an older program must refuse the pool.
         if features & ~self.superblock.incompat:
             self._look()
             block = replace(self.superblock, incompat=self.superblock.incompat | features)
             self._superblock = settle_superblock(self.medium, block)
 
     def _persist_root(self, root: Root) -> None:
+        # The last moment: if another program committed to the pool, this would overwrite its root.
         self._look()
         self._unsure.add(root.slot)  # until the store has returned: it may do a part of it
         stored = store_root(self.medium, self.superblock.uuid, root)
@@ -318,6 +327,7 @@ class PoolWriter(PoolReader):
                 )
         except CorruptionError:
             self.changed_by_others = True
+            # For good: what is free to this writer may be in use by the other one.
             self.medium.poison("another program changed it while it was being written")
             raise
 
@@ -335,6 +345,7 @@ class PoolWriter(PoolReader):
                 "it: another program overwrote it while it was being written; save to a new "
                 "pool"
             )
+        # One copy is intact, so the other is restored while that is possible.
         if fixed != [self.superblock] * len(fixed):
             settle_superblock(self.medium, self.superblock)
         for there in read_roots(self.medium, self.superblock.uuid):
@@ -363,12 +374,15 @@ class PoolWriter(PoolReader):
         """Choose the root, make sure that it is on the medium and not only in caches, and find
         out what is reached (V2, V10)."""
         newest = newest_catalogue(self.medium, self.superblock.uuid)
+        # A damaged slot may have led to a commit that was reported (decision 0071).
         current = self._with_copies(self._ahead(newest))
         if (
             current.root.sequence > newest.root.sequence
         ):  # it may be in caches only, or a part of it
             everything = Extent(DATA_START, self.medium.size - DATA_START)
             self.medium.persist([everything])
+        # Once more: if only the process before died, that root may be in caches alone, and its
+        # space must not be reused before it is durable (decision 0002).
         slot = store_root(self.medium, self.superblock.uuid, current.root)
         self._store_holder()
         declared = SUPERBLOCK_OFFSETS if self.superblock.incompat else ()
@@ -485,7 +499,7 @@ class PoolWriter(PoolReader):
         if not held or page_count(self._space.free()) + held < pages:
             return False
         self._commit_again(copies=False)
-        self._commit_again(copies=False)
+        self._commit_again(copies=False)  # twice: both slots lead to them
         return True
 
     def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
@@ -497,6 +511,7 @@ class PoolWriter(PoolReader):
             self._look()  # what was cut off would come back as zeros
         except CorruptionError as error:
             raise MediumError(errno.EIO, str(error)) from error
+        # Holes first: they are within the size, which ``max_bytes`` bounds.
         filled = self._fill_holes(pages, contiguous=contiguous)
         pages -= page_count(extents_runs(filled))
         if not pages:
@@ -517,6 +532,7 @@ class PoolWriter(PoolReader):
         except MediumError as error:
             if error.errno not in OUT_OF_SPACE or size == at_least:
                 raise
+            # What is needed may fit where a whole step does not.
             self.medium.grow(at_least)
 
     def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
@@ -568,6 +584,7 @@ class PoolWriter(PoolReader):
         """Room for copies, if they leave enough to the records of later commits."""
         pages = -(-length // PAGE)
         wanted = Wanted(pages, True, pages_for_records(pages), apart=True)
+        # Far from the records: one bad block of a disk must not take both.
         extents = self._space.take(wanted)
         if extents is None:
             with contextlib.suppress(MediumError):
@@ -620,6 +637,8 @@ class PoolWriter(PoolReader):
         for pointer, kind in wanted.items():
             there = [copy for copy in before.copies_of(pointer) if copy.pointer not in damaged]
             copies.update(dict.fromkeys(there))
+            # A damaged record gets two copies: its own place is not stored to while a root reaches
+            # it (V1).
             missing = (2 if pointer in damaged else 1) - len(there)
             if missing > 0 and pointer.length * missing <= room:
                 room -= pointer.length * missing
@@ -635,6 +654,7 @@ class PoolWriter(PoolReader):
 
     def _advance(self, draft: CommitRecords) -> None:
         reach = {entry.info.id: version_runs(entry, record) for entry, record in draft.made}
+        # From here on, what only the root before the previous one reached is free (V10).
         self._space.advance([draft.catalogue, self._roots[0]], reach)
         for entry, record in draft.made:
             self._contents[entry.info.id] = record.contents

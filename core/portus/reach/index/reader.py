@@ -64,8 +64,10 @@ class PoolReader:
         """The catalogue that a damaged slot led to, if all of it is whole; else ``found``. A slot
         that is torn since a crash in a commit looks like one that rotted."""
         slot = find_damaged_slot(self.medium, self.superblock.uuid, found.root)
+        # A slot that is just being stored looks torn as well.
         if slot is None or self._is_being_written():
             return found
+        # Once for each root: the search reads all free space.
         if self._searched is None or self._searched[0] != found.root:
             name = self.medium.info.name
             _log.warning(

@@ -102,9 +102,11 @@ def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
     table = add(RecordKind.MODEL_TABLE, encode_table(rows))
     medium.grow(place + len(data) + -len(data) % PAGE)
     medium.store(place, data)
+    # Durable before the header is cleared: until then the pool can be rescued again.
     medium.persist([Extent(DATA_START, medium.size - DATA_START)])
     next_version = max(each.record.info.id for each in versions) + 1
     medium.store(0, bytes(DATA_START))
+    # Both slots: a blank one would count as damaged.
     for number in (sequence, sequence + 1):
         store_root(medium, uuid, Root(number, next_version, medium.size, table))
     logs = [each.record.log for each in versions if each.record.log is not None]

@@ -204,6 +204,7 @@ def read_copied(
 def read_whole(medium: Loads, pointer: Pointer, kind: RecordKind) -> memoryview:
     """A record, header and payload, checked. Raises as ``read``."""
     where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
+    # Checked before memory is taken for it.
     if not HEADER.size <= pointer.length <= RECORD_SIZE_MAX:
         raise CorruptionError(f"{where}: length {pointer.length} is out of range")
     if pointer.offset + pointer.length > medium.size:
@@ -215,6 +216,7 @@ def read_whole(medium: Loads, pointer: Pointer, kind: RecordKind) -> memoryview:
     medium.load(pointer.offset, data)
     header = HEADER.unpack(data)
     found = _digest(data)
+    # Compared with the pointer: an older record at this place matches its own digest, too.
     if found != pointer.digest or header["digest"] != pointer.digest:
         raise CorruptionError(
             f"{where} of {medium.info.name}: expected digest {pointer.digest.hex()}, "

@@ -146,6 +146,8 @@ def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
     found = read_catalogue(medium, root)
     ids = known.ids()
     for entry in found.entries():
+        # Only if all of it is intact: then its root may have been stored, and to take it is always
+        # safe (decision 0071).
         if entry.info.id not in ids and not is_whole(medium, read_version(medium, entry)):
             raise CorruptionError(f"version {entry.info.id}: some of it is damaged")
     following = max((version + 1 for version in found.ids()), default=1)

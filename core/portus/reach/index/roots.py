@@ -102,6 +102,7 @@ def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
             medium.info.name,
             offset,
         )
+    # Damaged ones first: until one is restored, the other is all there is.
     whole = [offset for offset in SUPERBLOCK_OFFSETS if offset not in damaged]
     for offset in (*damaged, *whole):  # one after the other: whatever tears, one is whole
         found = bytearray(SUPERBLOCK.size)

@@ -107,6 +107,7 @@ def choose(free: Runs, pages: int) -> list[Extent] | None:
     sizes = free[:, 1] - free[:, 0]
     fitting = np.flatnonzero(sizes >= pages)
     if len(fitting):
+        # The smallest that fits: large runs stay for what needs one in one piece, such as records.
         best = fitting[np.argmin(sizes[fitting])]
         return [Extent(int(free[best, 0]) * PAGE, pages * PAGE)]
     if int(sizes.sum()) < pages:

@@ -33,5 +33,6 @@ class Rooms:
             room = self._free.pop()
         except IndexError:
             room = np.empty(self._size, np.uint8)
+        # Not in a ``finally``: the room of a failed request is not lent again.
         yield room[:length]
         self._free.append(room)

@@ -80,7 +80,7 @@ class _Abreast(Generic[_Item, _Result]):
                 yield under_way.pop(0).result()
         finally:
             for turn in under_way:
-                turn.given_up = True
+                turn.given_up = True  # what has not begun is not begun any more
             for _ in self._threads:
                 self._asked.put(None)
             finish(self._threads)

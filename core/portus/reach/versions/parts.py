@@ -66,6 +66,8 @@ class Before:
     @property
     def may_share(self) -> Flags:
         born = self.record.storages["born"].astype(np.int64)
+        # Rot in shared bytes is in every version that shares them, so they are copied afresh after
+        # so many commits.
         flags: Flags = born + REFRESH_COMMITS > self.record.info.commit
         return flags
 

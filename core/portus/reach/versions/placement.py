@@ -24,6 +24,7 @@ def pack(lengths: Column) -> tuple[Column, int]:
 
     Big ones first, each on pages of its own; the small ones after them, 64-aligned.
     """
+    # Small ones share pages only with others of the same save (V1).
     big = lengths >= ALIGNED_SIZE
     room = np.where(big, -(-lengths // PAGE) * PAGE, -(-lengths // _ALIGNMENT) * _ALIGNMENT)
     order = np.argsort(~big, kind="stable")

@@ -78,6 +78,8 @@ class PoolDraft:
         """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
 
         def move(moved: Sources) -> Digests:
+            # One call in advance for all pages: with a fault for each, 288 MiB on tmpfs took 0.60 s
+            # of a processor in place of 0.12.
             self._writer.touch(self._held[-1], stop)
             return copy(self._writer.medium, moved, stop, crcs=crcs)
 
@@ -167,6 +169,7 @@ class PoolDraft:
         self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
         if record.info.id not in self._writer.catalogue().ids():
             return None
+        # The next version relies on it only if it can still be read (V4).
         return pointer if self._writer.is_sound(pointer, RecordKind.CONTENTS) else None
 
     def rows(self) -> tuple[Rows, Rows, Rows]:
