@@ -202,6 +202,7 @@ class SpaceMedium:
                     f"{self._info.name}: cannot grow from {before} to {size} bytes: the device "
                     f"has {self._space.size}; keep fewer versions, or take a larger one",
                 )
+            # A device still has what it held before; a medium that grew reads as zeros.
             self._clear(before, size)
             self._write_back([Extent(before, size - before)])
             self._size = size
@@ -244,6 +245,7 @@ class SpaceMedium:
         try:
             for offset, length in some:
                 self._space.flush(offset, length)
+            # By the thread that flushed: a fence waits only for the flushes of its own thread.
             self._space.drain()
         except OSError as error:
             self._poison = (

@@ -149,7 +149,10 @@ class PlainFile(ReadFile):
         if not any(extent.length for extent in ranges):
             return
         try:
+            # Never retried: after a failed sync the kernel may call lost pages clean, and the next
+            # one would succeed (decision 0002).
             self._sync(self._descriptor.number)
+            # The sync of a file without a name succeeds, but its bytes end with this process.
             gone = self._is_gone()
         except OSError as error:
             raise self._poisoned("persist", error) from error
@@ -262,6 +265,7 @@ class PlainFile(ReadFile):
                 return
             begin, end = self._begin, self._end
             self._begin = self._end = self._stored = 0
+        # Not under the lock: this may block while the queue of the disk is full.
         self._start_writeback(Extent(begin, end - begin))
 
     def _start_writeback(self, extent: Extent) -> None:
@@ -275,7 +279,9 @@ class UncachedFile(PlainFile):
     def __init__(self, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
         """Raises ``OSError`` where the file system cannot read so."""
         super().__init__(descriptor, file_system, writable=False)
+        # A mapping begins at a page, as O_DIRECT needs.
         self._buffer: Final = memoryview(mmap.mmap(-1, UNCACHED))
+        # Try it now, while the caller can still open the file in another way.
         os.preadv(descriptor.number, [self._buffer[:_BLOCK]], 0)
 
     def _read(self, offset: int, target: memoryview) -> int:
@@ -310,6 +316,7 @@ class MappedFile(PlainFile):
         be filled; ``descriptor`` stays open."""
         try:
             size = os.fstat(descriptor.number).st_size
+            # A pool that was copied has holes; a store through an address into one may be SIGBUS.
             fill_holes(descriptor.number, size, every_block_counts=file_system.volatile)
         except OSError as error:
             raise file_error("fill holes of", descriptor.path, error) from error

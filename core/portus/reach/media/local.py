@@ -159,6 +159,7 @@ class LocalFiles:
         self, descriptor: Descriptor, file_system: FileSystemTraits
     ) -> MappedFile | None:
         """One with addresses; None, and a warning, if there can be none after all."""
+        # Other file systems refuse MAP_SYNC, so this tells which are on persistent memory.
         if not file_system.volatile and accepts_map_sync(descriptor):
             try:
                 return DaxFile(descriptor, file_system, cpu=self._cpu)

@@ -103,6 +103,7 @@ class FileLocks:
         """``UsageError`` for an impossible version, ``BusyError`` if a stranger locked its byte."""
         byte, number = _pin_byte(version), self._pin_file.number
         with self._lock:
+            # The system does not count: a second lock of this byte is the same one.
             first = self._pins[version] == 0
             if first and _can_lock() and not self._set(number, _READ, byte):
                 raise BusyError(
@@ -160,6 +161,8 @@ class FileLocks:
         import fcntl
 
         try:
+            # Of the open file: a lock of the process would end when any descriptor of the file is
+            # closed, and two objects of one process would not conflict.
             fcntl.fcntl(number, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):

@@ -19,6 +19,7 @@ def fitting(name: str, room: int) -> str:
     data = os.fsencode(name)
     if len(data) <= room:
         return name
+    # In bytes, as file systems count: a Chinese character has three.
     end = room - _DIGEST - 1
     while data[end] & 0xC0 == 0x80 and end:
         end -= 1  # within a character of UTF-8
