@@ -88,6 +88,8 @@ class FileHome:
         def tidy() -> None:
             unused = False
             try:
+                # A run that saved nothing leaves nothing, but only what it made goes, and only
+                # unused.
                 unused = self._is_made and writer.catalogue().root.is_first
                 if unused and is_at(writer, self._path) and not writer.changed_by_others:
                     remove_journals(self._path)

@@ -304,6 +304,7 @@ class HostDraft:
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         link = self._ready(Stop())
         assert before is None or isinstance(before, Before), "a pool shares with its own versions"
+        # The host may have another pool by now, in which what is to be shared is elsewhere.
         if before is not None and not self._pool.has_committed(before.record.info.token):
             before = None
         confirm = said.Confirm(
@@ -314,10 +315,12 @@ class HostDraft:
             inexact=labels.inexact,
         )
         self._tell_metrics(link, labels)
+        # Noted first: after a break the connection may lead to another pool.
         uuid = asked = self._pool.links.uuid_of(link)
         try:
             answer = self._pool.links.ask_for_work(link, confirm)
         except TransportError as error:
+            # It may have broken before the commit or after it; only the pool can tell.
             record = self._outcome(labels.token, error)
             uuid = self._pool.links.welcome.uuid  # a replica has it in its own pool
         else:
@@ -326,6 +329,7 @@ class HostDraft:
             record = decode_version(memoryview(answer.record))
             info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
             record = replace(record, info=info)
+        # Frames have digests; what the host makes of them in its memory has none (V4).
         self._refuse_other(record, labels, before, confirm, uuid)
         if self._pool.durable > 1 and uuid == asked:
             self._tell_replica(link, labels)
@@ -367,6 +371,8 @@ class HostDraft:
             return
         if link.connection.state is Phase.SAVING and not link.closed:
             if reached is not None:
+                # The queue pair first: only closing it ends the access of the host's card (decision
+                # 0023).
                 reached.lane.close()
             if not self._pool.links.hangs:  # else the next save would wait for that answer, too
                 with contextlib.suppress(PortusError):
@@ -403,6 +409,7 @@ class HostDraft:
         known = self._pool.links.regions.get(link)
         handles = b"" if reached is None else pack_handles(reached.address, reached.key)
         wanted = said.Register(0, self._begin.lengths, handles)
+        # Usually nothing changed, so regions stay registered and no message is needed.
         if known == wanted:
             return
         if known is not None:
@@ -458,6 +465,7 @@ class HostDraft:
         else:
             parts.gather(stop)
             link.send(offer)
+            # Hashed here while the card of the host reads the same bytes.
             parts.hash_big(stop)
             answer = link.hear(patience_s(int(lengths.sum())))
         if isinstance(answer, said.Pull):
@@ -634,7 +642,9 @@ class _Memory:
     def registered(self, lane: ClientLane, regions: Regions) -> _Reached:
         """All but what is staged, and what others may write meanwhile. Raises ``RegisterError``."""
         found = (self.address > 0) & ~np.isin(self.device, regions.staged())
+        # These changed between pull and hash before; over the socket, what is sent is hashed.
         found &= ~np.isin(self.address, regions.unsteady())
+        # Another process may write these between the pull and the hash.
         found[self.exposed] = False
         small, offsets, size = gather(self.length, found, self.late)
         big = np.flatnonzero(found & ~small)

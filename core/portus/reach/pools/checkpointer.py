@@ -178,10 +178,12 @@ class PoolCheckpointer(Checkpointer):
     def _surplus(self, step: int, metrics: Mapping[str, float]) -> Collection[int]:
         """The versions that go once one of ``step`` is committed, by id."""
         infos = self._infos()
+        # A step is in the pool once: its newer version replaces it in the same commit (V5).
         same = {info.id for info in infos if info.step == step}
         if not infos or self._keep is None:
             return same
         others = [info for info in infos if info.id not in same]
+        # ``keep`` counts the version that is about to be committed, with its metrics.
         made = replace(infos[0], id=0, step=step, time_ns=time.time_ns(), metrics=metrics)
         staying = {info.id for info in self._keep.staying([*others, made])}
         return same | {info.id for info in others if info.id not in staying}

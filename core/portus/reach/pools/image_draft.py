@@ -138,6 +138,7 @@ class ImageDraft:
             return False
         rows, record = self._rows(indices), known.version.record
         self._digests[rows] = share(record, indices).digests
+        # Nobody has summed them in this process, and the pool stores digests, no CRCs.
         if known.crcs is None:
             self._crcs[rows] = sum_sources(Sources.in_memory(address, self._length[indices]))
         else:  # others had other lengths then, so these had other rows
@@ -152,19 +153,24 @@ class ImageDraft:
         pointers = self._pointers
         if pointers is None:
             return self._commit(labels, retire)
+        # Read now: after ``publish`` the new pointers are at their paths.
         replaced = pointers.replaced()
+        # Durable before the version is committed: after that only names are left to change.
         pointers.files.finish()
         version = self._commit(labels, retire)
         try:
             pointers.files.publish()
         except AbandonedError:
+            # A signal handler wrote newer files at the paths, so nothing leads to this version.
             pointers.retire(labels.token)
             raise
+        # Only now: until the new pointer has its name, the old one must lead to its version.
         for old in replaced:
             pointers.let_go(old)
         return version
 
     def _commit(self, labels: Labels, retire: Collection[int]) -> Before:
+        # At the commit: these bytes contain the digests and CRCs of all others.
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)
         address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)

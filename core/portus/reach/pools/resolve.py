@@ -94,6 +94,7 @@ def load_text(text: str) -> object:
     from portus.reach.pools.restore import load  # it is heavy, and most programs load files
 
     reference = decode_text(text)
+    # torch passes nothing but the string, so what else was asked for is on the stack.
     asked = _arguments_of_torch_load(sys._getframe(1))
     path = _path_of(asked.get("f"))
     if asked.get("mmap"):
@@ -192,6 +193,7 @@ def _use(
                 if not is_allowed:
                     raise
                 failure = failure or error
+        # Since it was read, a training may have replaced it, and released its version.
         newer = read(path) if path else None  # replaced since it was read?
         if newer is None or newer.id == reference.id:
             raise failure or _missing(reference, path, was_found=was_found)
@@ -227,6 +229,7 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
     hosts = [host for place in POOLS.allowed() for host in place.hosts]
     yield from ((host, True) for host in hosts if host.has_replica)
     named = [reference.pool_path]
+    # Also by the way from the pointer to the pool: a run may have been moved as a whole.
     if path is not None and not reference.pool_relative.startswith("portus"):
         where = os.path.dirname(os.path.realpath(path))
         named.append(os.path.normpath(os.path.join(where, *reference.pool_relative.split("/"))))

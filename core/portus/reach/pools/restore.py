@@ -118,6 +118,7 @@ class _Opened:
         lengths = self.lengths[wanted]
         found = fetch(self.pool.medium, sources(address, lengths, group.extents), Stop())
         _compare(self, wanted, found, group.digests)
+        # After the comparison: the digests are those of the bytes as they were committed.
         if self.logged.changes:
             columns = (wanted, address, lengths)
             for index, start, length in zip(*(each.tolist() for each in columns), strict=True):
@@ -142,6 +143,7 @@ def newest_first(
         try:
             return use(pool, entry)
         except (CorruptionError, StaleError) as error:
+            # Damage is the reason to report; a version that was retired meanwhile is none.
             failure = failure if isinstance(failure, CorruptionError) else error
     assert failure is not None, "there was no version to load"
     raise failure
@@ -191,6 +193,7 @@ def load_over(
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
         given = np.array(sorted(there), np.int64)
+        # Compared where it is: the tables are the pool's own memory, and nothing is copied.
         opened.check(given)
         storages = fetch_storages(opened, np.setdiff1d(_storages_of(opened, None), given))
         for index, storage in there.items():

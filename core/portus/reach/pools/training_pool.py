@@ -93,6 +93,7 @@ class TrainingPool(Destination):
         self._pool: Pool | None = None
         self._before: CommittedImages | None = None
         self._steady: Flags | None = None
+        # What a process saves to, its pointers may lead to (V6).
         POOLS.allow(place)
 
     @property
@@ -121,6 +122,7 @@ class TrainingPool(Destination):
         time; at first, those that nobody trains. late: those that are copied late. unchanged:
         nothing was stepped since the last save, so those too."""
         known = self._steady
+        # What nobody trains is probably what the version before has, such as a frozen base.
         hint = ~late if known is None or len(known) != len(late) else known
         return hint | late if unchanged else hint
 
@@ -194,6 +196,7 @@ class TrainingPool(Destination):
     def remove(self, path: str, remove: Callable[[str], object]) -> None:
         """Remove a pointer, and then the version that it alone leads to."""
         pointer = self.pointer_at(path)
+        # The name first, then the version (V5): killed in between, the version only takes space.
         remove(path)
         if pointer is None:
             return
@@ -235,6 +238,8 @@ class TrainingPool(Destination):
             found = read(path)
         except CorruptionError:
             return None
+        # A copied or moved pointer releases nothing: the one at its own path may still be there
+        # (decision 0215).
         if found is None or found.written_path != path or found.pool_path not in self._places:
             return None
         return found
@@ -259,6 +264,7 @@ class TrainingPool(Destination):
         where = os.path.dirname(pointer.written_path)
         for each in table.files if table is not None else ():
             other = self.pointer_at(os.path.join(where, each.name))
+            # Several files are one version; it goes with the last of their pointers.
             if other is not None and other.token == pointer.token:
                 return
         pool.retire([entry.info.id])
@@ -297,6 +303,7 @@ class TrainingPool(Destination):
             try:
                 return home, home.open()
             except BusyError:
+                # Nobody chose this name, so another training with it is no reason to fail.
                 if not self._may_be_next or self._number >= _NAMES_MAX:
                     raise
                 self._number += 1
@@ -311,6 +318,7 @@ class TrainingPool(Destination):
             record = pool.record(found.versions[-1])
         except PortusError:
             return None
+        # A commit would retire it, with all that its log holds.
         if record.log is not None:
             raise UsageError(
                 f"{self.place}: {self.model!r} changes in place, and a checkpoint of that name "

@@ -93,6 +93,7 @@ def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
     table = decode_table(reader.contents(record))
     if table is None:
         return None
+    # Both have digests, but offsets of another version would cut these storages wrongly.
     if table.lengths != record.storages["length"].tolist():
         info = record.info
         raise CorruptionError(

@@ -56,6 +56,7 @@ def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
 def again(load: Callable[[], Result]) -> Result:
     """``load``, again while all that it found was retired under it, or a connection broke."""
     for _ in range(_TRIES - 1):
+        # Chosen anew each time: a training retires versions while this loads them.
         with contextlib.suppress(StaleError, TransportError):
             return load()
     return load()
