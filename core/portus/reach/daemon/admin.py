@@ -192,6 +192,7 @@ class Desk:
 
     def _accept(self) -> None:
         while True:
+            # Before accept: whoever asks too often waits in the backlog, without a thread.
             self._places.acquire()
             try:
                 asking, _ = self._socket.accept()

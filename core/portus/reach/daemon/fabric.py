@@ -80,6 +80,8 @@ class Fabric:
         device = self._device(port_for(link.host))
         pair = device.domain.queue_pair()
         try:
+            # The client reaches nothing here: if it had keys to the pool, a late write could hit
+            # another version (decision 0023).
             pair.connect(other, remote=False)
         except BaseException:
             pair.close()

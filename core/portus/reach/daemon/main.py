@@ -198,6 +198,7 @@ def reload(options: ServeOptions, server: Server) -> None:
     """
     try:
         read = _Read.of(options)
+        # By now all files were read: a wrong one leaves everything as it was.
         server.house.pools.limit(read.quotas)
     except UsageError as error:
         text = f"cannot reread secrets, quotas and certificates, so the old ones stay: {error}"
@@ -206,6 +207,7 @@ def reload(options: ServeOptions, server: Server) -> None:
     server.house.secrets.become(read.secrets)
     for door in server.doors:
         if door.context is not None:
+            # For new connections only: to end the others would fail the saves under way.
             door.context = read.context
     tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
 
@@ -243,6 +245,7 @@ def prepare(options: ServeOptions) -> Server:
     )
     doors: list[Door] = []
     try:
+        # Before anybody is let in: a version that the pool lacks would be removed from the mirror.
         if mirrors is not None or other is not None:
             pools.open_all()
         for address in addresses:
@@ -324,7 +327,7 @@ def notify(state: str) -> None:
     place = os.environ.get("NOTIFY_SOCKET")
     if not place:
         return
-    if place.startswith("@"):
+    if place.startswith("@"):  # systemd writes an abstract socket so
         place = "\0" + place[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         try:

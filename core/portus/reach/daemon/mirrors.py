@@ -121,6 +121,8 @@ class TenantMirror:
             there = models(self._store, key=self._key)
         except (TransportError, MediumError) as error:
             if not own:
+                # An empty pool would begin anew what the mirror may have; others can be mirrored
+                # later.
                 raise
             text = f"{self._tenant}: {self.name} cannot be reached; retrying: "
             tell(logging.WARNING, "log", f"{text}{error}")

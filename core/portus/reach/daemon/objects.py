@@ -125,6 +125,7 @@ class Objects:
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
         """See ``Store.create``, and ``Store.put``. Raises ``MediumError`` if there is no room."""
         with self._guard:
+            # Counted before it is stored: two at once must not both fit into what is left.
             if not (fresh and name in self._known()):
                 self._reserve(name, len(data))
         if fresh:

@@ -163,6 +163,7 @@ class Hosted:
                     f"another client has saved model {model!r} for {timeout_s:g} s at least; "
                     "stop it, or give this one another model name",
                 )
+            # Counted, since a client claims it on each of its connections.
             self._claims[model] = client, self._claims.get(model, (client, 0))[1] + 1
             self._parting = False
 
@@ -367,6 +368,8 @@ class Pools:
                 mirror, hosted.mirror = hosted.mirror, None
                 self._mirrors.let_go(mirror)
             hosted.writer.close()
+            # After a failed sync the cache may hold pages that the disk has not; the next writer
+            # must not go by them.
             files.forget(hosted.path)
             if not _same_fixed_pages(hosted.path, files):
                 self._shut[tenant] = (

@@ -112,6 +112,7 @@ class Replica:
         is taken. Blocks while versions are fetched. Raises as ``Leader.lead``."""
         with self._lock_of(model):
             if not self._claims[model]:
+                # Once for all connections of the client that has the claim.
                 self._lead(model)
             self._claims[model] += 1
 
@@ -159,6 +160,8 @@ class Replica:
         if prefix is None:
             return objects.put(name, data, fresh=fresh)
         with self._placing:
+            # While a client saves here, nobody else appends to the log of the model (decision
+            # 0156).
             if prefix not in self._led:
                 return objects.put(name, data, fresh=fresh)
             with contextlib.suppress(MissingError):
@@ -209,6 +212,7 @@ class Replica:
         try:
             why_not = leader.lead()
         except BaseException:
+            # The lead was not taken, so the other host may append again.
             self._let_append(model)
             raise
         self._follow(leader, model)

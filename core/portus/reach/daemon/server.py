@@ -182,6 +182,7 @@ class Server:
         if any(thread.is_alive() for thread in threads):
             tell(logging.ERROR, "hung", f"connections did not end within {timeout_s:g} s")
             return False
+        # By now no session uses a queue pair or a pool.
         self._house.fabric.close()
         self._house.pools.close()
         self._house.strangers.end()
@@ -269,6 +270,7 @@ class Server:
     ) -> Link:
         plain.settimeout(GREETING_S)
         wrapped = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        # Before the handshake, so that its place ends a stranger that hangs in it.
         place.moved(wrapped)
         try:
             wrapped.do_handshake()
@@ -287,6 +289,7 @@ def listen_unix(path: str) -> socket.socket:
     """A socket at ``path`` for its owner alone. One that a dead host left is replaced; nothing else
     is."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # From the bind on: with a chmod afterwards, others could connect for a moment.
     before = os.umask(0o177)
     try:
         if _is_socket(path) and not _answers(path):
@@ -337,6 +340,7 @@ def _peer_address(peer: object) -> str:
     found = ipaddress.ip_address(str(peer[0]).partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
+    # Whoever has an IPv6 address has 2^64 of them, and would get as many places.
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 

@@ -87,6 +87,7 @@ class ServedConnection:
         if refusal:
             self._turn_away(refusal)
             return None
+        # Fresh for each connection, so that a recorded proof proves nothing.
         nonce = os.urandom(NONCE_SIZE)
         link.send(said.Challenge(hello.version, nonce, house.secrets.wanted))
         given = link.receive()
@@ -100,8 +101,11 @@ class ServedConnection:
         if link.account is not None:
             link.account.tenant = hello.tenant
         try:
+            # After the proof: strangers must not take the places of those who know a secret.
             house.places.prove(self._place, hello.tenant)
             hosted = self.hosted = house.pools.of(hello.tenant)
+            # A reopening that began before ``self.hosted`` was set did not wait for this
+            # connection.
             if house.pools.of(hello.tenant) is not hosted:
                 raise BusyError(errno.EAGAIN, "the pool is being opened again; try again")
         except PortusError as error:

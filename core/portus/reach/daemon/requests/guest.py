@@ -55,6 +55,7 @@ class Guest:
         """A turn in which the pool is hashed for this client, as long as it is there."""
         with contextlib.ExitStack() as turns, self.link.working() as stop:
             for turn in (self.hosted.hashing, self._turns):
+                # In short waits: a client that has hung up must not keep waiting for a turn.
                 while not turn.acquire(timeout=_TURN_S):
                     stop.check()
                 turns.callback(turn.release)

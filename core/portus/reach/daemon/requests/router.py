@@ -79,6 +79,7 @@ class Requests:
     def end(self) -> None:
         """The connection is over: nothing of it stays."""
         if self._guest.lane is not None:
+            # First: the card must not write to space that the next line gives back (decision 0023).
             self._guest.lane.close()
         self._saves.drop("the connection ended")
         self._reads.unpin_all()

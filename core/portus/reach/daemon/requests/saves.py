@@ -159,6 +159,7 @@ class SaveRequests:
                 28, f"a version of {int(lengths.sum())} bytes: the quota is {size_max} bytes"
             )
         self._refuse_known(message.token)
+        # A pool that was exchanged under the host takes no saves: nobody would find them.
         self._guest.hosted.look()
         size = _DRAFT + _STORAGE * len(lengths)
         self._guest.hosted.began()
@@ -203,6 +204,7 @@ class SaveRequests:
             can_wait = self._guest.link.connection.knows(said.Full.kind)
             if error.errno not in OUT_OF_SPACE or not can_wait:
                 raise
+            # Not refused: the client may make room and offer these again.
             draft.claimed[indices] = False
             return self._full(error)
         try:
@@ -281,6 +283,7 @@ class SaveRequests:
             missing = int((~draft.claimed).sum())
             raise UsageError(f"confirmation: {missing} storages were neither pulled nor shared")
         rows = draft.pool.rows()
+        # What arrived here, compared with what the client sent: otherwise there is no version.
         if rows[2].tobytes() != message.digests:
             raise CorruptionError(
                 "confirmation: the client's digests are not those of what arrived here: bytes "
@@ -302,6 +305,7 @@ class SaveRequests:
         self._guest.hosted.replica.require(begin.model)
         self._guest.hosted.look()
         record = draft.pool.commit_rows(rows, labels, self._known(draft, message), retire)
+        # Once more: if the pool was exchanged meanwhile, nobody will find this version.
         self._guest.hosted.look()
         self._draft = None
         self._guest.link.keep(-draft.size)
