@@ -45,6 +45,7 @@ class Budget:
     def fits(self, account: ConnectionBudget, size: int, *, passes: bool) -> bool:
         """True if ``account`` may have so much more now. The guard is held."""
         oldest = next(iter(self._passing), account)
+        # The half that ``room`` leaves out is kept for this one, so somebody always finishes.
         if passes and account is oldest:
             return True
         beside = Counter({oldest.tenant: oldest.passing})
@@ -92,6 +93,7 @@ class ConnectionBudget:
                 finally:
                     budget._waiting -= 1
             self.passing += size
+            # In the order in which they began to take: the first is the oldest.
             budget._passing[self] = None
             budget._tenants[self.tenant] += size
             return True

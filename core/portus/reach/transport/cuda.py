@@ -59,6 +59,7 @@ class Driver:
     def exported(self, device: int, address: int, length: int) -> tuple[int, int]:
         """A dmabuf with these bytes of a device's memory in it: a descriptor, which the caller
         closes, and the offset of the first byte. Raises ``TransportError``."""
+        # The driver exports whole pages of the host only.
         start = address - address % mmap.PAGESIZE
         end = -(-(address + length) // mmap.PAGESIZE) * mmap.PAGESIZE
         number, context, popped = self._device(device), _pointer(), _pointer()
@@ -70,6 +71,7 @@ class Driver:
                     "cuMemGetHandleForAddressRange", start, end - start, _DMABUF_DESCRIPTOR, 0
                 )
             finally:
+                # torch uses this thread's current context, which must be as it was.
                 self._do("cuCtxPopCurrent_v2", ctypes.byref(popped))
         finally:
             self._do("cuDevicePrimaryCtxRelease_v2", number)

@@ -183,6 +183,7 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
         ) from error
     if not isinstance(answer, Challenge):
         spoken = _version_of_refusal(answer)
+        # Only to an older version, so this ends.
         if spoken in VERSIONS and spoken < version:
             raise _OlderError(f"{address} speaks version {spoken}", spoken)
         raise error_of(answer)
@@ -198,6 +199,7 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
     if not isinstance(welcome, Welcome):
         raise error_of(welcome)
     if secret is not None:
+        # The host proves itself, too: anybody could listen at this port.
         expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
         if not equal(welcome.proof, expected):
             raise UsageError(f"{address} does not know the secret: this is not the storage host")

@@ -148,6 +148,7 @@ class Links:
                 link = self._idle.pop() if self._idle else None
             if link is None:
                 return self._dialled()
+            # A host that was restarted has closed it, and a save must not fail for that.
             if link.is_alive() and self._leads(link):
                 return link
             link.close()
@@ -249,6 +250,7 @@ class Links:
         for _ in range(max(1, int(WORK_S / self.silence_s))):
             if not link.is_silent(self.silence_s):
                 break
+            # Over another connection: this one is silent while its thread works.
             self.ask(said.Status())
             if not self._leads(link):  # then another host has answered
                 raise SilentError(f"{link.name}: no answer, and it is {self._hosts[self._at]} now")
@@ -300,6 +302,7 @@ class Links:
             raise MediumError(errno.EBADF, f"{self.address}: used after it was closed")
         why, now_s = self._why, time.monotonic()
         if why is not None:
+            # It was waited for once, in vain; each further wait would hold training up for seconds.
             if self.hangs:
                 raise TransportError(f"{why} (retrying in the background until it answers)")
             if now_s < self._again_s:
@@ -341,6 +344,7 @@ class Links:
         try:
             link = self._reached()
         except TransportError as error:
+            # At most ``_PAUSE_MAX_S``, so that a host that is back is found soon.
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
             self._why, self._again_s = error, time.monotonic() + self._pause_s
             raise
@@ -535,6 +539,7 @@ class HostMedium(ReadOnlyMedium):
             with _no_refusal(link):
                 take(link, segments, digests, stop)
             _end_of_read(link)
+        # The pin may have been lost meanwhile, and the bytes may be another version's (V4).
         self._pins.check()
         return digests
 
@@ -584,6 +589,7 @@ class HostLocks:
     def pin(self, version: int) -> None:
         with self._guard:
             if not self._held:
+                # Nothing is read under the lost pins any more.
                 self._lost = False
             self._say(said.Pin(version))
             self._held[version] += 1

@@ -157,6 +157,7 @@ def _transfer(
 
     try:
         for batch in segments.batches(UNIT, gap=ALIGNMENT):
+            # A ring has that many slots: the oldest batch is copied on before its slot is reused.
             while len(under_way) >= AHEAD:
                 finish()
             place = landing.place(batch)
@@ -168,6 +169,7 @@ def _transfer(
         while under_way:
             finish()
     except BaseException:
+        # First of all: a request under way may still write to these places (decision 0023).
         pair.close()
         raise
     return Moved(digests, moved.size if landing.bounced() else 0, window.wire_s)
@@ -256,6 +258,7 @@ class _Window:
                 pause_s = _PAUSE_MIN_S
                 continue
             self._watch(self._since_s)
+            # Polled, since pyverbs holds Python's lock while it waits (decision 0023).
             time.sleep(pause_s)
             pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
 

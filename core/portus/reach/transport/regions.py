@@ -150,6 +150,8 @@ class Regions:
         with self._guard:
             try:
                 for owner, start, size, lasts, number in zip(owners, *columns, strict=True):
+                    # With the owner: memory that was freed and allocated again there has other
+                    # pages.
                     key = (start, size, id(owner))
                     known = self._known.get(key)
                     if known is None:
@@ -163,6 +165,7 @@ class Regions:
                 self._let_go(taken)
                 raise
             for key in self._known.keys() - wanted:
+                # This save does not use it: the training has other tensors now.
                 self._known[key].lasting = False
             self._sweep()
             return taken

@@ -187,9 +187,12 @@ class Link:
             while (event := self.connection.feed(data)) is None:
                 wanted, left = self.connection.wanted, self.connection.body_left
                 if self.account is not None and why is None and room < wanted and left > FREE:
+                    # As it arrives: a header that announces much takes no memory yet.
                     why = self._body_taken(self.account, wanted - room, left - room)
                     room = wanted
                     if why is not None:
+                        # Read and discarded, so that the refusal can be sent; a cut connection
+                        # would explain nothing.
                         self.connection.forget()
                         self.account.passed()
                 data = self._get(self.connection.wanted)
@@ -229,6 +232,7 @@ class Link:
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
                 if hasher is not None:
+                    # Hashed and sent from a copy: the source may change in between (V2).
                     warm[: len(piece)] = piece
                     piece = warm[: len(piece)]
                     self._hash(piece, hasher)
@@ -367,6 +371,7 @@ class Link:
         while True:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
+                    # Python's TLS sockets accept no flags.
                     count = self._socket.recv_into(target)
                 else:
                     count = self._socket.recv_into(target, 0, flags)
@@ -388,6 +393,7 @@ class Link:
                 continue
             done += count
             took_s = time.monotonic() - began_s
+            # On average: a byte now and then must not count as progress for ever.
             if took_s > self.silence_s + done / _BYTES_S_MIN:
                 raise SilentError(f"{self.name}: it took {done} bytes in {took_s:.0f} s")
             wait = _Wait(self)

@@ -150,6 +150,7 @@ class Domain:
         """Raises ``TransportError``."""
         self._verbs: Final = load()
         self.port: Final = port
+        # pyverbs does not tell which are its own, and forked children have to close them.
         before = _descriptors()
         with _as_transport_error(f"open the RDMA device {port.device}"):
             self._context: Final = self._verbs.Context(name=port.device)
@@ -272,6 +273,7 @@ class QueuePair:
             attributes.dest_qp_num = other.number
             attributes.rq_psn, attributes.sq_psn = other.sequence, self.endpoint.sequence
             attributes.max_dest_rd_atomic = self.endpoint.reads
+            # More reads at once than the other end serves would end the connection.
             attributes.max_rd_atomic = min(self._domain.asks, other.reads)
             attributes.min_rnr_timer, attributes.timeout = 12, _TIMEOUT
             attributes.retry_cnt = attributes.rnr_retry = _RETRIES
@@ -316,6 +318,7 @@ class QueuePair:
         nothing; raises nothing."""
         if not self.closed:
             self.closed = True
+            # In this order: a completion queue that a pair uses cannot be closed.
             for each in (self._pair, self._completions):
                 with contextlib.suppress(TransportError), _as_transport_error("close"):
                     each.close()
