@@ -103,6 +103,7 @@ class Behind(ABC):
                 return
             self._wanted = True
             if self._thread is None:
+                # With the first commit: a run that saves nothing has no thread.
                 self._thread = Beside(self._run, f"portus-mirror-{self._model}")
                 self._thread.start()
             self._changed.notify_all()
@@ -202,6 +203,7 @@ class Behind(ABC):
                     return
                 self._wanted = False
             try:
+                # Not under the lock: a commit that wakes this thread must not wait for a store.
                 self._catch_up()
                 pause_s, self._failure = _PAUSE_MIN_S, ""
             except StoppedError:
@@ -209,6 +211,8 @@ class Behind(ABC):
             except StaleError:
                 self._again(0.0)  # what was to be copied went meanwhile
             except SupersededError as error:
+                # Another run's term is the end; a command (``passing``) is through with its own at
+                # once.
                 if not error.passing:
                     self._fail(error)
                     return
@@ -231,6 +235,7 @@ class Behind(ABC):
                 self._wanted = self._wanted or self._closing
                 return
             if self._closing:
+                # Somebody waits for the end now, so the pauses are short.
                 self._changed.wait_for(lambda: self._ended, min(pause_s, _PAUSE_MIN_S))
             else:
                 self._changed.wait_for(lambda: self._closing or self._ended, pause_s)
@@ -243,6 +248,7 @@ class Behind(ABC):
         foreign = not isinstance(error, PortusError)
         said = f"{READ_ALONE}: {error}" if isinstance(error, UnwritableError) else str(error)
         text = f"{type(error).__name__}: {error}" if foreign else said
+        # Each cause once: a store may be away for days.
         if text != self._failure:
             self._failure = text
             _log.warning(

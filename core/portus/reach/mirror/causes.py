@@ -203,6 +203,7 @@ def translate(error: BaseException, failed: FailedCall) -> PortusError:
     whose text is not to be shown."""
     text = _USER.sub("", str(error))
     code, status = _code(text), _status(text)
+    # The server's code says most, then its status; the text is the last resort.
     cause = (
         (_NO_CREDENTIALS if _METADATA.search(text) else None)
         or _BY_CODE.get(code)
@@ -266,6 +267,8 @@ def _server_error(status: int | None) -> _Cause | None:
 
 
 def _unknown(text: str) -> _Cause:
+    # One line, without queries and secrets of the environment: obstore's text may repeat a signed
+    # URL or a key.
     line = re.sub(r"\?[^\s\"]*", "", text.strip().split("\n", 1)[0])  # queries may be signed
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= _SECRET_SIZE_MIN:

@@ -103,9 +103,11 @@ class Copier(Behind):
                 joined.since = joined.writer.catalogue().root.sequence
         except (TransportError, MediumError) as error:
             if not own:
+                # There may be something to resume from: beginning anew would lose it.
                 raise
             self._say(error)
         else:
+            # The first write: it shows whether the mirror may be written to at all.
             self._written()
         self.wake()
 
@@ -165,6 +167,7 @@ class Copier(Behind):
                 return False
             self._copying.set()
             copies = self._copies
+            # Requests under way read the pool: only afterwards its space is free.
             self._changed.wait_for(lambda: self._copies != copies)
             return True
 
@@ -207,6 +210,7 @@ class Copier(Behind):
             state, infos = self._mirror.state, self._joined.infos()
             there = {each.token for each in state.versions} | self._skipped
             missing = [info for info in infos if info.token not in there]
+            # The newest first: if this machine is lost, that is what a run resumes from.
             new = missing[-1] if missing else None
             facts = self._facts(state, infos)
             if new is not None:
@@ -226,6 +230,7 @@ class Copier(Behind):
             if self._collected_s is None:
                 self._collected_s = self._collected_before(now_s)
             is_due = self._collected_s is None or now_s - self._collected_s >= _COLLECT_S
+            # Whoever waits for the end does not wait for this; the next run does it.
             if self._closing or not is_due:
                 return
             self._collecting = stop
@@ -246,6 +251,7 @@ class Copier(Behind):
                 )
         finally:
             self._collecting = None
+        # Also after a failure: without the right to delete, a try a day is enough.
         self._collected_s = now_s
 
     def _collected_before(self, now_s: float) -> float | None:
@@ -298,11 +304,13 @@ class Copier(Behind):
             self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
             self._has_copied = True
         except CorruptionError as error:
+            # The pool's own bytes are damaged, so it would fail each time.
             self._skipped.add(info.token)
             _log.error("portus: step %d is not mirrored: %s", info.step, error)
 
     def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
         """What is to be said besides: which versions go."""
+        # What could not be fetched is missing in the pool, but must not go from the mirror.
         kept = {info.token for info in infos} | self._unread
         gone = {each.token for each in state.versions} - kept
         return [Removed(token) for token in sorted(gone)]

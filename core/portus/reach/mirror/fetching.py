@@ -91,6 +91,7 @@ def fill(
             done.append(each)
         except CorruptionError as error:
             if each == state.newest:
+                # To resume from an older one would lose steps silently.
                 raise
             _log.error("portus: step %d cannot be fetched from the mirror: %s", each.step, error)
     return done
@@ -229,6 +230,7 @@ class _Arrival:
         pieces = np.stack([begin, length, row, spans.inside[span] + inside])[:, length > 0]
         first = size = 0
         for at, more in enumerate(pieces[1].tolist()):
+            # A unit is never split over two requests: it is verified as a whole.
             if size and size + more > _RANGE_MAX:
                 yield _range_of(self._files[number], around, pieces[:, first:at])
                 first, size = at, 0
@@ -262,10 +264,12 @@ class _Arrival:
     def _store(self, rows: Column, address: Column, length: Column) -> None:
         """Verify units in memory, and store them by calls of the medium: the first touch of a
         mapped page costs more than the copy to it. Many small pieces are copied by the engine."""
+        # Verified in memory that nobody else has, so only right bytes get into the pool (V4).
         self._compare(rows, hash_sources(Sources.in_memory(address, length), self._stop))
         medium, target = self._writer.medium, self._room.result().of_units(rows)
         first = np.cumsum(length) - length
         place = address[target.row] + np.cumsum(target.length) - target.length - first[target.row]
+        # A call of the medium for each small piece would cost more than to copy them together.
         if len(target) * _SMALL > target.size:
             self._compare(rows, copy(medium, target.laid(place), self._stop))
             return

@@ -79,6 +79,8 @@ class MirroredFiles(Mirror):
         """
         self.require()
         replaced = self.state.file(path)
+        # Not the name of the file that counts: a kill before the entry must not lose that one
+        # (decision 0208).
         name = file_name(path, "" if replaced is None else replaced.name)
         size = file.size
 
@@ -92,6 +94,7 @@ class MirroredFiles(Mirror):
                 stop.add(len(data))
 
         sent = put_file(self._files, self._prefix + name, pieces(), size)
+        # If it was written to meanwhile, what was sent is of no single moment.
         if not file.is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         return Filed(
@@ -109,6 +112,7 @@ class MirroredFiles(Mirror):
         files at ``gone`` no longer."""
         replaced = [self.state.file(each.path) for each in files]
         replaced += [self.state.file(path) for path in gone]
+        # The entry first, then the deletion: the log never names an object that was deleted.
         self._say([*files, *map(Unfiled, gone)])
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
@@ -148,6 +152,7 @@ class MirroredFiles(Mirror):
         """Delete what was uploaded a day ago or before that, and never counted; how many objects.
         Call it after ``claim``: the entry of that says what time it is in the store."""
         entries = self._store.list(self._prefix + LOG)
+        # The store's clock: those of the machines may be wrong.
         now = next((each.modified for each in entries), 0.0)
         named = {self._prefix + each.name for each in self.state.files}
         named |= {name + DIGEST_SUFFIX for name in named}

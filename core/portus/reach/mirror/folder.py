@@ -84,6 +84,7 @@ class Folder:
             with self._written([data]) as partial:
                 self._make_safe(os.path.dirname(target))
                 is_ours = self._link(partial, target)
+                # Also if another writer won: it may have died before its sync.
                 self._files.sync(os.path.dirname(target))
                 return is_ours
 
@@ -167,6 +168,7 @@ class Folder:
                 _named_error("write a file in", home, lambda: _write(number, parts))
             finally:
                 os.close(number)
+            # ``path`` was just written, so its time is the server's clock, not this machine's.
             if is_first:
                 self._sweep(home, path)
             yield path
@@ -200,6 +202,7 @@ class Folder:
             missing.append(parent)
         for each in reversed(missing):
             _named_error("create", each, functools.partial(_make_directory, each))
+            # A new directory is itself a name in the one above, which must be durable, too.
             self._files.sync(os.path.dirname(each))
         self._safe.add(directory)
 

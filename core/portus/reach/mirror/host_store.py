@@ -92,6 +92,7 @@ class HostStore:
             self._closed = True
             links, self._links = self._links, None
             used = list(self._used)
+        # Wakes threads in the middle of a request, with an error.
         for link in used:
             link.close()
         if links is not None:

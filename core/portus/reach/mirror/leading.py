@@ -96,6 +96,7 @@ class Leader(Copier):
         def is_over() -> bool:
             return self._ended or bool(self.why_over) or token in self._skipped
 
+        # Noted before the wait: one failed try after this ends it.
         tries = self._tries
         with self._changed:
             self._changed.wait_for(
@@ -120,6 +121,7 @@ class Leader(Copier):
             if not own:
                 raise
             return str(error)
+        # Somebody appended in between: what counts may have changed, so all is looked at again.
         while not self._has_led(state):
             state = self._mirror.read()
         return ""
@@ -132,6 +134,8 @@ class Leader(Copier):
             there = {each.token for each in state.versions}
             foreign = [info for info in own if info.token not in there]
             has_led = any(term.pool == joined.writer.superblock.uuid for term in state.terms)
+            # Here every reported version is in the log, so what is only in the pool was never
+            # reported (decision 0156).
             if foreign and not (self.is_home and has_led):
                 raise StaleError(self._went_on(state, newest, foreign))
             if foreign:

@@ -171,6 +171,7 @@ class MirrorLog:
             mine = yield from self._put(entry)
             if mine:
                 return self.state
+            # An entry in this place is no defeat by itself: it may be one that does not count.
             if self.state.term != self._term or self.state.writer != entry.writer:
                 self._term = None
                 raise self._superseded()
@@ -188,11 +189,13 @@ class MirrorLog:
         """Make it the next one; False if another is in its place, which the state has now."""
         number = self.state.number + 1
         state = fold(self.state, number, entry)
+        # So a start reads 17 entries at most, however long the log is.
         if number % STRIDE == 0:
             entry = replace(entry, state=state)
         data = self._seal.entry(number, entry)
         for _ in range(_ABSENT_MAX):
             made = yield from create(entry_name(number), data)
+            # The name is taken: by this very request, which was repeated, or by another writer.
             there = data if made else (yield from get(entry_name(number)))
             if there == data:  # made now, or by a request that was repeated (M1)
                 self.state = state
@@ -212,11 +215,13 @@ class MirrorLog:
         if known is not None:
             if self.state.number > known.state.number:  # appended to since it was read
                 known = KnownLog(self.state, known.lost)
+            # A read of the next number is cheaper than a list.
             known = yield from self._onward(known, STRIDE)
         if known is None:  # never read, or much was appended meanwhile
             self._damage = []
             newest = yield from self._newest_entry()
             state, lost = yield from self._up_to(newest)
+            # A list may lack the newest names; a read of the next number does not (decision 0141).
             known = yield from self._onward(KnownLog(state, lost), NUMBER_MAX)
             assert known is not None
         if known.lost and not known.state.term:
@@ -231,6 +236,7 @@ class MirrorLog:
         newest, self._newest = self._newest, None
         if newest is not None:
             return newest
+        # Numbers in names go down, so the newest entry is the first of the list.
         for each in (yield from list_objects(LOG)):
             if (number := entry_number(each.name)) is not None:
                 return number
@@ -297,6 +303,7 @@ def fold(state: State, number: int, entry: LogEntry | None) -> State:
     """What a log says with the next entry. None: one that cannot be read."""
     assert number == state.number + 1
     state = replace(state, number=number)
+    # By a writer that was superseded meanwhile.
     if entry is None or entry.term < state.term:
         return state  # it does not count
     if entry.term > state.term:  # by a claim; also where that is damaged

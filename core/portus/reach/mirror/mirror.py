@@ -285,6 +285,7 @@ class Mirror:
         try:
             yield
         except (MissingError, CorruptionError) as error:
+            # If the version was removed meanwhile, a missing object is no damage.
             self._require(added)
             if isinstance(error, CorruptionError):
                 raise
@@ -352,6 +353,7 @@ class Mirror:
             else:
                 assert source is not None
                 put.content.there = source.put(put.content, name, self._store)
+            # Only now: what the store did not confirm is sent again.
             put.done = True
 
         in_any_order(put_one, puts, ABREAST)

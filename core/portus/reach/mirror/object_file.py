@@ -154,6 +154,7 @@ class ObjectFile(ReadOnlyMedium):
             advanced(len(data))
 
         in_any_order(get, range(0, self.size, UNIT), ABREAST)
+        # Read back from the file, so that a failed write shows as well.
         for each, start in zip(self._objects, self._starts, strict=False):
             found = digest_of(number, each.size, path, start)
             if found != each.digest:

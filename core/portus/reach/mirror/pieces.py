@@ -83,9 +83,11 @@ def pieces_of(
     columns = (spans.length, spans.storage, spans.inside)
     for length, storage, inside in zip(*(each.tolist() for each in columns), strict=True):
         is_around = storage == len(file.length)
+        # So a storage that did not change is a piece that is there already.
         is_large = not is_around and length >= ALONE
         for at in range(0, length, UNIT):
             part = min(UNIT, length - at)
+            # Kept small: if a few bytes of it change, all of a shared piece is sent again.
             if has_large or is_large or size + part > SHARED:
                 end()
             if is_around:

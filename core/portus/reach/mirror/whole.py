@@ -50,6 +50,7 @@ def check_object(store: Store, name: str, size: int, sent: bytes, advanced: Adva
             store.get_range(name, start, part)
             hasher.update(part)
             advanced(len(part))
+        # No range that was read covers bytes behind the end.
         is_longer = _goes_on(store, name, size)
     except MissingError as error:
         raise CorruptionError(f"{name} is missing") from error

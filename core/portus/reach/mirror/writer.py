@@ -122,6 +122,7 @@ class Writer:
         """Begin a term. writer: random; another one for each claim. known: what was read of the log
         before. time_ns: the time; from the first claim of all on collecting is due a day later. at:
         as of ``MirrorLog.claim``."""
+        # Nothing known before is relied on: another writer may have deleted it (M2).
         self._known, self._writer, self._epoch = {}, writer, 0
         self._last = "", {}
         self.log.take_over(known)
@@ -151,6 +152,7 @@ class Writer:
         for each in objects.values():
             if each.name in (damaged or ()):
                 each.there = None  # it keeps its name: it gets the bytes that it had
+        # Files, then the manifest, then the entry: what counts is complete (M1).
         yield from self._put_objects(objects)
         files = [[objects[key].there for key, _ in file] for file in wanted]
         said = _manifest(version, files)
@@ -181,7 +183,9 @@ class Writer:
         ``CorruptionError``, and deletes nothing, where what a version needs is not known. time_ns:
         the time, for who asks when it was."""
         self.log.require()
+        # By the store's clock: a wrong clock of this machine must not delete anything.
         now, number = yield from self._times(grace_s)
+        # Listed before the entry, so nothing that is put after it can be in the list (M3).
         entries = yield from self._listed_before(now - grace_s)
         old = [each.manifest for each in self.state.gone if each.number <= number]
         # M3: after it was listed. So it may not be taken for the entry of a call before, which was
