@@ -93,6 +93,7 @@ class CompanionHooks:
         if position is not None:
             own = torch.cat([own, position["random"].flatten()])
         if trainer.world_size > 1:
+            # On the device and back: NCCL takes no tensors of the CPU.
             own = trainer.strategy.all_gather(own.to(trainer.strategy.root_device)).cpu()
         ranks = own.reshape(trainer.world_size, -1, portus.RANDOMNESS_BYTES)
         checkpoint[KEY] = {"format": FORMAT, "ranks": ranks[:, 0].contiguous()}
@@ -148,6 +149,7 @@ class CompanionHooks:
                 "set PORTUS_DISABLE=1, and the run continues with other random numbers"
             )
         ranks = saved["ranks"]
+        # More ranks than at the save: the new ones keep what the script seeded.
         if trainer.global_rank < len(ranks):
             self._generators = ranks[trainer.global_rank].clone()
             if self._loaded is not None:
@@ -257,6 +259,7 @@ class CompanionHooks:
         self._ended = True
         io.teardown()  # some strategies forget it
         self._log_stats(trainer)
+        # A program that never imported it has protected no table.
         if stock.is_on() and trainer.is_global_zero and "portus.embedding" in sys.modules:
             io.run.put_tables()
 
@@ -310,4 +313,5 @@ def bypass(strategy: Any, run: RunFiles) -> str:
     if knows_shards(strategy):
         reason = run.why_no_shards() if saves_shards(strategy) else ""
         return f"{name} with sharded checkpoints ({reason})" if reason else ""
+    # The base class asks the plugin; a strategy that writes by itself overrides this method.
     return "" if owner_of_save(strategy).__name__ == "Strategy" else name

@@ -12,4 +12,5 @@ class PortusCompanion(CompanionHooks, Callback):
     """See ``companion``. A class of a module, so that a Trainer that holds it can be pickled."""
 
 
+# At import, which is when a Trainer with a PortusIO is made: no other program's Lightning changes.
 install("lightning.pytorch")

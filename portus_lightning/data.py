@@ -80,6 +80,8 @@ class TrainingData:
         is_pending: nothing was trained since a state was loaded, so the loaders are still there.
         """
         if is_pending and self._saved:
+            # As it was loaded: to ask for the first sample would begin the epoch, and draw from the
+            # generators (decision 0128).
             return _gather([None if each is None else dict(each) for each in self._saved])
         if not self._cursors:
             return None
@@ -119,6 +121,7 @@ class TrainingData:
                 f"Portus knows {_FORMAT}: resume with the Portus that saved it, or a newer one"
             )
         random = state["random"]
+        # Of another number of ranks, all take rank 0's: samples are one sequence (decision 0128).
         rank = self._trainer.global_rank if len(random) == self._trainer.world_size else 0
         own = state.get("own") or [[None] * len(state["loaders"])]
         said = own[min(rank, len(own) - 1)]
@@ -302,6 +305,7 @@ class TrainingData:
 def _gather(states: list[Any]) -> dict[str, Any]:
     """The states of loaders, as a checkpoint has them: what belongs to a rank apart."""
     random = [
+        # A place for each loader: ranks gather tensors of one size.
         torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
         if each is None
         else each.pop("random")

@@ -87,6 +87,7 @@ class PortusIO(CheckpointIO):
                 f"fixed_batch: expected 'local' or 'global', found {fixed_batch!r}"
             )
         self.fixed_batch: Literal["local", "global"] = fixed_batch
+        # Not opened here: strategies copy the plugin into processes that they start.
         place = None if pool is None else portus.Place.named(pool)
         self.run: Final = RunFiles(portus.Settings(**settings), place, model)
         """What the companion callback uses."""
@@ -96,6 +97,7 @@ class PortusIO(CheckpointIO):
         self.__dict__.update(state)
         stock.adopt(type(self), load=True)
         portus.register_reference_loader()
+        # Also for one that was unpickled: a Trainer in that process needs the companion, too.
         INSTANCES.append(True)
 
     def save_checkpoint(
@@ -155,8 +157,11 @@ class PortusIO(CheckpointIO):
         Raises the errors of failed saves, as ``on_error`` says, unless another error is being
         raised already.
         """
+        # Lightning also calls this while it handles what ended the training, which matters more.
         ends_with_error = sys.exc_info()[0] is not None
         try:
+            # Saves may still come, as of the module that ddp_spawn hands back: nobody waits for
+            # those.
             self.run.end()
         except portus.PortusError as error:
             if not ends_with_error:
@@ -206,6 +211,7 @@ class RunFiles:
         self._model: Final = model
         self._guard: Final = threading.RLock()
         self._thread: Final = _Thread()
+        # Bounded, since without a companion, as in Fabric, nobody takes the statistics.
         self._handles: Final[deque[portus.SaveHandle]] = deque(maxlen=16)
         self._new_files()  # says what makes no sense, now
         self._made: portus.TrainingFiles | None = None
@@ -332,6 +338,7 @@ class RunFiles:
 
     def is_chosen(self, path: str) -> bool:
         """True if Lightning chose ``path``; asked once."""
+        # Once: who loads the same path again has named it.
         chosen, self.chosen = self.chosen, None
         return path == chosen
 
@@ -350,6 +357,7 @@ class RunFiles:
         """Remove the checkpoint at ``path`` after the saves so far; False if Lightning is to."""
         if os.path.isdir(path):
             if self._shards is not None:
+                # By who saves there: after a save that is complete (decision 0065).
                 self._shards.remove(path)
             return self._shards is not None
         if not stock.is_on():
@@ -363,6 +371,7 @@ class RunFiles:
     def put_tables(self) -> None:
         """Training ended: files of this run have their protected tables from now on, in place of
         what leads to the tables' pool. What fails is logged."""
+        # A user's code may have removed some.
         for path in filter(os.path.isfile, list(self._saved)):
             try:
                 self.files.fill_tables(path)
@@ -444,6 +453,7 @@ class RunFiles:
         return self._shards
 
     def _close(self) -> None:
+        # A stack: one that fails to close keeps the other from nothing.
         with self._guard, contextlib.ExitStack() as closing:
             for each in (self._made, self._shards):
                 if each is not None:
@@ -464,6 +474,7 @@ def _others(path: str) -> Iterable[str]:
     real, found = os.path.realpath(path), {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for each in entries:
+            # `last` may be a link to the damaged one, and would be tried twice.
             is_other = each.name.endswith(suffix) and os.path.realpath(each.path) != real
             with contextlib.suppress(OSError):
                 if is_other and each.is_file(follow_symlinks=False):

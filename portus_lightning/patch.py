@@ -50,11 +50,13 @@ def install(copy: str) -> None:
 def _replace(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
     """Put ``functions`` in place of methods: each is called with the stock one first."""
     methods = {name: getattr(owner, name, None) for name in functions}
+    # All or none: a Lightning that lacks one of them works in another way, and stays stock.
     if None in methods.values() or any(hasattr(each, _CHANGED) for each in methods.values()):
         return
     for name, function in functions.items():
         *_, changed = portus.around(owner, name, function)
         setattr(changed, _CHANGED, True)
+        # `_link_checkpoint` is one; as a plain function it would be given the callback first.
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(changed) if is_static else changed)
 
@@ -127,10 +129,12 @@ def may_be_late(trainer: Any, callback: Any) -> bool:
     """True if only stock code is told of the save: no subclass that does more, no logger that looks
     at the file, and no module that has a hook of its own right after it."""
     module = trainer.lightning_module
+    # The module's hook comes right after those of callbacks, and may open the file (decision 0207).
     if getattr(module, "_current_fx_name", None) == "on_validation_end":
         owner = next(each for each in type(module).__mro__ if "on_validation_end" in vars(each))
         if not owner.__module__.startswith(_PACKAGES):
             return False
+    # All that save, not this one alone: another may look at its files (decision 0207).
     is_stock = all(map(_is_stock, (callback, *trainer.checkpoint_callbacks)))
     return is_stock and not any(uploads_each(each, trainer) for each in trainer.loggers)
 
@@ -149,6 +153,8 @@ def _file_exists(exists: Callable[..., bool], callback: Any, filepath: Any, trai
     run, local = run_of(trainer), stock.local_path(filepath)
     if run is None or local is None:
         return exists(callback, filepath, trainer)
+    # A file in flight counts, or the next save would take its name, where stock adds `-v1`. What
+    # rank 0 says, which alone knows what is in flight.
     return bool(trainer.strategy.broadcast(run.is_there(local)))
 
 
@@ -159,6 +165,8 @@ def _link(make: Callable[..., None], trainer: Any, filepath: str, linkpath: str)
     is_made, run = target == link, run_of(trainer)
     if not is_made and trainer.is_global_zero and run is not None:
         with contextlib.suppress(OSError):  # a directory is there, or no links are made here
+            # Stock's order, killed in between, leaves no `last`; and a run that looks for it then
+            # begins anew at step 0, with no more than a warning.
             run.link(link, target)
             is_made = True
     if is_made:
@@ -181,12 +189,14 @@ def _select(
     trainer = connector.trainer
     run = run_of(trainer)
     if run is not None and (ckpt_path == "last" or _is_missing(ckpt_path)):
+        # Lightning decides by what is in the directory, so afterwards is too late.
         for directory in directories_of(trainer) if trainer.is_global_zero else ():
             run.files.recover(directory)
         if run.settings.has_mirror:
             _fetch(trainer, run)
     found = select(connector, state_fn, ckpt_path, *more, **named)
     local = stock.local_path(found) if found is not None else None
+    # What the user named is loaded, or refused: another one would be a surprise.
     if run is not None and local is not None and ckpt_path in (None, "last", "hpc"):
         run.chosen = local
     return found
@@ -206,6 +216,7 @@ def _fetch(trainer: Any, run: RunFiles) -> None:
             root = stock.local_path(trainer.default_root_dir)
             run.fetch(root, local, in_shards=in_shards)
     finally:
+        # Also if it failed: the other ranks are waiting.
         trainer.strategy.barrier()
 
 

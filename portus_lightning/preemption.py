@@ -97,6 +97,8 @@ class Leaving:
         if self._swaps():
             return
         loop = self._trainer._active_loop
+        # Ranks may have different numbers of batches: one that left by itself would save while
+        # others compute the mean of their metrics, and both would hang (decision 0131).
         if loop.batch_progress.is_last_batch:
             leaves = self._preemption.validation_ends()
         else:
@@ -206,6 +208,7 @@ class Leaving:
     def _swaps(self) -> bool:
         """True while a callback may have put other weights into the model."""
         kinds = (kind for each in self._trainer.callbacks for kind in type(each).__mro__)
+        # By name: each copy of Lightning has one of its own, and old ones have none.
         return any(kind.__name__ == "WeightAveraging" for kind in kinds)
 
 

@@ -47,6 +47,7 @@ def renew_at_epoch_end(fit_loop: Any, put_back: Callable[[], None]) -> None:
         return
     if _is_after_last_batch(fit_loop.epoch_loop):
         _begin_epoch(fit_loop)
+    # A stateful loader takes its state as an iterator is made, and that one is of the old epoch.
     if _load_states(fit_loop):
         iter(fetcher)
     put_back()

@@ -39,6 +39,7 @@ def attach(strategy: Any, run: RunFiles) -> None:
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
     own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", run)
+    # Also where saves stay Lightning's: an earlier run may have saved with Portus.
     strategy.load_checkpoint = own.load_checkpoint
     if saves_shards(strategy) and not run.why_no_shards():
         strategy.save_checkpoint = own.save_checkpoint
@@ -78,6 +79,7 @@ class _Sharded:
         try:
             self._run.save_shards(shards, path, rest, is_first=self._strategy.global_rank == 0)
         except portus.UsageError as error:
+            # On all ranks, so their collectives meet in stock's save.
             stock.LIGHTNING.say_it_saves(error)
             self._stock("save_checkpoint", checkpoint, filepath)
 

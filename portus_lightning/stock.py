@@ -33,6 +33,8 @@ def adopt(plugin: type, *, load: bool) -> None:
     for copy in copies:
         base = importlib.import_module(f"{copy}.plugins.io.checkpoint_io").CheckpointIO
         assert isinstance(base, abc.ABCMeta)
+        # Connectors check by isinstance, each against the class of its own copy: a plugin derived
+        # from one is refused by a Trainer of the other.
         base.register(plugin)
 
 
