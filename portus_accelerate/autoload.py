@@ -36,6 +36,7 @@ def register() -> None:
 def watch(module: str, name: str, hook: str) -> None:
     """Call ``install`` of the module ``hook`` as soon as ``module`` is loaded and has ``name``."""
     watcher = _Watcher(module, name, hook)
+    # First: the search ends at the finder that knows a module.
     sys.meta_path.insert(0, watcher)
     watcher.look()
 
@@ -58,10 +59,12 @@ class _Watcher:
         if module is None or not hasattr(module, self._name):
             return
         spec = getattr(module, "__spec__", None)
+        # A module is in sys.modules before it has run to its end.
         if getattr(spec, "_initializing", False) or self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
         try:
+            # What got out of here would break somebody's import, that of torch for one.
             importlib.import_module(self._hook).install()
         except KeyboardInterrupt:
             raise

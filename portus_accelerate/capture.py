@@ -58,6 +58,7 @@ def torch_name(name: str) -> str:
     return f"pytorch_{stem}.bin" if stem.startswith("model") else f"{stem}.bin"
 
 
+# Of a context, so of one thread: what others save meanwhile goes where they say.
 _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar(
     "portus_capture", default=None
 )

@@ -71,7 +71,10 @@ class Training:
     def _now(self) -> _Trained:
         found = {}
         for each in (each for model in self._models() for each in model.parameters()):
+            # One of inference mode has no version, and asking for it raises.
             if not each.is_inference():
+                # The gradient's too: a fused AdamW leaves the version of what it steps (torch
+                # 2.13).
                 gradient = _NO_GRADIENT if each.grad is None else each.grad._version
                 found[id(each)] = each._version, gradient
         return _Trained(self.passes, found)
@@ -193,6 +196,7 @@ class PlainLoader:
         saved, iteration = self._saved, self.loader.iteration
         batches = stock(loader)
         first = next(batches, _END)
+        # An iterator draws as it is made, and that of the run before was made before the save.
         if now is not None:
             randomness.put(now)
         self._saved = None

@@ -76,6 +76,7 @@ def _patch(*, is_for_all: bool) -> bool:
     for name, function in (
         ("save_checkpoint", _save),
         ("load_checkpoint", _load),
+        # The fence. Torch's own hooks of an optimizer fire once for each group here, and show one.
         ("_take_model_step", _step),
         ("destroy", _destroy),
     ):
@@ -153,6 +154,7 @@ def _load(
     **named: Any,
 ) -> Any:
     files = _files_of(self)
+    # DeepSpeed's own tool wrote those files: they have no digests.
     if files is None or self.load_universal_checkpoint():
         return stock(self, load_dir, tag, *given, **named)
     return files.load(functools.partial(stock, self), os.fspath(load_dir), tag, *given, **named)

@@ -122,6 +122,8 @@ class EngineFiles:
                     save_dir,
                     tag=named_tag,
                     client_state={} if client_state is None else client_state,
+                    # Stock opens it to write it in place: killed then, it leaves an empty one, and
+                    # nothing loads.
                     save_latest=False,
                     **named,
                 )
@@ -188,6 +190,7 @@ class EngineFiles:
 
         def verified(path: str, map_location: Any = None) -> Any:
             names.append(os.path.relpath(os.path.realpath(path), directory))
+            # As stock loads: they hold objects of DeepSpeed's, such as its loss scaler.
             return portus.load(path, map_location=map_location, weights_only=False)
 
         try:
@@ -195,6 +198,7 @@ class EngineFiles:
                 returned = stock(load_dir, tag, *given, **named)
         except portus.PortusError as error:
             problem = error
+        # Collective: all ranks go on to the same checkpoint, or raise alike.
         self._files.loaded(directory, names, problem)
         return returned
 
@@ -238,6 +242,7 @@ def _tensors_of_step(engine: Any) -> list[torch.Tensor]:
     found = [each for each in engine.module.parameters() if each.requires_grad]
     optimizer, seen = engine.optimizer, set[int]()
     while optimizer is not None and id(optimizer) not in seen:
+        # Optimizers wrap one another; the inmost is torch's, the others hold the masters.
         seen.add(id(optimizer))
         found += tensors_of(optimizer)
         optimizer = getattr(optimizer, "optimizer", None)

@@ -55,6 +55,7 @@ class CheckpointFiles:
             if not why_incomplete(directory) or _others_in(directory):
                 continue
             self.named.wait_for(directory)  # another process may be at it
+            # Looked at again: what was waited for may have completed it.
             if why_incomplete(directory) and not _others_in(directory):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(directory)

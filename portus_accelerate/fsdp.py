@@ -57,6 +57,7 @@ def saving(
             return stock(state_dict, **named)
         return None
 
+    # For all threads: torch's module has one name, which others may call meanwhile.
     with _replacing("save", save):
         yield handles
 

@@ -35,6 +35,7 @@ class StateLoader:
 
     def load_state(self, stock: Stock, directory: str | None) -> Any:
         """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
+        # What is in flight may be the newest, or what is named.
         self._files.wait()
         above = self._above()
         if directory is not None or above is None:
@@ -94,6 +95,7 @@ class StateLoader:
         try:
             self._files.fetch(directory)
         finally:
+            # Also if it failed: the others are waiting.
             self._accelerator.wait_for_everyone()
 
     def _above(self) -> str | None:
@@ -130,6 +132,7 @@ class StateLoader:
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
         self._files.wait_for(directory)
         is_there = os.path.isdir(directory)
+        # Before stock loads: where it has collectives, they would wait for one that raised here.
         self.raise_if_any(why_incomplete(directory) if is_there else f"{directory}: not there")
         try:
             found = self._load(stock, directory)
@@ -176,6 +179,7 @@ class StateLoader:
         except portus.PortusError:
             saved = None
         own = os.path.join(directory, RANDOM.format(index))
+        # Last, and whatever was found above: each process has to take part.
         return all(gather_object([is_cut_off or saved != count or os.path.exists(own)]))
 
     def _say_of_others(self, directory: str, own: Any, of_main: Any) -> None:

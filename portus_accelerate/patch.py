@@ -179,6 +179,8 @@ def _changes() -> list[tuple[Any, str, Any]]:
     ):
         if name in sys.modules:
             writing: Any = sys.modules[name]
+            # The module's name for torch, not torch: other code that saves meanwhile isn't
+            # concerned.
             found.append((writing, "torch", capture.Torch(writing.torch)))
     return found
 
@@ -215,6 +217,7 @@ def _load_state(
     saver = saver_of(self)
     if saver is None:
         return stock(self, input_dir, *more, **named)
+    # As stock does with it, which comes later.
     chosen = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
     _loading.append(saver)
     try:
@@ -231,6 +234,7 @@ def _load_accelerator_state(
     stock: Callable[..., Any], input_dir: Any, *more: Any, **named: Any
 ) -> Any:
     saver = _loading[-1] if _loading else None
+    # First: what follows starts from the generators that stock puts back.
     result = stock(input_dir, *more, **named)
     if saver is not None:
         saver.after_load(os.fspath(input_dir))

@@ -129,6 +129,7 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
         zip(loaders, saved["loaders"], of_main["loaders"], strict=False)
     ):
         plain = data.of(loader)
+        # Of the main process, where that one alone loads.
         own = both[plain is not None and plain.is_dispatched]
         _put(loader, own)
         told = ""
@@ -238,6 +239,7 @@ def _make_first(loader: Any, before: dict[str, Any]) -> None:
     for each in holders:
         each.sampler = first
     _restore(loader, before)
+    # Not for the state: asked for one, the loader makes its first iterator.
     loader.base_dataloader.state_dict()
     for each in holders:
         each.sampler = now

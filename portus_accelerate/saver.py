@@ -129,6 +129,8 @@ class Saver:
         if directory is None:
             return stock(asked)  # Accelerate says what is wrong
         named = os.path.abspath(directory)
+        # Stock removes the oldest before it saves: with a limit of 1 there is none for a while, and
+        # with a save that fails there stays none.
         limit, project.total_limit = project.total_limit, None
         surplus = partial(place.surplus, named, limit) if self._is_writer else list
         try:
@@ -175,6 +177,8 @@ class Saver:
         def save(*, now: bool) -> None:
             add(capture)
             parts, removed = dict(capture.parts), list(capture.removed)
+            # A push asks for them in the middle (`flush`): what was saved isn't saved again at the
+            # end.
             capture.parts.clear()
             capture.removed.clear()
             said = note(run.name, step)
@@ -183,10 +187,14 @@ class Saver:
                 if files:
                     shards.append(self._files.plain.save_directory(directory, files, step, said))
             if parts:
+                # Files of the main process make a directory a checkpoint, so they come last
+                # (decision 0210).
                 ready = partial(_all_committed, directory, shards)
                 handles.append(
                     self._files.named.save_directory(directory, parts, step, said, ready)
                 )
+            # Behind the save in the queue: they go once it, or a later one, is committed (decision
+            # 0065).
             for old in (*_twins(directory, parts), *removed, *surplus()):
                 self._files.named.remove(old)
             if now and handles:
@@ -293,6 +301,7 @@ class Saver:
         own = capture.parts
         name = RANDOM.format(self._accelerator.process_index)
         if isinstance(own.get(name), dict):
+            # Accelerate's file of them has one name for all processes: it holds those of one.
             states = not self._is_writer
             own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
             if self._cadence is not None:

@@ -162,6 +162,7 @@ def take_over(manager: Any, **settings: Any) -> None:
         stock(self)
 
     def maybe_wait_for_staging(stock: Callable[..., Any], self: Any) -> None:
+        # TorchTitan calls this right before its optimizers step.
         writer_of(self).fence()
         stock(self)
 

@@ -78,6 +78,7 @@ class PortusCheckpoints(CheckpointManager):
         return load_newest(super()._load, self.folder, step)
 
     def _maybe_wait_for_staging(self) -> None:
+        # TorchTitan calls this right before its optimizers step.
         self._writer.fence()
 
     def _purge_stale_checkpoints(self) -> None:

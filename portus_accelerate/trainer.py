@@ -75,9 +75,12 @@ def install() -> None:
     functions |= trainer_data.changes(module.Trainer)
     changes = [
         (module, "torch", capture.Torch(module.torch)),
+        # Rotation removes old checkpoints by it, right after a save that isn't durable yet.
         (looking, "shutil", capture.Shutil(looking.shutil)),
+        # That module imported the name, so a change in trainer_utils may not reach it.
         portus.around(module, "get_last_checkpoint", last),
         portus.around(models, "safe_save_file", capture.safe_save_file),
+        # Trainer saves a plain module by this one, and those of transformers by `safe_save_file`.
         portus.around(safetensors.torch, "save_file", capture.safe_save_file),
         *(
             portus.around(module.Trainer, name, function)
@@ -164,6 +167,7 @@ def _train(
     if self.args.push_to_hub:
         saver.keep_out_of(output)  # all that is in it is uploaded
     if resume_from_checkpoint:
+        # Any name there will do: what counts is the directory above.
         saver.loader.fetch(os.path.join(os.path.abspath(output), "checkpoint-0"))
     saver.begin(output)
     chosen = _choose(self, saver, resume_from_checkpoint)
@@ -194,6 +198,7 @@ def _rotate_now(trainer: Any, chosen: str) -> None:
             output_dir=trainer.args.output_dir,
             save_total_limit=trainer.args.save_total_limit,
             best_model_checkpoint=trainer.state.best_model_checkpoint,
+            # As Trainer's own call says.
             use_mtime=True,
         )
 
