@@ -193,8 +193,8 @@ class Saver:
                 handles.append(
                     self._files.named.save_directory(directory, parts, step, said, ready)
                 )
-            # Behind the save in the queue: they go once it, or a later one, is committed (decision
-            # 0065).
+            # Behind the save in the queue: they go once it, or a later one, is committed
+            # (decision 0065).
             for old in (*_twins(directory, parts), *removed, *surplus()):
                 self._files.named.remove(old)
             if now and handles:

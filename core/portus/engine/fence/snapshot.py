@@ -45,8 +45,8 @@ class Suspects:
         """Have these, which were torn, copied at once for twice as many saves as the last time."""
         with self._lock:
             for address in addresses:
-                # Not for good: one swap by hand must not end overlap for the whole run (decision
-                # 0051).
+                # Not for good: one swap by hand must not end overlap for the whole run
+                # (decision 0051).
                 self._span[address] = 2 * self._span.get(address, 0) or 1
                 self._until[address] = self._saves + self._span[address]
 

@@ -436,8 +436,8 @@ class _Owner(SaveOwner):
         if save.error is None:
             saver.reports.committed()
             observers.note_commit(save.result(0))
-            # Between two saves, not in one: with huge pages the next audit is nearly free (decision
-            # 0051).
+            # Between two saves, not in one: with huge pages the next audit is nearly free
+            # (decision 0051).
             saver.auditor.use_huge_pages(lambda: not shared.queue.has_more())
         else:
             saver.reports.failed(save)

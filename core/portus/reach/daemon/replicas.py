@@ -160,8 +160,8 @@ class Replica:
         if prefix is None:
             return objects.put(name, data, fresh=fresh)
         with self._placing:
-            # While a client saves here, nobody else appends to the log of the model (decision
-            # 0156).
+            # While a client saves here, nobody else appends to the log of the model
+            # (decision 0156).
             if prefix not in self._led:
                 return objects.put(name, data, fresh=fresh)
             with contextlib.suppress(MissingError):

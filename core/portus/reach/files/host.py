@@ -371,8 +371,8 @@ class HostDraft:
             return
         if link.connection.state is Phase.SAVING and not link.closed:
             if reached is not None:
-                # The queue pair first: only closing it ends the access of the host's card (decision
-                # 0023).
+                # The queue pair first: only closing it ends the access of the host's card
+                # (decision 0023).
                 reached.lane.close()
             if not self._pool.links.hangs:  # else the next save would wait for that answer, too
                 with contextlib.suppress(PortusError):

@@ -76,8 +76,8 @@ def unit_sum(data: memoryview, cell: int, rank: int) -> int:
 
 def update_sum(before: int, old: list[int], new: list[int]) -> int:
     """The digest of a unit of which cells with the digests ``old`` became ``new``."""
-    # By differences, not from what is there: rot elsewhere in the unit stays visible (decision
-    # 0178).
+    # By differences, not from what is there: rot elsewhere in the unit stays visible
+    # (decision 0178).
     return (before - sum(old) + sum(new)) % _MODULUS
 
 

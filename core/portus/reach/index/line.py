@@ -85,8 +85,8 @@ class Line(Generic[Change, Outcome]):
                 if len(batch) == 1:
                     each.fail(error)
                 else:
-                    # Each alone: a client with many tensors must not make others fail (decision
-                    # 0040).
+                    # Each alone: a client with many tensors must not make others fail
+                    # (decision 0040).
                     self._make([each])
         except PortusError as error:
             for each in batch:

@@ -331,8 +331,8 @@ class LogWriter:
             head = memoryview(bytearray(LOG_ENTRY.size))
             self._medium.load(self._tail, head)
             if any(head):
-                # Remains of a torn entry; lines that arrive later could make it whole (decision
-                # 0149).
+                # Remains of a torn entry; lines that arrive later could make it whole
+                # (decision 0149).
                 self._medium.store(self._tail, bytes(PAGE))
             done.append(Extent(self._tail, PAGE))
         self._medium.persist(done)

@@ -34,6 +34,7 @@ class AfterCommit:
     ) -> None:
         self._remove: Final = remove
         self._later: Final = later
+        # Reentrant: a signal handler that saves may interrupt a thread that holds it.
         self._lock: Final = threading.RLock()
         self._asked = 0
         self._committed = 0
@@ -62,14 +63,18 @@ class AfterCommit:
     def over(self, number: int, path: str, *, is_committed: bool, may_remove: bool = True) -> None:
         """Save ``number`` has ended. On the worker; in a signal handler not ``may_remove``."""
         with self._lock:
+            # A later save to the same path may be in flight by now.
             if self._in_flight.get(path) == number:
                 del self._in_flight[path]
             if is_committed:
+                # A save in a signal handler overtakes those that it interrupted.
                 self._committed = max(self._committed, number)
                 self._made[path] = number
             ready = [each for each in self._links if each[0] == number]
             self._links = [each for each in self._links if each[0] != number]
         if is_committed:
+            # Links before removals: what a link led to stays until it leads elsewhere
+            # (decision 0207).
             for _, link, target in ready:
                 _lead(link, target)
         if may_remove:
@@ -82,6 +87,7 @@ class AfterCommit:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), link)
         with self._lock:
             number = self._in_flight.get(target)
+            # The name is wanted again: a removal asked for before would take the new link.
             self._removals.pop(link, None)
             if number is not None:
                 self._links.append((number, link, target))
@@ -96,6 +102,8 @@ class AfterCommit:
         with self._lock:
             self._forget_link(path)
             self._removals.pop(path, None)
+            # After the newest save that was asked for before, whatever becomes of it
+            # (decision 0065).
             self._removals[path] = self._asked
         self._remove_now_or_later()
 
@@ -120,6 +128,8 @@ class AfterCommit:
         is there. Return whether that was done."""
         with self._lock:
             path = next(iter(self._removals), None)
+            # With nothing newer than it, it may be the last checkpoint, which no save is worth
+            # (decision 0065).
             if path is None or self._committed <= self._made.get(path, 0) or _is_led_to(path):
                 return False
             del self._removals[path]
@@ -160,6 +170,7 @@ class AfterCommit:
         try:
             self._remove(path)
         except MediumError as error:
+            # No error of a save: what stays costs space, and nothing is lost.
             say_it_stays(path, error)
             return False
         finally:

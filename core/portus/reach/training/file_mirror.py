@@ -209,6 +209,8 @@ class DirectoryMirror(Behind, Companion):
             self._forget_removal(name)
             self._links.discard(name)
             found = self._read(name, step)
+            # Who fetches gives files their times back, and Lightning chooses by them
+            # (decision 0208).
             if found is not None and found.time_ns <= self._newest_ns:
                 newest = os.path.join(self._directory, found.newest.path)
                 with contextlib.suppress(OSError):  # a coarse clock, or one that was set back
@@ -240,6 +242,7 @@ class DirectoryMirror(Behind, Companion):
             self._links.discard(name)
             is_there = name == self._uploaded or bool(self._there_in(name))
             if is_there and name not in self._note.gone:
+                # Noted durably before it is removed here: after a kill nothing else would know.
                 self._note.gone.append(name)
                 self._write_note()
         self.wake()
@@ -298,6 +301,8 @@ class DirectoryMirror(Behind, Companion):
     def _upload(self, committed: _Committed) -> None:
         found: _Committed | None = committed
         if committed.is_directory:  # others may have put files there meanwhile
+            # Other ranks publish their files by themselves; what is not there by then is in no
+            # entry.
             wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
             found = self._read(committed.path, committed.step)
         if found is not None:
@@ -306,6 +311,8 @@ class DirectoryMirror(Behind, Companion):
                 own = {each.path for each in found.files}
                 gone = [path for path in self._there_in(found.path) if path not in own]
                 if filed or gone:
+                    # One entry for all files of a directory, or half of it would count
+                    # (decision 0208).
                     self._mirror.count(filed, gone)
                 self._has_copied, self._is_behind = True, False
                 self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
@@ -347,6 +354,7 @@ class DirectoryMirror(Behind, Companion):
         path = self._path_of(file.path)
 
         def is_same() -> bool:
+            # By the descriptor: the name may be another file's by now.
             status = os.stat(path) if opened.number is None else os.fstat(opened.number)
             return _identity(status) == file.identity
 
@@ -375,6 +383,7 @@ class DirectoryMirror(Behind, Companion):
     def _remove_gone(self) -> None:
         with self._guard:
             gone = list(self._note.gone)
+        # What was to take their place is not there: the mirror would lose the newest that it has.
         if not gone or self._is_behind:
             return
         try:
@@ -497,6 +506,8 @@ class DirectoryMirror(Behind, Companion):
             path = os.path.join(self._directory, each.path)
             if each.link and not os.path.lexists(path):
                 with contextlib.suppress(OSError):
+                    # Last: Lightning takes a `last` that leads nowhere for no checkpoint, and
+                    # begins anew.
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
         return done
 
@@ -516,6 +527,8 @@ class DirectoryMirror(Behind, Companion):
                     number = file.file.number
                     self._mirror.fetch(each, number, advanced)
                     with contextlib.suppress(OSError):
+                        # Before it is published: a Lightning that starts chooses by times
+                        # (decision 0208).
                         os.utime(number, ns=(each.time_ns, each.time_ns))
                     _sync(number, path)
                 draft.publish()
@@ -610,6 +623,7 @@ class DirectoryMirror(Behind, Companion):
             with open(fresh, "wb") as file:
                 file.write(msgspec.json.encode(self._note))
                 file.flush()
+                # Before the rename, or a power cut may leave an empty note under the name.
                 os.fsync(file.fileno())
             os.replace(fresh, self._note_path)
             LocalFiles().sync(directory)

@@ -17,9 +17,11 @@ def replace_link(link: str, target: str) -> None:
     directory, name = os.path.split(os.path.abspath(link))
     folder = HiddenFolder(Linux(), directory)
     try:
+        # Locked meanwhile: a start of another process removes what belongs to no locked record.
         record = folder.claim()
         try:
             made = folder.make(), hidden_name(record.token, PATH)
+            # Relative, as Lightning makes it: the directory may be moved as a whole.
             text = os.fsencode(os.path.relpath(target, directory))
             folder.system.note(*made, text)
             folder.system.rename(made, (folder.base, name))

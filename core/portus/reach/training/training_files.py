@@ -212,6 +212,7 @@ class TrainingFiles:
             return saver.refuse(error)
         number = after.asked(path)
         for name in files:
+            # A file of the directory may be one that was to be removed by itself.
             after.keep(os.path.join(directory, name))
         request = _CheckpointRequest(
             step=step,
@@ -244,6 +245,8 @@ class TrainingFiles:
     def remove(self, path: str) -> None:
         """Remove the file or the directory at ``path``, absolute, once the newest save that was
         asked for, or a later one, is committed; at once, if none is in flight."""
+        # With a pool also when nothing is open: the version goes with its last pointer
+        # (decision 0215).
         if self._is_open() or self._pool_at is not None:
             self._opened()[1].remove(path)
             return
@@ -251,6 +254,8 @@ class TrainingFiles:
             self._mirror.removing(path)
         try:
             if os.path.isdir(path) and not os.path.islink(path):
+                # Those first without which it is no checkpoint: a kill in the middle leaves none
+                # that is half.
                 for file in files_below(path, self._telling):
                     os.unlink(file)
                 shutil.rmtree(path)
@@ -314,6 +319,8 @@ class TrainingFiles:
         try:
             if saver is not None and after is not None:
                 try:
+                    # Saves that end now remove and link, so nothing is told to have stayed before
+                    # that.
                     saver.close()
                 finally:
                     self._saver = self._after = None
@@ -339,6 +346,7 @@ class TrainingFiles:
             return
         try:
             self.close()
+        # As the interpreter ends, modules and what they had may be gone.
         except (PortusError, AttributeError):
             return
 
@@ -349,6 +357,7 @@ class TrainingFiles:
         """Forget, in a forked child, what its parent has open."""
         if self._process != os.getpid():
             self._process = os.getpid()
+            # Not closed: what is in flight, and the locks, are the parent's.
             self._saver = self._after = self._journal = self._mirror = None
 
     def _opened(self) -> tuple[FileSaver, AfterCommit]:
@@ -409,6 +418,7 @@ class _TextRequest(SaveRequest):
 
     def make_room(self) -> bool:
         after, mirror = self.training._after, self.training._mirror
+        # Both, in this order: an upload may hold the space of the file that was just removed.
         has_removed = after is not None and after.make_room()
         has_ended = mirror is not None and mirror.yield_space()
         return has_removed or has_ended
@@ -454,6 +464,7 @@ def _sync_below(directory: str) -> None:
     for where, _, names in os.walk(directory):
         for path in (*(os.path.join(where, name) for name in names), where):
             try:
+                # Only files: to open a pipe that a hook left there would block.
                 if path == where or stat.S_ISREG(os.lstat(path).st_mode):
                     with contextlib.closing(Descriptor(path, os.O_RDONLY)) as file:
                         os.fsync(file.number)
