@@ -38,6 +38,8 @@ class SeriesClaim:
         """Call it to end the claim, which the exit of the process does too."""
         try:
             folder.system.write(record.file, b"\0".join(said))
+            # Again, now that ours is there: of two that saw nothing before, at least one sees the
+            # other.
             _refuse_if_taken(folder, said, record.token, os.path.join(above, series))
         except BaseException:
             self.release()
@@ -65,6 +67,7 @@ def _release(
     if owner != os.getpid():
         return  # a forked child ends
     with contextlib.suppress(MediumError):
+        # Before the lock goes: a record that nobody holds is what a killed process left.
         folder.system.unlink(folder.make(), record.name)
     with contextlib.suppress(MediumError):
         folder.system.close(record.file)

@@ -148,6 +148,7 @@ class DirectoryWriter(StorageWriter):
         self._sizes: list[int] = []
         self._metadata: Metadata | None = None
         self._planned: _PlannedDirectory | None = None
+        # Now, not at the first save: until an optimizer has stepped nobody knows what it steps.
         self._opened(is_first=_rank() == 0).open()
 
     # What a user calls.
@@ -177,6 +178,7 @@ class DirectoryWriter(StorageWriter):
         ``portus.dcp.async_save``, but what a planning of torch raises as that does."""
         self.reset(directory)
         state, planner = values_of(state), DefaultSavePlanner()
+        # None while it is under way: what raises leaves no plan that other ranks may not have.
         before, self._planned = self._planned, None
         # Always, for nobody knows whether the others have a planning of before.
         word = Word(named=self._directory, id=self._next_id(), failed=self._failed())
@@ -305,6 +307,7 @@ class DirectoryWriter(StorageWriter):
         if len(directories) > 1:
             found = ", ".join(printable(each) for each in sorted(directories)[:2])
             raise UsageError(f"checkpoint_id: expected the same on all ranks, found {found}")
+        # Before any rank writes: they do once they have the plans that this returns.
         self._take()
         self._clear()
         failed: dict[int, str] = {}
@@ -320,6 +323,7 @@ class DirectoryWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Begin to save this rank's items; on the rank that coordinates, ``finish`` does."""
         start = plan.storage_data
+        # With cached plans torch hands out those of the save before, whose number is taken.
         if not isinstance(start, _Start) or start.save in {each.save for each in self._asked}:
             raise UsageError(
                 "planner: its plans are those of an earlier save (enable_plan_caching); use one "
@@ -350,6 +354,8 @@ class DirectoryWriter(StorageWriter):
 
     def _next(self) -> int:
         """The number of the next save; on the rank that coordinates."""
+        # A time, so that no name is used again after a restart; and rising, whatever the clock
+        # does.
         return max(time.time_ns(), max((each.save for each in self._asked), default=0) + 1)
 
     def _ask(self, start: _Start, contents: ShardContents) -> _Asked:
@@ -381,6 +387,7 @@ class DirectoryWriter(StorageWriter):
         own = os.path.basename(asked.path)
         others = [self._layout.file_name(rank, start.save) for rank in range(count)]
         others.remove(own)
+        # Before anything of this rank is written: the others have begun by now (decision 0213).
         self._refuse_node_local(others)
         older = self._older(start.save)
         pickled = metadata_image(pickle_metadata(metadata))
@@ -394,6 +401,7 @@ class DirectoryWriter(StorageWriter):
             fenced=fenced,
         )
         asked.handle = handle
+        # After the commit, by the queue: `.metadata` of before leads to them until then.
         for path in (*older, *self._surplus()):
             self._begun().remove(path)
         if not is_late:
@@ -437,12 +445,15 @@ class DirectoryWriter(StorageWriter):
     def _opened(self, *, is_first: bool | None = None) -> TrainingFiles:
         if self._files is None:
             self._is_first = self._is_coordinator if is_first is None else is_first
+            # One rank sees to the files of all, which are in one directory.
             alone = replace(self._settings, journal=False, mirror="none")
             settings = self._settings if self._is_first else alone
             self._files = TrainingFiles(
                 settings,
                 of_directories=True,
                 telling=re.escape(NAME),
+                # The rank that coordinates removes files of all; this one keeps links to its own,
+                # to write over what was removed.
                 removed_elsewhere=not self._is_first and self._pool is None,
                 pool=self._pool,
                 is_named=self._name is not None,
@@ -504,12 +515,14 @@ class DirectoryWriter(StorageWriter):
         """The saves of this rank that failed since the last call."""
         failed, left = {}, []
         for each in self._asked:
+            # Planned, and not begun: a rank raised in between, so its file will never be there.
             if each.handle is None:
                 failed[each.save] = "the save was not begun on all ranks"
             elif each.handle.done and not each.handle.committed:
                 failed[each.save] = _reason(each.handle)
             else:
                 left.append(each)
+        # A save that failed is told within two saves, so older ones need no memory (decision 0213).
         self._asked[:] = left[-_ASKED_MAX:]
         return failed
 
@@ -519,6 +532,7 @@ class DirectoryWriter(StorageWriter):
         self._given_up.update(failed)
         for each in [each for each in self._asked if each.save in failed]:
             self._asked.remove(each)
+            # The file of the rank that coordinates never became visible: it comes with `.metadata`.
             if each.handle is not None and not self._is_coordinator:
                 self._begun().remove(each.path)
         for why in failed.values():

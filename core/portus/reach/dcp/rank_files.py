@@ -105,6 +105,7 @@ class RankFiles:
         where = os.path.realpath(directory)
         said = _exchange(_Before(uuid.uuid4().hex, _has_files(where), self._failures()))
         self._hear(said)
+        # The first rank's, since all need the same one.
         save = said[0].id
         is_in_place = any(each.has_files for each in said)
         found = collect()
@@ -112,8 +113,11 @@ class RankFiles:
         with gate.never_shut():
             handle, problem = self._draft(where, base, found, step, save.encode(), gate)
             if handle is not None and is_in_place:
+                # In a directory that has a checkpoint all drafts are durable before the first
+                # rename.
                 gate.await_draft(handle)
             has_failed = handle is not None and handle.done and not handle.committed
+            # None became visible by now: the gates open only if no rank was refused.
             words = _exchange(_Begun(tuple(found.files), problem, has_failed))
             others = [name for each in words[1:] for name in each.names]
             refused = [each.problem for each in words if each.problem is not None]
@@ -137,6 +141,8 @@ class RankFiles:
         if now or is_in_place:
             for each in asked:
                 each.handle.join()
+            # No rank returns before all have their files: the framework may remove an older one
+            # next.
             _exchange(None)
         return [each.handle for each in asked]
 
@@ -215,6 +221,7 @@ class RankFiles:
 
     def _begin(self, directory: str, base: str | None) -> None:
         if base is not None:
+            # A part of another checkpoint, whose start looks there for what a kill left.
             self._files.keep_drafts_below(base)
         elif not self._has_begun:
             above = os.path.dirname(directory)

@@ -172,6 +172,7 @@ def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> l
         try:
             said = [_find_directories(above, mirror)]
         except PortusError as error:
+            # Sent, not raised: the others wait in the broadcast.
             said = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(said, src=0, group=group or beside())

@@ -49,6 +49,7 @@ def await_files(
                 "rank has ended, or could not save its part"
             )
         time.sleep(pause_s)
+        # Polled: over a shared file system nobody is told of a name that another node makes.
         pause_s = min(2 * pause_s, _POLL_MAX_S)
 
 

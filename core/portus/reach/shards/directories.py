@@ -95,6 +95,7 @@ def read_metadata(directory: str) -> Metadata:
         said = (
             f"{printable(path)}: torch's metadata cannot be read: {type(error).__name__}: {error}"
         )
+        # With a digest that fits, the bytes are those of the save: it is this torch that differs.
         if not is_verified:
             raise CorruptionError(said) from error
         raise UsageError(
@@ -179,6 +180,7 @@ def stale_in(directory: str, save: int) -> set[str]:
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             match = _STOCK.fullmatch(name)
+            # Stock's count from 0, and so are older than any save of Portus.
             if match and int(match[2]) < save:
                 found.add(os.path.join(directory, name))
     return found

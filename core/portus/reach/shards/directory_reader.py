@@ -175,6 +175,7 @@ class DirectoryReader(FileSystemReader):
         before_write()  # a writer of this process may be saving these tensors
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
+            # By file: each is opened once, and its table read once.
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         stock: list[ReadItem] = []
         with PENDING.exempt():
@@ -229,6 +230,7 @@ class DirectoryReader(FileSystemReader):
         if match is None and not is_rank_file(read, file.size):
             return False
         found = read_rank_file(read, file.size, printable(path))
+        # A renamed file fits by its name and its sizes: only the number inside tells.
         if match is None or int(match[2]) != found.save:
             raise CorruptionError(
                 f"{printable(path)}: the file is that of the save {found.save}: it was renamed, or "
@@ -282,6 +284,7 @@ class _Loading:
             if self._verify:
                 stored.verify(part)
             file = io.BytesIO(part(0, row.length))
+            # Not one block of memory, as a sparse or quantized tensor: only torch can rebuild it.
             whole = torch.load(file, map_location="cpu", weights_only=True)
             target.copy_(_narrow(whole, item, 0))
             self._planner.commit_tensor(item, target)
@@ -344,6 +347,7 @@ class _Loading:
 
         self._want(storage, begin, end, buffer.data_ptr(), copy)
         self._buffered += len(buffer)
+        # Memory is bounded, and many small shards still share one round of reads.
         if self._buffered > _BUFFERS_MAX:
             self.flush()
 
@@ -356,6 +360,7 @@ class _Loading:
         for each in filled:
             units = int(unit_counts(np.array([each.source.length]))[0])
             own, at = stored[at : at + units], at + units
+            # Compared where it lies: a load reads each byte once (decision 0213).
             if each.digests is not None and not np.array_equal(own, each.digests):
                 raise CorruptionError(
                     f"{each.name}: {each.source.length} bytes at {each.offset} are not those that "
@@ -375,6 +380,7 @@ class _Loading:
         """Have ``flush`` read whole units of a storage to ``address``, and then call ``then``."""
         digests = None
         if self._verify and storage.digests is not None:
+            # Whole units, though less is wanted: a digest is of a unit.
             digests = storage.digests[begin // UNIT : -(-end // UNIT)]
         extents = self._file.extents(storage.offset + begin, end - begin)
         source = Source(address, end - begin, tuple(extents))

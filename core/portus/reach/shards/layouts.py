@@ -65,6 +65,7 @@ def _remove_cut_off(directory: str) -> None:
     try:
         names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
         is_whole = os.path.exists(os.path.join(directory, NAME))
+        # Only what Portus began: other tools may have put safetensors there.
         left = [name for name in names if not is_whole and is_shard_of_portus(directory, name)]
         if len(left) < len(names):
             raise UsageError(

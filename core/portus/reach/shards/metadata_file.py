@@ -37,6 +37,7 @@ def read_pickle(read: Read, size: int, name: str) -> tuple[bytes, bool]:
     data = exactly(read, 0, size, name)
     at = size - END.size - DIGEST_SIZE
     end = END.unpack(data[at : at + END.size]) if at >= 0 else {}
+    # Either will do: a file of ours with one damaged byte there is not taken for stock's.
     if end.get("magic") != MAGIC and end.get("pickle") != at:
         if not data.endswith(b"."):
             raise CorruptionError(f"{name}: {size} bytes, no whole pickle: cut off, or damaged")

@@ -106,6 +106,7 @@ def agree(
     try:
         values = None if planned is None else _as_planned(planned, state, planner, ranks)
         taken = None if values is None else take(values)
+    # Also Ctrl-C: the others wait in the exchange, and hear of it there.
     except BaseException as problem:
         error = problem
     known = planned.id if planned is not None and taken is not None else UNPLANNED
@@ -131,6 +132,7 @@ def _as_planned(
     if standing(ranks) != (planned.rank, planned.count):
         return None
     found = look(state) if planned.signs is not None else None
+    # Equal looks, not identities: a tensor that was resized is the same object (decision 0213).
     if found is not None and found.signs == planned.signs:
         with torch.no_grad():  # or a view of it is made
             return [_live(found.values[place]) for place in planned.places]

@@ -159,6 +159,7 @@ def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _Saved:
     is_copy = tensor.layout is torch.strided and (
         tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
     )
+    # A view would bring the whole storage, which other shards may be views of, too.
     if is_copy:
         tensor = tensor.clone()
     try:
@@ -180,6 +181,7 @@ def _on_cpu(tensor: torch.Tensor) -> PickledState:
     """``tensor`` as torch saves it: as one on the CPU, wherever its bytes are."""
     if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
         return pickle_state(tensor if tensor.device.type == "cpu" else tensor.cpu())
+    # Never touched, so it costs no memory: torch needs a tensor on the CPU to pickle its shape.
     alike = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return replace(
         pickle_state(alike),

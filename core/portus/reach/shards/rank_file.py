@@ -228,6 +228,7 @@ def read_rank_file(read: Read, size: int, name: str) -> RankFile:
     rows = exactly(read, begin, at - begin, name)
     if digest(rows + end[: END.size]) != end[END.size :]:
         raise CorruptionError(f"{name}: the table does not match its digest")
+    # After the digest: of a damaged table no number means anything.
     if head["format"] != FORMAT:
         raise UsageError(
             f"{name}: expected a table of format {FORMAT}, found {head['format']!r}; a later "
