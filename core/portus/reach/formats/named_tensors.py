@@ -65,6 +65,7 @@ def named_tensors(state: object, metadata: Mapping[str, str] | None = None) -> N
     storages, owned = [], set()
     for index, tensor in enumerate(tensors):
         size, whole = named[index].size, tensor.untyped_storage()
+        # The file has the bytes of this tensor alone; the storage has those of others, too.
         if size != whole.nbytes():
             owned.add(index)
             whole = tensor.detach().clone(memory_format=torch.contiguous_format).untyped_storage()
@@ -110,6 +111,7 @@ def _refuse_shared(named: Sequence[NamedTensor], tensors: Sequence[torch.Tensor]
     )
     for first, second in itertools.pairwise(spans):
         name = named[first[2]]
+        # By device: addresses of two of them may be equal.
         if first[0] == second[0] and second[1] < first[1] + name.size:
             raise UsageError(
                 f"tensors: {name.name!r} and {named[second[2]].name!r} share memory, which a "

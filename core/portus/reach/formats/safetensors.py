@@ -100,6 +100,7 @@ def header(tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, align
         }
         offset += each.size
     raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    # Spaces, which the format allows at the end of the header alone.
     raw += b" " * (-(LENGTH_SIZE + len(raw)) % alignment)
     if len(raw) > HEADER_MAX:
         raise UsageError(
@@ -116,7 +117,9 @@ def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str
     """
     lengths: Column = np.array([each.size for each in tensors], np.int64)
     hex_length = 2 * record_length(lengths)
+    # Zeros of the same length hold the place: the digests are known when all is copied.
     noted = {DIGESTS: "0" * hex_length}
+    # Ours comes first, where alone a reader takes it (`BEGIN`); one copied from another file goes.
     noted |= {key: value for key, value in metadata.items() if key != DIGESTS}
     begin = header(tensors, noted, alignment=PAGE)
     at = LENGTH_SIZE + len(BEGIN)
@@ -125,6 +128,7 @@ def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str
 
     def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
         before, behind = begin[:at], begin[at + hex_length :]
+        # The header too, but for the digits themselves, which the record's own digest covers.
         rest = xxhash.xxh3_128(before + behind).digest()
         record = pack(size, lengths, digests, rest)
         return [Literal(0, before + record.hex().encode() + behind)]

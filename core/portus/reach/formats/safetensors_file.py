@@ -54,6 +54,7 @@ def load_tensors(
                 "have; load it with the safetensors package"
             )
         made[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+    # Tensors without elements have no memory that could be filled.
     filled = [number for number in wanted if found.length[number]]
     address = [made[found.keys[number]].data_ptr() for number in filled]
     stored = StoredBytes(file, found if verify else replace(found, digests=None))

@@ -75,6 +75,7 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
     tensors = tuple(tensor for tensor, _ in found)
     reached = 0
     for tensor, at in found:
+        # No gaps and no overlaps, as the package demands: bytes there would be under no digest.
         if at != reached:
             raise CorruptionError(
                 f"{where}: {printable(tensor.name)}: expected its bytes at {reached}, found {at}"
@@ -100,11 +101,13 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
+        # The last of two would win here, and the first perhaps in another reader.
         if len(found) != len(pairs):
             raise CorruptionError(f"{where}: two entries have one name")
         return found
 
     try:
+        # Before json reads it: nested deep enough, a file would exhaust the stack.
         refuse_deep(raw)
         fields = json.loads(raw.decode(), object_pairs_hook=unique)
     except ValueError as error:
@@ -168,6 +171,7 @@ def _digests(
         record = bytes.fromhex(text)
     except ValueError as error:
         raise CorruptionError(f"{where}: the digests: {error}") from error
+    # One spelling: the digest covers the header but for these digits, which may not vary.
     if record.hex() != text:
         raise CorruptionError(f"{where}: the digests: expected lower case, without spaces")
     if size_noted(record) not in (None, size):

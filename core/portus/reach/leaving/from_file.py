@@ -89,6 +89,7 @@ def _write_safetensors(tensors: Tensors, strip: str, out: str, limit: int | None
         short = name.removeprefix(strip) or "tensor"
         if short in named:
             raise UsageError(f"two tensors would be called {short}; strip less")
+        # A copy: safetensors refuses tensors that share memory.
         named[short] = tensor.detach().clone(memory_format=torch.contiguous_format)
     if limit is None:
         save_file(named, out, metadata={"format": "pt"})

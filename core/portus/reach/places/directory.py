@@ -124,6 +124,7 @@ class OpenDiskFile:
                 os.fsync(file.fileno())
         except OSError as error:
             _raise(error)
+        # The copy, not the original: what was written is what has to be right.
         advanced(verify_file(path))
 
 
@@ -245,6 +246,7 @@ def is_checkpoint(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             begin = file.read(LENGTH_SIZE + 1)
+            # A file whose beginning is damaged is to be found by a check, not passed over.
             file.seek(-min(_END_SIZE, os.path.getsize(path)), os.SEEK_END)
             end = file.read(len(_END))
     except OSError:

@@ -50,6 +50,7 @@ _TRIES: Final = 20
 
 def claim(mirror: Mirror, command: str) -> State:
     """Take the term for what a command does; a run that mirrors there takes it back."""
+    # `passing`: the run may take the term back, or a command would end its mirroring.
     return mirror.claim(f"portus {command}: {who()}", _NO_POOL, passing=True)
 
 
@@ -174,6 +175,7 @@ class MirrorPlace(OpenPlace):
                 info = added.info(each, number, added.commit)
                 found.append(MirroredVersion(self.place, info, mirror, added))
             files = self.mirrors.files_of(each)
+            # By term first: what an old run uploads late is old (decision 0141).
             ordered = sorted(state.files, key=lambda filed: (filed.term, filed.time_ns))
             found += [MirroredFile(self.place, files, each, filed) for filed in ordered]
         return found
@@ -235,6 +237,7 @@ def _garbage(freed: Freed) -> Garbage:
 
 def _collect(mirror: Mirror, found: Garbage) -> Garbage:
     def collect() -> Freed:
+        # Only who holds the term may delete (decision 0141).
         claim(mirror, "gc")
         return mirror.collect()
 
@@ -242,6 +245,7 @@ def _collect(mirror: Mirror, found: Garbage) -> Garbage:
 
 
 def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:
+    # What is there as of the claim: a run may have removed some since they were listed.
     there = {each.token for each in claim(mirror, "rm").versions}
     gone = [token for token in tokens if token in there]
     for start in range(0, len(gone), FACTS_MAX):

@@ -130,6 +130,8 @@ class PoolPlace(OpenPlace):
             ]
 
             def act() -> int:
+                # A kill in between leaves versions without pointers, which `portus gc --missing`
+                # lists; the other way round pointers would lead nowhere.
                 remove_files(paths)
                 pool.retire([each.info.id for each in chosen])
                 return len(paths)
@@ -224,6 +226,7 @@ class PoolPlace(OpenPlace):
     ) -> set[int]:
         """Return the ids of these versions. Raises ``UsageError`` if a pointer came back."""
         found = self._without_pointers(reader, missing) if gone else []
+        # All or nothing: what a person agreed to remove was this list.
         if not {info.token for info in found} >= {info.token for info in gone}:
             raise UsageError(
                 f"{self.place} changed meanwhile, and nothing was removed: run this again"
@@ -249,6 +252,7 @@ class PoolPlace(OpenPlace):
         path = self.place.path
         taken = on_disk(path)
         with open_for_writing(path) as writer:
+            # Looked for again under the lock: a trainer may have made the pointers since.
             writer.retire(self._still_gone(writer, found.gone, options.missing))
             is_removed = options.empty and self._is_file and not writer.catalogue().ids()
             if is_removed:  # while it is locked: whoever waits for it finds that it is gone
@@ -308,6 +312,7 @@ def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
             raise UsageError(f"{path} changed meanwhile, and is still there: run this again")
         current = pool.catalogue().of_token(token)
         table = None if current is None else table_in(pool, current)
+        # The pointer first, as `removal` does.
         remove_files([path])
         left = [] if table is None else pointers_of(table, token)
         if current is not None and not left:

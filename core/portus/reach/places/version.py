@@ -52,6 +52,7 @@ class OpenVersion:
                     out.write(piece)
                     advanced(len(piece))
                 out.flush()
+                # Whoever is told that it was written may remove the version.
                 os.fsync(out.fileno())
         except CorruptionError as error:
             raise CorruptionError(f"{name}: {error}") from error
@@ -79,5 +80,6 @@ def remove_files(paths: Sequence[str]) -> None:
     system = LocalFiles()
     for path in paths:
         system.remove(path)
+    # Each directory once, after all: a removal lasts when its directory is synced.
     for directory in dict.fromkeys(map(os.path.dirname, paths)):
         system.sync(directory)

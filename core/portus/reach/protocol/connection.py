@@ -157,6 +157,7 @@ class Connection:
         try:
             return self._complete()
         except ProtocolError as error:
+            # After an error nobody knows where the next frame begins.
             self._broken = str(error)
             raise
 
@@ -237,6 +238,7 @@ class Connection:
             raise ProtocolError(
                 f"{kind.name}: expected {least} to {kind.body_size_max} bytes, found {length}"
             )
+        # The header is under the digest, too: a body can't pass for that of another kind.
         self._came = xxhash.xxh3_128(header)
         return kind, length
 
@@ -273,4 +275,5 @@ class Connection:
 def _check(start: bytes) -> bytes:
     """Three bytes that tell a damaged length or kind at once; never those of a frame without."""
     found = xxhash.xxh3_64(start).digest()
+    # Odd, so never the three zeros of a frame without a check.
     return bytes((found[0] | 1, found[1], found[2]))

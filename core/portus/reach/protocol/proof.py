@@ -34,4 +34,5 @@ def _proof(
     said = b"\0".join(
         (label, tenant.encode(), nonce_client.hex().encode(), nonce_host.hex().encode())
     )
+    # Both nonces and a label: neither an old proof nor the other end's own can be sent back.
     return hmac.new(secret, said, hashlib.sha256).digest()
