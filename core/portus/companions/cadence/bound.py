@@ -136,6 +136,7 @@ def least_lost(costs: Costs, mtbf_s: float) -> int:
     """
     product = 2 * max(0.0, costs.cost_s) * mtbf_s / costs.step_s**2
     steps = max(1, math.floor((math.sqrt(1 + 4 * product) - 1) / 2) - 1)
+    # From below by whole steps: the root is a float, and may be one step off.
     while steps * (steps + 1) < product * (1 - 1e-12):
         steps += 1
     return steps

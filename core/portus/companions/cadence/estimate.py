@@ -114,6 +114,8 @@ class StepTimes:
         above = sum(each > APART * before for each in newer)
         below = sum(each * APART < before for each in newer)
         if max(above, below) >= NEWEST_MIN:
+            # A new level, as of another batch size: the mean of both would be of neither
+            # (decision 0124).
             self._times = deque(newer, STEPS)
 
 
@@ -161,6 +163,8 @@ class SaveCosts:
         total = sum(each.rest_s for each in self._saves)
         for place in range(longest):
             added = [each.added_s[place] for each in self._saves if place < len(each.added_s)]
+            # The shift of Hodges and Lehmann: means of noisy steps need hundreds of saves
+            # (decision 0124).
             total += statistics.median(itertools.chain(*added)) * len(added)
         return total / len(self._saves)
 

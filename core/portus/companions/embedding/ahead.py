@@ -31,6 +31,7 @@ def look_ahead(batches: Iterable[Batch], announce: Callable[[Batch], None]) -> I
         try:
             batch = next(upcoming)
             announce(batch)
+        # Kept until its turn: the batch before is trained first, as without looking ahead.
         except BaseException as error:
             yield from before
             if isinstance(error, StopIteration):

@@ -124,6 +124,7 @@ class Batches:
             self._end(self.count + 1)  # the others do not step in each batch
         self.begin()
         self._committer.wait()
+        # Torch's counters, before the update raises them itself.
         self._look()
         mapped, rows = self._mapped, list[RowsThere]()
         for place, table in enumerate(self._training.tables):
@@ -232,6 +233,7 @@ class Batches:
             self._look()
             if self._moments.is_whole or self._is_changed(self._held):
                 self._take_again(afresh=False)
+        # Before it is handed over: what is raised from here on must not commit it twice.
         moment, self._held = self._held, None
         with self._whole_next():
             self._moments.let_go()

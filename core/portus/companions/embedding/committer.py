@@ -91,12 +91,15 @@ class Committer:
             self._thread.join()
 
     def _run(self) -> None:
+        # After an error nothing more is committed: a batch without the one before it would be a
+        # gap.
         while self._error is None:
             with self._changed:
                 self._changed.wait_for(self._is_due)
                 moment = self._moment
                 if moment is None and self._ended:
                     return
+                # What is behind comes first: else a batch would have to wait for all of it at once.
                 self._is_beside = moment is None or self._store.is_behind
             error = self._raised(self._go_on if self._is_beside else self._commit)
             with self._changed:

@@ -120,6 +120,7 @@ class _Bag:
         if offsets is None and per_sample_weights is None:
             known = fingerprint(self.table.weight)
             for each in self.lookups:
+                # Only if nothing else wrote to the table since, and for these very ids.
                 if each.known == known and torch.equal(each.ids, input):
                     given: Any = _Given.apply
                     found: torch.Tensor = given(self.table.weight, input, each.sums())

@@ -56,6 +56,7 @@ class Fold:
         except BaseException:
             self.release()
             raise
+        # A name of its own: remains of other logs in these pages count for nothing.
         log = VersionLog(area, os.urandom(16), self._born, 0)
         self._log: Final = LogWriter(pool.medium, log, look=pool.glance)
         self._extents: Final = [

@@ -149,6 +149,8 @@ class PlacedStore(TableStore):
         found: list[tuple[TensorLocation, Column, Bytes]] = []
         for place, numbers in rows:
             if place.sums:  # else nothing was committed of it
+                # Once in a batch: what they had before its first update is what is put back
+                # (decision 0178).
                 cells = np.setdiff1d(
                     cells_of(numbers, place.row, place.cell), place.logged, assume_unique=True
                 )
@@ -160,6 +162,7 @@ class PlacedStore(TableStore):
         self._make_room(entry_size([], 0, [each.data.shape for each in bunches]) + 2 * PAGE)
         assert self._log is not None
         assert self._record is not None
+        # Durable before the update writes a byte of these rows (decision 0178).
         self._log.append_undo(self._record.info.commit, bunches)
         for place, cells, data in found:
             old, place.logged = place.logged, np.concatenate([place.logged, cells])
@@ -183,6 +186,8 @@ class PlacedStore(TableStore):
                 sums[index] = self._new_sums(place)
                 changed.append(_runs(place))
         if changed:
+            # Before the entry that commits them: it must not be there without the rows
+            # (decision 0178).
             self.pool.medium.persist(Extents(*np.concatenate(changed).T))
         _say(moment, sums)
         if not self._append(moment):
@@ -249,6 +254,7 @@ class PlacedStore(TableStore):
             for bunch in moment.whole(index, record.storage_extents(index))
         ]
         said = b"" if moment.left or moment.contents == self._contents else moment.contents
+        # Two pages stay free, for the entries that `_make_room` names.
         if entry_size([], len(said), [each.data.shape for each in bunches]) > log.room - 2 * PAGE:
             return False
         log.append([], said, record.info.commit, bunches)

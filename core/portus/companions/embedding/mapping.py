@@ -155,6 +155,8 @@ class Mapped:
                 self._medium.info.name,
                 sum(each.length for each in kept.values()),
             )
+            # At the same addresses: whoever has a view would else end the process by a read
+            # (decision 0178).
             self._medium.close_but(list(kept.values()))
 
     def _copied(self, table: Table, key: str | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,6 +183,8 @@ class Mapped:
             table.optimizer.state[table.weight][key] = tensor
         elif table.weight.is_meta:
             fresh = torch.nn.Parameter(tensor, requires_grad=table.weight.requires_grad)
+            # A parameter on meta cannot get data of another device; optimizers hold the object
+            # itself.
             torch.utils.swap_tensors(table.weight, fresh)
         else:
             table.weight.data = tensor

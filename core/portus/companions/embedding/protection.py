@@ -271,6 +271,7 @@ class Protected:
             try:
                 self._batches.keep_written()
             finally:
+                # Ended whatever failed before: its thread must not outlive the pool.
                 self._committer.end()
             self._store.seal()
         finally:

@@ -115,6 +115,7 @@ class Cadence:
         self._measured_on: dict[str, str | int] | None = None
         """Where what was loaded was measured, until a save shows that it was here."""
         self._said = False
+        # The clock listens to all optimizers of the process: nobody has to close a cadence.
         weakref.finalize(self, self._clock.close)
 
     @classmethod
@@ -258,6 +259,8 @@ class Cadence:
             journal.note_decision(decision)
             if costs is not None and self.rule.mtbf_s is not None:
                 self._say_once(self._hopeless(costs))
+            # k and k + 1 in turn: a slow step of a period must not meet each save, or none
+            # (decision 0124).
             turn = self._saves % 2 if self._clock.is_uneven else 0
             return decision.steps + turn
         steps = self._own_interval()

@@ -131,9 +131,13 @@ class Clock:
             first, second, touched, ignored = step
             took = between(first, second)
             if took is None:
+                # Not there yet on the device: nothing waits for it, it is looked at after the next
+                # step.
                 self._pending.appendleft(step)
                 break
             if touched:
+                # Infinite, so that what was measured with it is passed over: `take` finds it too
+                # long.
                 self._touched.append(math.inf if ignored else took)
             elif not ignored:
                 self._untouched.add(took)
@@ -209,6 +213,7 @@ class Clock:
             self._pending.clear()
             self._timeline = self._timeline_of(optimizer)
         number = id(optimizer)
+        # Several optimizers may make one step: it ends where one of them comes again.
         if number in self._stepped or not self._stepped:
             self._stepped = {number}
             self.tick()

@@ -51,6 +51,7 @@ class Said:
 
 def exchange(word: Word, ranks: Any = None) -> Said:
     """Collective: once, and a second time if a rank has a failure or an error to tell."""
+    # Words of one size, so that one round is enough; what is longer is rare (decision 0213).
     said = [_WORD.unpack(each) for each in _gather_bytes(_short(word), ranks)]
     is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
     number: bytes | None = said[0][2] if is_same else None

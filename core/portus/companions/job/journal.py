@@ -169,6 +169,7 @@ class Journal(Companion):
         elif most_ns and (
             self._is_touched or self._asked or took_ns > FOREIGN * most_ns + 1e9 * FOREIGN_S
         ):
+            # What a save, or something else, added to the step is no work.
             took_ns = min(took_ns, most_ns)
         self._is_touched = False
         self._work_ns += took_ns
@@ -494,12 +495,14 @@ def _map_new_file(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | Non
                 file.write(data)
             medium = LocalFiles().open(fresh, writable=True)
             medium.close()
+            # Only where a store into the mapping cannot end in SIGBUS, as on a full sparse file.
             if isinstance(medium, MappedFile):
                 descriptor = Descriptor(fresh, os.O_RDWR)
                 try:
                     page = mmap.mmap(descriptor.number, PAGE)
                 finally:
                     descriptor.close()
+                # Renamed when it is whole: who reads pages finds none that is half.
                 os.replace(fresh, path)
                 return page, path
         except (OSError, ValueError) as error:

@@ -293,6 +293,8 @@ class _Ranks:
         if self._alone():
             return told
         heard = self._heard()
+        # Until all are at their last batch: letting each rank look when it likes hung
+        # (decision 0131).
         while heard != _TOLD:
             self._begin(_TOLD if told else _DONE)
             heard = self._heard()
@@ -320,6 +322,8 @@ class _Ranks:
     def _begin(self, said: int) -> None:
         if self._own is None:
             among = None if self._of is None else dist.get_process_group_ranks(self._of)
+            # Of its own: it has another timeout (`_PATIENCE`), and a byte on the CPU
+            # (decision 0131).
             self._own = dist.new_group(
                 among,
                 timeout=_PATIENCE,
@@ -327,6 +331,7 @@ class _Ranks:
                 use_local_synchronization=among is not None,
             )
         self._said[0] = said
+        # Begun here and read at the next step: so nobody waits for it (decision 0131).
         self._work = dist.all_reduce(self._said, dist.ReduceOp.MAX, group=self._own, async_op=True)
 
     def _heard(self) -> int:
@@ -355,12 +360,14 @@ class _Watch:
         self._mouth.setblocking(False)
         knows_who = hasattr(socket, "SO_PASSCRED")
         if knows_who:
+            # The kernel says who wrote: a child just forked has the socket, too (decision 0131).
             self._ears.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._expected: frozenset[int] = frozenset({_OVER})
         """Python hands over numbers of other signals too."""
         self._is_woken = False
         if knows_who and threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+            # There is one such descriptor in a process: asyncio may have it, and keeps it.
             self._is_woken = before == -1
             if not self._is_woken:
                 signal.set_wakeup_fd(before)
@@ -420,6 +427,8 @@ class _Watch:
                 self._end(number)
         for each in (self._ears, self._mouth):
             if self._is_woken:
+                # Left open: Python may write to the descriptor still, which must not be another
+                # file's.
                 each.detach()
             else:
                 each.close()
@@ -444,11 +453,14 @@ class _Watch:
             _newest_text(),
         )
         said.join(_LOG_S)
+        # Not sys.exit, which ends this thread alone: the main one hangs. 128 + n is what shells
+        # say.
         os._exit(128 + number)
 
 
 def _in_background(level: int, message: str, *values: object) -> threading.Thread:
     """Log this; the thread that does is over then."""
+    # On a thread: the main one may hang with the lock of a log handler.
     logs = threading.Thread(target=_log.log, args=(level, message, *values), daemon=True)
     logs.start()
     return logs

@@ -86,6 +86,7 @@ def page(begun: SessionBegun) -> bytes:
 
 def beat(into: Buffer, steps: int, at_ns: int, work_ns: int) -> None:
     """A step has ended. For each step: no more than it takes."""
+    # A kill may come between the stores: the check tells.
     check = steps ^ at_ns ^ work_ns ^ _SALT
     _BEAT.pack_into(into, BEATS[steps & 1], steps, at_ns, work_ns, check)
 

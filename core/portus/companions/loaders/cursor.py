@@ -168,6 +168,8 @@ class DataCursor:
             return dict(self._over)
         pending = None if is_over else self._pending(running, delivered)
         if pending is not None:
+            # As it was loaded: asking for a first sample here would begin the epoch
+            # (decision 0128).
             return dict(pending.loaded)
         start = None if running is None or is_over else running.start
         return {
@@ -260,6 +262,8 @@ class DataCursor:
             self._put(resume.now)
             return self.note(), None
         now = capture_randomness(_CPU)
+        # A sampler without a generator draws its order from torch's: as it stood when the epoch
+        # began.
         restore_randomness(resume.start.random, _CPU)
         try:
             if resume.deal is not None:
@@ -293,6 +297,8 @@ class DataCursor:
         if resume.asked is None or samplers.is_torchdatas(self.loader, "state_dict"):
             # The next one too: samplers may draw only when the first is asked for.
             return _Ahead(batches, 1)
+        # Asked for as much as before the save: stock samplers draw at the first index, and once
+        # more at the end (decision 0128).
         ahead = _Ahead(batches, resume.asked - count)
         self._put_generators(resume.now)
         return ahead
@@ -645,6 +651,7 @@ class _Followed:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
+        # Frameworks ask by isinstance which sampler a loader has, and make loaders anew by that.
         return type(self.stock)
 
     def __iter__(self) -> Iterator[Any]:
@@ -654,6 +661,7 @@ class _Followed:
         return self.cursor.batches
 
     def __getattr__(self, name: str) -> Any:
+        # Before __init__, as in a copy, there is no stock to ask: it would ask itself for ever.
         if name.startswith("__") or name in ("cursor", "stock", "passed_over"):
             raise AttributeError(name)
         return getattr(self.stock, name)
@@ -662,6 +670,7 @@ class _Followed:
         setattr(self.stock, name, value)
 
     def __reduce__(self) -> Any:
+        # A worker that is spawned, or a copy of the loader, gets the stock sampler.
         return _as_it_is, (self.stock,)
 
 

@@ -51,6 +51,7 @@ def _bytes_of(batch: Any) -> bytes | None:
     if not isinstance(batch, list | tuple):
         batch = (batch,)
     try:
+        # The usual case, whole numbers, at the speed of C.
         return b"i" + array("q", batch).tobytes()
     except (TypeError, OverflowError):
         pass

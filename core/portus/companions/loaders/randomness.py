@@ -35,6 +35,7 @@ def capture_randomness(device: torch.device) -> torch.Tensor:
 
     device: whose CUDA generator.
     """
+    # Tags and lengths: an older Portus passes over what it does not know.
     fields = b"".join(_FIELD.pack(tag, len(data)) + data for tag, data in _states(device))
     assert len(fields) <= RANDOMNESS_BYTES
     return torch.frombuffer(bytearray(fields.ljust(RANDOMNESS_BYTES, b"\0")), dtype=torch.uint8)
@@ -86,6 +87,7 @@ def _states(device: torch.device) -> Iterator[tuple[int, bytes]]:
     if version == 3:
         yield _TAG_PYTHON, _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    # Another bit generator, which a user may have set, has no place here: it stays as it is.
     if name == "MT19937":
         words = np.asarray(keys).tolist()
         yield _TAG_NUMPY, _NUMPY.pack(*words, position, bool(has_gauss), cached)

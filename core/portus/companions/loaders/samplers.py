@@ -114,6 +114,7 @@ def sequence_of(sampler: Any) -> dict[str, Any] | None:
     """Return what the whole sequence of the sampler's next epoch can be made from, in any process;
     None if its kind is not known. The global generator's state is not included."""
     kind = type(sampler)
+    # The very class: a subclass may order samples in another way.
     if kind is SequentialSampler:
         return {"kind": "sequential", "samples": len(sampler)}
     is_torchdatas_own = _is_torchdatas_random(sampler)
@@ -154,6 +155,7 @@ def sequence(made_of: Mapping[str, Any]) -> list[int]:
     assert made_of["kind"] == "distributed", made_of["kind"]
     inner = None if made_of.get("of") is None else sequence(made_of["of"])
     data: Any = range(made_of["samples"])
+    # One rank of one: all samples, in the order from which ranks are dealt.
     dealt: DistributedSampler[int] = DistributedSampler(
         data, 1, 0, shuffle=made_of["shuffle"], seed=made_of["seed"]
     )

@@ -199,6 +199,7 @@ def _mapping(file: int, length: int, flags: int) -> Bytes:
     address = linux.map_pages(0, length, linux.PROT_READ | linux.PROT_WRITE, flags, (file, 0))
     held = (ctypes.c_uint8 * length).from_address(address)
     # Every array over it, of numpy and of torch, keeps ``held`` alive.
+    # Not at exit: threads may still read views, and the kernel unmaps all the same.
     weakref.finalize(held, linux.unmap_pages, address, length).atexit = False
     return np.frombuffer(memoryview(held), np.uint8)
 
@@ -208,6 +209,7 @@ def by_bits(pagemap: int, address: int, length: int) -> list[tuple[int, int]]:
     counted from ``address`` on."""
     count, first = length // SYSTEM_PAGE, address // SYSTEM_PAGE
     bits = np.frombuffer(os.pread(pagemap, 8 * count, 8 * first), np.uint64)
+    # A page that was written to may be swapped out by now.
     copied = (bits & (_PRESENT | _SWAPPED) != 0) & (bits & _FILE == 0)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], copied, [False]])))
     return [(start, end) for start, end in (edges.reshape(-1, 2) * SYSTEM_PAGE).tolist()]

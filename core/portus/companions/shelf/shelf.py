@@ -335,6 +335,7 @@ class Shelf:
 
     def __del__(self) -> None:
         """Release the pool that it opened. What was not synced is lost, as after an exception."""
+        # A forked child gives nothing back: the lock, and the mapping, are the parent's.
         if getattr(self, "_has_opened", False) and self._process == os.getpid():
             self._abandon()
 

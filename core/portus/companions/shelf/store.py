@@ -218,6 +218,7 @@ class ShelfStore:
             raise
         finally:
             for extents in held:
+                # What the commit made reachable stays: a reservation only keeps others off.
                 writer.release(extents)
         assert record is not None
         assert record.log is not None
@@ -244,6 +245,8 @@ class ShelfStore:
             for each in arrays:
                 extents = tuple(part(self._extents[each], 0, each.size))
                 address = each.memory.committed.ctypes.data
+                # From the pool, not from the views: another thread may write to those (see the
+                # module).
                 load_stored(self._pool.medium, Source(address, each.size, extents))
         except BaseException:  # the views have it too, but for what is written to them just now
             for each in arrays:
