@@ -48,6 +48,8 @@ def directory_in_place(
             yield temporary
             sync_directory(temporary)
             if there:
+                # A rename takes the place of no directory that has something in it: for a moment
+                # `out` is not there, and `finally` puts the old one back if this ends here.
                 os.rename(out, old)
             os.rename(temporary, out)
             sync_directory(os.path.dirname(out))  # before what was there is removed
