@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, Final
+from typing import IO, BinaryIO, Final
 
 from portus.engine.state.pickling import pickle_state
 from portus.errors import CorruptionError
@@ -75,9 +75,7 @@ def write(
         with zipfile.ZipFile(target, "w") as archive:
 
             def add(name: str, content: Iterable[memoryview], size: int) -> None:
-                about = _about(name, size, target.tell())
-                wide = size > zipfile.ZIP64_LIMIT
-                with archive.open(about, "w", force_zip64=wide) as file:
+                with open_aligned(archive, name, size, target.tell()) as file:
                     for piece in content:
                         file.write(piece)
                         advanced(len(piece))
@@ -96,11 +94,13 @@ def _read(storages: Storages, index: int, outline: Outline) -> Iterator[memoryvi
         raise CorruptionError(f"{outline.name(index)}: {error}") from error
 
 
-def _about(name: str, size: int, place: int) -> zipfile.ZipInfo:
-    """The header of a file of the archive that begins at ``place``; its content is aligned."""
+def open_aligned(archive: zipfile.ZipFile, name: str, size: int, place: int) -> IO[bytes]:
+    """Begin a file of ``size`` bytes in the archive, at ``place``; its content is aligned."""
     about = zipfile.ZipInfo(f"{_ARCHIVE}/{name}")
     about.file_size = size
-    wide = _WIDE if size > zipfile.ZIP64_LIMIT else 0
+    # As zipfile decides: before it has to, since deflated data may be longer.
+    is_wide = size * 1.05 > zipfile.ZIP64_LIMIT
+    wide = _WIDE if is_wide else 0
     gap = -(place + _HEADER + len(about.filename) + wide + _FIELD) % _ALIGNMENT
     about.extra = _PADDING + gap.to_bytes(2, "little") + b"Z" * gap
-    return about
+    return archive.open(about, "w", force_zip64=is_wide)
