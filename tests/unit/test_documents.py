@@ -16,7 +16,7 @@ from portus.companions.journal import lines
 from portus.engine.paths import process
 from portus.engine.pipeline.handle import SaveStats
 from portus.reach.format import layout, reference
-from portus.reach.protocol.messages import VERSIONS
+from portus.reach.protocol.messages import VERSION
 from tests.blocks import READ, RUN, blocks_of, is_heavy, read, stories
 from tests.matrix import trainings
 from tests.packages import ADAPTERS, FOLDERS, ROOT
@@ -127,8 +127,7 @@ def test_the_page_of_compatibility_has_the_versions_of_the_code() -> None:
         ("journal of a run", lines.FORMAT),
     ):
         assert re.search(rf"^\| {what} \| {number}\b", text, flags=re.MULTILINE), what
-    older, newer = VERSIONS
-    assert f"speak versions {older} and {newer} of" in text
+    assert f"speak version {VERSION} of" in text
     project = (ROOT / "pyproject.toml").read_text()
     for what, wanted in (
         ("Python", r'requires-python = ">=([\d.]+)"'),

@@ -111,7 +111,7 @@ def come_from(address: str, host: Host) -> Link:
     link = Link(plain, is_client=True, name="host", silence_s=60)
     try:
         url = parse(host.url.replace("//", "//evil@"))
-        _greet(link, url, Credentials(SECRETS["evil"].encode()), said.VERSION)
+        _greet(link, url, Credentials(SECRETS["evil"].encode()))
     except BaseException:
         link.close()
         raise

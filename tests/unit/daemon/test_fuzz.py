@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from portus.reach.daemon.server import Server
 from portus.reach.index.check import check
@@ -31,6 +32,7 @@ from tests.golden.test_protocol import turns
 from tests.hosts import serving, url
 from tests.unit.client.stuck import until
 from tests.unit.daemon.test_memory import rss
+from tests.unit.protocol.examples import header
 
 TRIES = 1000
 OF_ONE_HOST = 250
@@ -57,15 +59,23 @@ NUMBERS = (
 
 
 def recorded() -> Frames:
-    """What a client said once, frame by frame, payload with its header; without digests, so that
-    what is mutated gets as far as it can."""
-    data = b"".join(data for who, data in turns("conversation") if who == "client")
+    """What a client said once, frame by frame, payload with its header; without digests."""
+    data = b"".join(data for who, data in turns() if who == "client")
     frames = []
     while data:
-        length, _, _ = HEADER.unpack(data[: HEADER.size])
-        frames.append(data[: HEADER.size + length])
-        data = data[HEADER.size + length :]
+        end = HEADER.size + HEADER.unpack(data[: HEADER.size])[0]
+        frames.append(data[:end])
+        data = data[end + said.DIGEST_SIZE :]
     return frames
+
+
+def sealed(each: bytes) -> bytes:
+    """A frame with its check and digest, so that what is mutated gets as far as it can."""
+    if len(each) < HEADER.size:
+        return each
+    length, kind, _ = HEADER.unpack(each[: HEADER.size])
+    whole = header(length, kind) + each[HEADER.size :]
+    return whole + xxhash.xxh3_128(whole).digest()
 
 
 def frame(message: said.Message) -> bytes:
@@ -121,17 +131,10 @@ def length(chance: random.Random, frames: Frames) -> Frames:
     place = chance.randrange(len(frames))
     real = len(frames[place]) - HEADER.size
     told = chance.choice((0, 1, real - 1, real + 1, 2 * real, 1 << 20, (1 << 32) - 1)) % (1 << 32)
-    return [
-        *frames[:place],
-        struct.pack("<I", told) + frames[place][4:],
-        *frames[place + 1 :],
-    ]
-
-
-def cut(chance: random.Random, frames: Frames) -> Frames:
-    """It hangs up in the middle of a frame."""
-    place = chance.randrange(len(frames))
-    return [*frames[:place], frames[place][: chance.randrange(1, len(frames[place]) + 1)]]
+    changed = struct.pack("<I", told) + frames[place][4:]
+    if chance.random() < 0.5:
+        changed = changed[: HEADER.size + told]  # the digest is where it is looked for
+    return [*frames[:place], changed, *frames[place + 1 :]]
 
 
 def drop(chance: random.Random, frames: Frames) -> Frames:
@@ -161,7 +164,18 @@ def stranger(chance: random.Random, frames: Frames) -> Frames:
     return [*frames[:place], made, *frames[place:]]
 
 
-MUTATIONS: Sequence[Mutation] = (flip, number, length, cut, drop, again, swap, stranger)
+MUTATIONS: Sequence[Mutation] = (flip, number, length, drop, again, swap, stranger)
+
+
+def on_the_way(chance: random.Random, frames: Frames) -> bytes:
+    """What arrives of it: mostly all; else a bit flips, or it hangs up in the middle of a frame."""
+    data = bytearray(b"".join(map(sealed, frames)))
+    place, fate = chance.randrange(len(data) + 1), chance.randrange(8)
+    if fate == 0:
+        del data[place:]
+    if fate == 1 and place < len(data):
+        data[place] ^= 1 << chance.randrange(8)
+    return bytes(data)
 
 
 def speak(port: int, data: bytes) -> None:
@@ -223,7 +237,7 @@ def attacked(place: Path, chance: random.Random, tries: int) -> int:
                 for _ in range(chance.choice((1, 1, 1, 3))):
                     if mutated:
                         mutated = chance.choice(MUTATIONS)(chance, mutated)
-                speak(server.doors[0].port, b"".join(mutated))
+                speak(server.doors[0].port, on_the_way(chance, mutated))
                 committed += any(each.info.id > before for each in writer.catalogue().entries())
                 if number_of % 50 == 0:
                     honest.saves_and_loads()

@@ -21,7 +21,8 @@ from portus.reach.mirror.address import parse as parse_store
 from portus.reach.mirror.leading import REPLICA
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
-from portus.reach.protocol.address import Address, Scheme, parse
+from portus.reach.protocol.address import parse
+from portus.reach.protocol.messages import VERSION
 from portus.testing.hosting import serving, url
 from tests.hosts import Host, connect_again_at_once, free_port
 from tests.simulation.lossy import LossyLink
@@ -379,31 +380,12 @@ def test_what_cannot_be_a_replica_ends_the_start(
         pytest.raises(UsageError, match=r"--replica .* wrong secret"),
     ):
         started(url(secret), secret_path=str(wrong))
-
-
-def test_a_replica_that_is_too_old_is_named_and_nothing_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the start, and where it did not answer then."""
-    monkeypatch.setattr(
-        "portus.reach.daemon.session.VERSIONS", (5,)
-    )  # of both hosts: they are here
-    address = Address(Scheme.TCP, host="127.0.0.1", port=free_port())
-    named = "is older, and keeps no mirrors and no replicas; upgrade it"
-    with serving(tmp_path / "first", replica=str(address)) as first:
-        with (
-            serving(tmp_path / "second", address=address),
-            pytest.raises(UsageError, match=named),
-            portus.PoolCheckpointer(url(first), "net") as saver,
-        ):
-            saved(saver, 1)
-        assert steps_at(first) == []
-    with serving(tmp_path / "second", address=address), pytest.raises(UsageError, match=named):
-        prepare(
-            ServeOptions(
-                place=str(tmp_path / "other"), listen=["127.0.0.1:0"], replica=str(address)
-            )
-        )
+    monkeypatch.setattr("portus.reach.daemon.session.VERSION", VERSION + 1)
+    with (
+        serving(tmp_path / "later") as later,
+        pytest.raises(UsageError, match=r"--replica .* upgrade the older"),
+    ):
+        started(url(later))
 
 
 def test_an_address_of_two_hosts_is_one_and_its_replica() -> None:

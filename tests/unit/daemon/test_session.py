@@ -39,7 +39,6 @@ from portus.reach.index.records import decode_version
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, Transport, parse
-from portus.reach.protocol.connection import HEADER
 from portus.reach.protocol.messages import Said, pack_column, pack_handles
 from portus.reach.protocol.proof import proof_of_client, proof_of_host
 from portus.reach.protocol.session import NEXT
@@ -49,7 +48,7 @@ from portus.reach.transport.dial import Credentials, dial, error_of, read_secret
 from portus.reach.transport.stream import Link
 from tests.contents import table
 from tests.hosts import serving, url
-from tests.unit.protocol.examples import EXAMPLES, LEAST
+from tests.unit.protocol.examples import EXAMPLES, LEAST, header
 
 TOKEN = b"t" * 16
 SECRET = b"a secret of sixteen bytes and more"
@@ -586,7 +585,7 @@ def test_a_wrong_secret_is_turned_away(
 @pytest.mark.parametrize("size", [0, 1, 31])
 def test_a_part_of_a_proof_is_none(guarded: Server, size: int) -> None:
     with stranger(guarded) as link:
-        challenge = link.ask(said.Hello.of("default", TOKEN))
+        challenge = link.ask(said.Hello(said.MAGIC, said.VERSION, "default", TOKEN))
         assert isinstance(challenge, said.Challenge)
         proof = proof_of_client(SECRET, "default", TOKEN, challenge.nonce)
         answer = link.ask(said.ProofGiven(proof[:size]))
@@ -609,7 +608,7 @@ def test_a_host_that_does_not_know_the_secret_is_not_believed(server: Server) ->
 
 def test_a_proof_cannot_be_used_again(guarded: Server) -> None:
     """Who recorded a greeting gets nowhere with it: the host's nonce is another one."""
-    hello, recorded = said.Hello.of("default", b"n" * 16), b""
+    hello, recorded = said.Hello(said.MAGIC, said.VERSION, "default", b"n" * 16), b""
     with stranger(guarded) as link:
         challenge = asked(link, hello, said.Challenge)
         assert isinstance(challenge, said.Challenge)
@@ -629,7 +628,7 @@ def test_a_welcome_cannot_be_used_again() -> None:
         with contextlib.closing(accepted(door)) as link:
             hello = link.hear()
             assert isinstance(hello, said.Hello)
-            link.ask(said.Challenge(said.VERSION, nonce, True))
+            link.ask(said.Challenge(nonce, True))
             if not recorded:
                 proof = proof_of_host(SECRET, "default", hello.nonce, nonce)
                 recorded.append(said.Welcome(proof, bytes(16), "pool", False, 4096, False))
@@ -666,9 +665,7 @@ def stranger(server: Server) -> Iterator[Link]:
     ("hello", "match"),
     [
         (said.Hello("http", said.VERSION, "default", b"n" * 16), "is not spoken here"),
-        (said.Hello("portus", 4, "default", b"n" * 16), "version 4: this host speaks 5 and 6"),
-        (said.Hello.of("default", b"n" * 16, said.VERSION + 1), "this host speaks 5 and 6"),
-        (said.Hello.of("../other", b"n" * 16), "tenant"),
+        (said.Hello(said.MAGIC, said.VERSION, "../other", b"n" * 16), "tenant"),
     ],
 )
 def test_a_greeting_that_is_not_ours_is_told_why(
@@ -678,14 +675,24 @@ def test_a_greeting_that_is_not_ours_is_told_why(
         asked(link, hello, said.Challenge)
 
 
+@pytest.mark.parametrize("version", [0, said.VERSION - 1, said.VERSION + 1, said.SIZE_MAX])
+def test_a_client_of_another_version_hears_which_one_the_host_speaks(
+    server: Server, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.reach.transport.dial.VERSION", version)
+    match = f"protocol version {version}: this host speaks {said.VERSION}; upgrade the older"
+    with pytest.raises(UsageError, match=match), client(server):
+        pass
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         bytes(100),
-        HEADER.pack(0xFFFFFFFF, said.Hello.kind.number, bytes(3)),
-        HEADER.pack(20, said.Confirm.kind.number, bytes(3)) + bytes(20),
-        HEADER.pack(5, said.Hello.kind.number, bytes(3)) + b"\xc1\xc1\xc1\xc1\xc1",
+        header(0xFFFFFFFF, said.Hello.kind.number),
+        header(20, said.Confirm.kind.number) + bytes(36),
+        header(5, said.Hello.kind.number) + bytes(21),
     ],
 )
 def test_rubbish_ends_its_own_connection_and_no_other(server: Server, data: bytes) -> None:
@@ -837,7 +844,7 @@ def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
         serving(tmp_path / "pools") as server,
         socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
     ):
-        plain.sendall(HEADER.pack(512, said.Hello.kind.number, bytes(3)))
+        plain.sendall(header(512, said.Hello.kind.number))
         settled(server, lambda: server.connections() == 1)
         begun_s = time.monotonic()
         while server.connections():

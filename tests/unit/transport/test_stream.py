@@ -9,18 +9,22 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import xxhash
 
 from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.connection import HEADER
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.budget import FREE, Budget, ConnectionBudget
 from portus.reach.transport.stream import EndedError, Link, SilentError, UnreadError
+from tests.unit.protocol.examples import header
 
 SILENCE_S = 1000.0
 LONG_S = 0.9 * SILENCE_S
 PIECE = 1 << 20
 BODY = 3 * PIECE
+"""With its digest."""
+
+HEAD = header(BODY - said.DIGEST_SIZE, said.Register.kind.number)
 
 
 class Clock:
@@ -84,7 +88,7 @@ class Listener:
         settled(lambda: self.link.connection.body_left <= left - len(data) or self.link.closed)
 
     def announce(self) -> None:
-        self.client.sendall(HEADER.pack(BODY, said.Register.kind.number, bytes(3)))
+        self.client.sendall(HEAD)
         settled(lambda: self.link.connection.body_left == BODY)
 
     def ended(self) -> PortusError | UnreadError:
@@ -169,8 +173,10 @@ def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
     listener.announce()
     assert listener.account.asked.wait(60)
     clock.now_s += SILENCE_S + 1
-    for _ in range(3):
-        listener.say(bytes(PIECE))
+    whole = bytes(BODY - said.DIGEST_SIZE)
+    whole += xxhash.xxh3_128(HEAD + whole).digest()
+    for start in range(0, BODY, PIECE):
+        listener.say(whole[start : start + PIECE])
         assert listener.account.passing == 0
     error = listener.ended()
     assert isinstance(error, UnreadError)

@@ -20,7 +20,7 @@ from portus.reach.protocol.connection import Payload
 from portus.reach.protocol.messages import (
     MAGIC,
     NONCE_SIZE,
-    VERSIONS,
+    VERSION,
     Fault,
     ProtocolError,
     Refused,
@@ -89,7 +89,7 @@ class ServedConnection:
             return None
         # Fresh for each connection, so that a recorded proof proves nothing.
         nonce = os.urandom(NONCE_SIZE)
-        link.send(said.Challenge(hello.version, nonce, house.secrets.wanted))
+        link.send(said.Challenge(nonce, house.secrets.wanted))
         given = link.receive()
         assert isinstance(given, said.ProofGiven)
         secret = house.secrets.proved(hello.tenant, given.proof, hello.nonce, nonce)
@@ -122,7 +122,7 @@ class ServedConnection:
         house.counters.add("connections")
         text = f"{self._peer}: tenant {hello.tenant}"
         who = {"peer": self._peer, "tenant": hello.tenant}
-        tell(logging.INFO, "connected", text, **who, verbs=verbs, version=hello.version)
+        tell(logging.INFO, "connected", text, **who, verbs=verbs)
         return hosted
 
     def _turn_away(self, why: str, tenant: str | None = None) -> None:
@@ -158,9 +158,8 @@ class ServedConnection:
 def _why_not(hello: said.Hello) -> str:
     if hello.magic != MAGIC:
         return f"this is a Portus storage host; {hello.magic!r} is not spoken here"
-    if hello.version not in VERSIONS:
-        spoken = " and ".join(map(str, VERSIONS))
-        return f"protocol version {hello.version}: this host speaks {spoken}; upgrade the older"
+    if hello.version != VERSION:
+        return f"protocol version {hello.version}: this host speaks {VERSION}; upgrade the older"
     try:
         check_tenant(hello.tenant)
     except UsageError as error:

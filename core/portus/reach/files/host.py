@@ -314,7 +314,8 @@ class HostDraft:
             retire=pack_column(sorted(retire)),
             inexact=labels.inexact,
         )
-        self._tell_metrics(link, labels)
+        if labels.metrics:
+            self._ask(link, said.Metrics(dict(labels.metrics)))
         # Noted first: after a break the connection may lead to another pool.
         uuid = asked = self._pool.links.uuid_of(link)
         try:
@@ -337,19 +338,6 @@ class HostDraft:
         self.release()
         self._pool.tell()
         return Before(record, labels.contents)
-
-    def _tell_metrics(self, link: Link, labels: Labels) -> None:
-        if not labels.metrics:
-            return
-        if link.connection.knows(said.Metrics.kind):
-            self._ask(link, said.Metrics(dict(labels.metrics)))
-            return
-        _log.warning(
-            "%s: it speaks an older version of the protocol, and cannot store metrics: step "
-            "%d is saved without them. Upgrade the host",
-            self.name,
-            labels.step,
-        )
 
     def _tell_replica(self, link: Link, labels: Labels) -> None:
         """Return when the version is there too. Else it is not told, though it is committed."""

@@ -123,14 +123,8 @@ class HostStore:
 
     def _ask(self, message: Said) -> Said:
         links = self._connected()
-        with links.borrowed() as link:
-            if not link.connection.knows(message.kind):
-                raise UsageError(
-                    f"{self._address}: the host is older, and keeps no mirrors and no replicas; "
-                    "upgrade it"
-                )
-            with self._using(link):
-                answer = link.ask(message, self._answer_s)
+        with links.borrowed() as link, self._using(link):
+            answer = link.ask(message, self._answer_s)
         if isinstance(answer, said.Refused):
             raise error_of(answer)
         return answer

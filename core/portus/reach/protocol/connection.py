@@ -8,9 +8,6 @@ which is only shown what it was (``took``).
 Digests of tensors do not cover messages: one changed byte on plain tcp made a learning rate 0.925
 instead of 0.125, and the version was committed, loaded and verified. So every frame has a digest.
 
-Frames of versions before 6 have zeros for the check, and no digest; so has a greeting of any
-version, and the refusal of one whose version is not spoken.
-
 After a ``ProtocolError`` the connection is of no use, and says so.
 """
 
@@ -23,14 +20,9 @@ from typing import Final
 import xxhash
 
 from portus.reach.protocol.messages import (
-    DAMAGED,
     DIGEST_SIZE,
-    DIGESTS_SINCE,
     MESSAGES,
-    VERSIONS,
-    Hello,
     ProtocolError,
-    Refused,
     Said,
     decode,
     encode,
@@ -40,7 +32,6 @@ from portus.reach.protocol.vocabulary import MessageKind, Phase
 
 HEADER: Final = struct.Struct("<IB3s")
 _START: Final = struct.Struct("<IB")
-_NO_CHECK: Final = bytes(3)
 _FEED_MAX: Final = 1 << 20
 """Bytes asked for at once: memory is taken as bytes arrive, not because a header announces them."""
 
@@ -64,11 +55,10 @@ Event = Said | Payload
 
 
 class Connection:
-    """One end. ``is_client``: which. ``version``: that is spoken; 0 before the greeting."""
+    """One end. ``is_client``: which."""
 
     def __init__(self, *, is_client: bool) -> None:
         self.state = Phase.NEW
-        self.version = 0
         self._is_client: Final = is_client
         self._buffer = bytearray()
         self._kind: MessageKind | None = None
@@ -77,18 +67,8 @@ class Connection:
         self._forgotten: int | None = None
         self._owed = 0
         self._broken = ""
-        self._is_plain = True
         self._came = xxhash.xxh3_128()
         self._went = xxhash.xxh3_128()
-
-    @property
-    def has_digests(self) -> bool:
-        """True if frames carry one."""
-        return self.version in VERSIONS and self.version >= DIGESTS_SINCE
-
-    def knows(self, kind: MessageKind) -> bool:
-        """True if the version that is spoken has that message."""
-        return self.version >= kind.since
 
     @property
     def wanted(self) -> int:
@@ -122,9 +102,7 @@ class Connection:
         body = encode(message)
         assert len(body) <= message.kind.body_size_max, f"{message.kind.name}: {len(body)} bytes"
         self._step_local(message.kind)
-        frame = self._begun(message.kind, len(body)) + body + self._ended(body)
-        self._heed(message)
-        return frame
+        return self._begun(message.kind, len(body)) + body + self._ended(body)
 
     def send_payload(self, kind: MessageKind, length: int) -> bytes:
         """The header for ``length`` plain bytes, which the caller sends next."""
@@ -138,7 +116,7 @@ class Connection:
         """Note that these bytes of payload were sent, and return what to send behind them."""
         assert len(data) <= self._owed
         self._owed -= len(data)
-        if self._owed and self.has_digests:
+        if self._owed:
             self._went.update(data)
         return b"" if self._owed else self._ended(data)
 
@@ -165,17 +143,14 @@ class Connection:
         """Note that these bytes of payload were received; a digest follows the last of a frame."""
         assert len(data) <= self._payload_left
         self._payload_left -= len(data)
-        if not self._is_plain:
-            self._came.update(data)
-        elif not self._payload_left:
-            self._kind = None
+        self._came.update(data)
 
     def _complete(self) -> Event | Forgotten | None:
         if self._kind is None:
             if len(self._buffer) < HEADER.size:
                 return None
             kind, length = self._open()
-            self._kind, self._length = kind, length + (0 if self._is_plain else DIGEST_SIZE)
+            self._kind, self._length = kind, length + DIGEST_SIZE
             if kind.is_payload:
                 self._payload_left, self._length = length, DIGEST_SIZE
                 self._step(kind)
@@ -186,12 +161,11 @@ class Connection:
             return None
         kind, body, self._kind, self._buffer = self._kind, self._buffer, None, bytearray()
         forgotten, self._forgotten = self._forgotten, None
-        if not self._is_plain:
-            digest = body[-DIGEST_SIZE:]
-            del body[-DIGEST_SIZE:]
-            self._came.update(body)
-            if digest != self._came.digest():
-                raise ProtocolError(f"{kind.name}: {DAMAGED}")
+        digest = body[-DIGEST_SIZE:]
+        del body[-DIGEST_SIZE:]
+        self._came.update(body)
+        if digest != self._came.digest():
+            raise ProtocolError(f"{kind.name}: its digest does not match: bytes changed on the way")
         if kind.is_payload:
             return None
         if forgotten is not None:
@@ -199,16 +173,14 @@ class Connection:
             return Forgotten(kind)
         message = decode(kind, body)
         self._step(kind)
-        self._heed(message)
         return message
 
     def _drop(self) -> None:
         """Hash what was fed of a body, and forget it; but for the digest at its end."""
         assert self._forgotten is not None
-        known = 0 if self._is_plain else DIGEST_SIZE
-        if len(self._buffer) > known:
-            rest = self._buffer[len(self._buffer) - known :]
-            del self._buffer[len(self._buffer) - known :]
+        if len(self._buffer) > DIGEST_SIZE:
+            rest = self._buffer[-DIGEST_SIZE:]
+            del self._buffer[-DIGEST_SIZE:]
             self._came.update(self._buffer)
             self._forgotten += len(self._buffer)
             self._buffer = rest
@@ -218,9 +190,7 @@ class Connection:
         come now."""
         header, self._buffer = bytes(self._buffer), bytearray()
         length, number, check = HEADER.unpack(header)
-        refused = self.state is Phase.GREETED and number == Refused.kind.number
-        self._is_plain = not self.has_digests or (refused and check == _NO_CHECK)
-        expected = _NO_CHECK if self._is_plain else _check(header[: _START.size])
+        expected = _check(header[: _START.size])
         if check != expected:
             raise ProtocolError(
                 f"a header: expected {expected.hex()} at its end, found {check.hex()}: bytes "
@@ -231,7 +201,7 @@ class Connection:
             raise ProtocolError(f"a frame of unknown kind {number}")
         if kind.from_client == self._is_client:
             raise ProtocolError(f"{kind.name}: only this side sends it")
-        if (self.state, kind) not in NEXT or not self.knows(kind):
+        if (self.state, kind) not in NEXT:
             raise ProtocolError(f"{kind.name} in state {self.state.value!r}")
         least = 1
         if not least <= length <= kind.body_size_max:
@@ -245,21 +215,14 @@ class Connection:
     def _begun(self, kind: MessageKind, length: int) -> bytes:
         """The header of a frame that is sent."""
         start = _START.pack(length, kind.number)
-        header = start + (_check(start) if self.has_digests else _NO_CHECK)
+        header = start + _check(start)
         self._went = xxhash.xxh3_128(header)
         return header
 
     def _ended(self, data: bytes | memoryview) -> bytes:
         """What follows the last bytes of a body that is sent."""
-        if not self.has_digests:
-            return b""
         self._went.update(data)
         return self._went.digest()
-
-    def _heed(self, message: Said) -> None:
-        """Adopt the version of a greeting: both ends then know the form of all other frames."""
-        if isinstance(message, Hello):
-            self.version = message.version
 
     def _step(self, kind: MessageKind) -> None:
         self.state = NEXT[self.state, kind]
@@ -268,12 +231,11 @@ class Connection:
         assert not self._owed, f"{kind.name}: {self._owed} bytes of payload are owed first"
         assert kind.from_client == self._is_client, f"{kind.name}: only the other side sends it"
         assert (self.state, kind) in NEXT, f"{kind.name} in state {self.state.value!r}"
-        assert self.knows(kind), f"{kind.name}: version {self.version} has no such message"
         self._step(kind)
 
 
 def _check(start: bytes) -> bytes:
-    """Three bytes that tell a damaged length or kind at once; never those of a frame without."""
+    """Three bytes that tell a damaged length or kind at once; never zeros."""
     found = xxhash.xxh3_64(start).digest()
     # Odd, so never the three zeros of a frame without a check.
     return bytes((found[0] | 1, found[1], found[2]))

@@ -1,8 +1,7 @@
 """The messages, each declared once. What breaks a declaration is a ``ProtocolError``, never worse.
 
 Above each class: its number and name, in which states it is said and which one follows, the limit
-of its body, the handler of a request, and the version that brought it. Number and name are never
-used again.
+of its body, and the handler of a request.
 
 Columns of numbers travel as bytes: little-endian int64, one after another (``pack_column``).
 Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
@@ -17,21 +16,14 @@ from typing import Annotated, ClassVar, Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from msgspec import Meta
 
 from portus.errors import TransportError
 from portus.reach.protocol.vocabulary import SMALL, MessageKind, Phase, Vocabulary
 
-VERSION: Final = 6
-"""Of the protocol."""
-
-VERSIONS: Final = (5, 6)
-"""Those that are spoken: this one, and the one before it. A host refuses a greeting of another one,
-and names these."""
-
-DIGESTS_SINCE: Final = 6
-"""The version from which on each frame carries a digest."""
+VERSION: Final = 7
+"""Of the protocol: the one that is spoken. A host refuses a greeting of another one, and names
+this."""
 
 MAGIC: Final = "portus"
 UNIT: Final = 16 << 20
@@ -100,26 +92,14 @@ Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 @MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED}, body_size_max=512)
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The client's first words; ``magic`` and ``version`` stay where they are in every version.
-    ``digest``: of the other fields, since its frame has none; empty in versions without."""
+    """The client's first words. Its frame, that of a refusal, and these fields stay what they are
+    in every version; others may come behind them."""
 
     kind: ClassVar[MessageKind]
     magic: Annotated[str, Meta(max_length=16)]
     version: Number
     tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
     nonce: Nonce
-    digest: Annotated[bytes, Meta(max_length=DIGEST_SIZE)] = b""
-
-    @classmethod
-    def of(cls, tenant: str, nonce: bytes, version: int = VERSION) -> Hello:
-        """The greeting of a client that speaks ``version``."""
-        blank = cls(MAGIC, version, tenant, nonce)
-        return msgspec.structs.replace(blank, digest=blank.expected())
-
-    def expected(self) -> bytes:
-        """What its digest has to be."""
-        fields = (self.magic, self.version, self.tenant, self.nonce)
-        return xxhash.xxh3_128(_encoder.encode(fields)).digest()
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -132,7 +112,6 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Challenge(Message, frozen=True):
     """``secret``: the host wants a proof."""
 
-    version: Number
     nonce: Nonce
     secret: bool
 
@@ -274,7 +253,6 @@ class Pulled(Message, frozen=True):
     "FULL",
     {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
     body_size_max=5 * TEXT_SIZE_MAX,
-    since=6,
 )
 class Full(Message, frozen=True):
     """No room for the offer. The save goes on: it may be offered again."""
@@ -331,7 +309,6 @@ class Confirm(Message, frozen=True):
     {Phase.SAVING: Phase.SCORING},
     handler="metrics",
     body_size_max=METRICS_SIZE_MAX,
-    since=6,
 )
 class Metrics(Message, frozen=True):
     """What the version of the save under way scored: finite numbers, by name."""
@@ -459,7 +436,7 @@ class GiveBack(Message, frozen=True):
 
 
 @MESSAGES.client(
-    25, "NOTE", {Phase.READY: Phase.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX, since=6
+    25, "NOTE", {Phase.READY: Phase.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX
 )
 class Note(Message, frozen=True):
     """Put on record which save failed last, when and why, in words."""
@@ -467,7 +444,7 @@ class Note(Message, frozen=True):
     text: Text
 
 
-@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED}, handler="settle", since=6)
+@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED}, handler="settle")
 class Settle(Message, frozen=True):
     """Answer once the replica has the version of this token, too; zeros: once the host leads the
     model."""
@@ -486,7 +463,6 @@ _Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
     {Phase.READY: Phase.PLACING},
     handler="put",
     body_size_max=OBJECT_SIZE_MAX + SMALL,
-    since=6,
 )
 class Put(Message, frozen=True):
     """Make ``data`` the object of that name, whole or not at all. ``fresh``: if there is none."""
@@ -496,14 +472,14 @@ class Put(Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(81, "PLACED", {Phase.PLACING: Phase.READY}, since=6)
+@MESSAGES.host(81, "PLACED", {Phase.PLACING: Phase.READY})
 class Placed(Message, frozen=True):
     """``made``: it is there, and durable as far as the host can promise; else there was one."""
 
     made: bool
 
 
-@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING}, handler="get", since=6)
+@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING}, handler="get")
 class Get(Message, frozen=True):
     """The client asks for ``length`` bytes of an object from byte ``start`` on; for all of it, if
     ``length`` is 0."""
@@ -513,16 +489,14 @@ class Get(Message, frozen=True):
     length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(
-    82, "OBJECT", {Phase.GETTING: Phase.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL, since=6
-)
+@MESSAGES.host(82, "OBJECT", {Phase.GETTING: Phase.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL)
 class Object(Message, frozen=True):
     """The bytes."""
 
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING}, handler="list", since=6)
+@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING}, handler="list")
 class List(Message, frozen=True):
     """The client asks for objects whose names begin with ``prefix`` and come after ``after``."""
 
@@ -535,7 +509,6 @@ class List(Message, frozen=True):
     "LISTED",
     {Phase.FINDING: Phase.READY},
     body_size_max=(OBJECT_NAME_SIZE_MAX + 32) * LISTED_MAX + SMALL,
-    since=6,
 )
 class Listed(Message, frozen=True):
     """The next of them, in the order of their names: bytes, and when they were made, in Unix
@@ -552,7 +525,6 @@ class Listed(Message, frozen=True):
     {Phase.READY: Phase.ASKED},
     handler="delete",
     body_size_max=(OBJECT_NAME_SIZE_MAX + 8) * LISTED_MAX + SMALL,
-    since=6,
 )
 class Delete(Message, frozen=True):
     """Remove objects; those that are not there are no error."""
@@ -625,8 +597,6 @@ DATA: Final = MESSAGES.payload(7, "DATA", {Phase.PULLING: Phase.PULLING}, PAYLOA
 BYTES: Final = MESSAGES.payload(74, "BYTES", {Phase.READING: Phase.READING}, PAYLOAD_SIZE_MAX)
 """The bytes of a read."""
 
-DAMAGED: Final = "its digest does not match: bytes changed on the way"
-
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoders: Final = {
     kind: msgspec.msgpack.Decoder(kind.type) for kind in MESSAGES if kind.type is not None
@@ -644,10 +614,6 @@ def decode(kind: MessageKind, body: bytes | bytearray) -> Said:
         found: Said = _decoders[kind].decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"{kind.name} of {len(body)} bytes: {error}") from error
-    if isinstance(found, Hello) and found.magic == MAGIC and found.version in VERSIONS:
-        wanted = found.expected() if found.digest or found.version >= DIGESTS_SINCE else b""
-        if found.digest != wanted:
-            raise ProtocolError(f"{kind.name}: {DAMAGED}")
     return found
 
 

@@ -60,16 +60,14 @@ _WAITING: Final = frozenset({Phase.READY, Phase.SAVING})
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageKind:
     """What is declared of a message. ``body_size_max``: bytes of a body, at most. ``handler``: the
-    method of a host that answers; empty if this is no request. ``since``: the first version that
-    has it; 0 if all do that are spoken. ``type``: the class of its bodies; None if these are plain
-    bytes."""
+    method of a host that answers; empty if this is no request. ``type``: the class of its bodies;
+    None if these are plain bytes."""
 
     number: int
     name: str
     moves: Moves
     body_size_max: int
     handler: str = ""
-    since: int = 0
     type: type[Any] | None = None
 
     @property
@@ -118,28 +116,27 @@ class Vocabulary:
         *,
         handler: str = "",
         body_size_max: int = SMALL,
-        since: int = 0,
     ) -> Callable[[type[Declared]], type[Declared]]:
         """Declares the class below as a message that clients say."""
         if not 0 < number < _HOSTS:
             raise AssertionError(f"message {name}: {number} is a number of the host's messages")
 
         def declare(body: type[Declared]) -> type[Declared]:
-            kind = MessageKind(number, name, moves, body_size_max, handler, since, body)
+            kind = MessageKind(number, name, moves, body_size_max, handler, body)
             body.kind = self._add(kind)
             return body
 
         return declare
 
     def host(
-        self, number: int, name: str, moves: Moves, *, body_size_max: int = SMALL, since: int = 0
+        self, number: int, name: str, moves: Moves, *, body_size_max: int = SMALL
     ) -> Callable[[type[Declared]], type[Declared]]:
         """Declares the class below as a message that hosts say."""
         if not _HOSTS <= number < 256:
             raise AssertionError(f"message {name}: {number} is no number of a host's message")
 
         def declare(body: type[Declared]) -> type[Declared]:
-            kind = MessageKind(number, name, moves, body_size_max, since=since, type=body)
+            kind = MessageKind(number, name, moves, body_size_max, type=body)
             body.kind = self._add(kind)
             return body
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import ssl
 import stat
@@ -24,9 +23,9 @@ from portus.errors import (
 )
 from portus.reach.protocol.address import Address, Scheme, Transport
 from portus.reach.protocol.messages import (
+    MAGIC,
     NONCE_SIZE,
     VERSION,
-    VERSIONS,
     Challenge,
     Fault,
     Full,
@@ -114,27 +113,9 @@ def check_secret(secret: bytes, path: str, mode: int) -> bytes:
 def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[Link, Welcome]:
     """A conversation that is ready, and what the host said of the pool.
 
-    silence_s: the longest wait for the host from then on. One that speaks the version before this
-    one alone is spoken to in that. Raises ``TransportError`` when it cannot be reached, and what it
-    refuses.
+    silence_s: the longest wait for the host from then on. Raises ``TransportError`` when it cannot
+    be reached, and what it refuses.
     """
-    try:
-        return _dial(address, credentials, silence_s, VERSION)
-    except _OlderError as older:
-        return _dial(address, credentials, silence_s, older.version)
-
-
-class _OlderError(UsageError):
-    """The host does not speak this version, but another one that is spoken here."""
-
-    def __init__(self, text: str, version: int) -> None:
-        super().__init__(text)
-        self.version: Final = version
-
-
-def _dial(
-    address: Address, credentials: Credentials, silence_s: float, version: int
-) -> tuple[Link, Welcome]:
     with contextlib.ExitStack() as undo:
         link = Link(
             _connect(address, credentials),
@@ -143,7 +124,7 @@ def _dial(
             silence_s=GREETING_S,
         )
         undo.callback(link.close)
-        welcome = _greet(link, address, credentials, version)
+        welcome = _greet(link, address, credentials)
         link.silence_s = silence_s
         undo.pop_all()
         return link, welcome
@@ -172,20 +153,16 @@ def error_of(answer: Said) -> PortusError:
     return kinds[answer.fault](text)
 
 
-def _greet(link: Link, address: Address, credentials: Credentials, version: int) -> Welcome:
+def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     nonce = os.urandom(NONCE_SIZE)
     try:
-        answer = link.ask(Hello.of(address.tenant, nonce, version))
+        answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
     except TransportError as error:
         raise TransportError(
             f"{error}, in answer to a greeting: is this the port of `portus serve`, and does "
             f"it accept more connections? If it has --tls-cert, use {Scheme.TLS.value}://"
         ) from error
     if not isinstance(answer, Challenge):
-        spoken = _version_of_refusal(answer)
-        # Only to an older version, so this ends.
-        if spoken in VERSIONS and spoken < version:
-            raise _OlderError(f"{address} speaks version {spoken}", spoken)
         raise error_of(answer)
     secret = credentials.secret
     if answer.secret and secret is None:
@@ -204,13 +181,6 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
         if not equal(welcome.proof, expected):
             raise UsageError(f"{address} does not know the secret: this is not the storage host")
     return welcome
-
-
-def _version_of_refusal(answer: Said) -> int:
-    """The one version that a host speaks which refuses ours; 0 if that is not what it says."""
-    text = answer.text if isinstance(answer, Refused) else ""
-    found = re.fullmatch(r"protocol version \d+: this host speaks (\d+); upgrade the older", text)
-    return int(found[1]) if found else 0
 
 
 def _connect(address: Address, credentials: Credentials) -> socket.socket:

@@ -128,7 +128,6 @@ class Links:
         self._over: Final = threading.Event()
         self._asking: threading.Thread | None = None
         self._was_in = False
-        self._said_older = False
         self._pause_s = 0.0
         self._again_s = 0.0
         self._why: TransportError | None = None
@@ -238,9 +237,6 @@ class Links:
         """One request on any connection; the answer. silence_s: if it is work. Raises what was
         refused."""
         with self.borrowed() as link:
-            if not link.connection.knows(message.kind):
-                name = message.kind.name
-                raise UsageError(f"{self.address}: the host is older and lacks {name}; upgrade it")
             return _answer(link, message, silence_s or self.answer_s)
 
     def ask_for_work(self, link: Link, message: Said) -> Said:
@@ -361,13 +357,6 @@ class Links:
             link.close()
             return self._tried()
         self._was_in = True
-        if not link.connection.has_digests and not self._said_older:
-            self._said_older = True
-            _log.warning(
-                "%s: it speaks an older version of the protocol, which detects bits flipped "
-                "on the way in tensors only; upgrade the host",
-                self.address,
-            )
         if why is not None:
             _log.warning("%s: connected again", self.address)
         self._why, self._pause_s = None, 0.0
@@ -416,11 +405,7 @@ class Links:
     def _require_log(self, link: Link, model: str) -> None:
         """Raise ``TransportError`` if the second host knows nothing of the model: then the first
         one alone can tell what there is to go on from."""
-        answer = (
-            _answer(link, said.List(self._log, ""))
-            if link.connection.knows(said.List.kind)
-            else None
-        )
+        answer = _answer(link, said.List(self._log, ""))
         if not (isinstance(answer, said.Listed) and answer.names):
             raise TransportError(
                 f"{link.name} keeps no replica of model {model!r}: is the first host served with "
@@ -431,8 +416,6 @@ class Links:
         """Raise ``TransportError`` if the host does not lead the model: what it has may not be the
         newest, and nothing that it commits would count."""
         assert self._claim is not None
-        if not link.connection.knows(said.Settle.kind):
-            raise UsageError(f"{link.name}: the host is older and lacks durable=2; upgrade it")
         answer = link.ask(said.Settle(self._claim.model, bytes(16)), SILENCE_S)
         if not isinstance(answer, said.Done):
             raise error_of(answer)

@@ -201,8 +201,7 @@ class SaveRequests:
         try:
             reserved = draft.pool.reserve(indices, np.zeros(len(indices), np.int64))
         except MediumError as error:
-            can_wait = self._guest.link.connection.knows(said.Full.kind)
-            if error.errno not in OUT_OF_SPACE or not can_wait:
+            if error.errno not in OUT_OF_SPACE:
                 raise
             # Not refused: the client may make room and offer these again.
             draft.claimed[indices] = False
