@@ -313,9 +313,8 @@ class HostDraft:
             contents=labels.contents,
             retire=pack_column(sorted(retire)),
             inexact=labels.inexact,
+            metrics=dict(labels.metrics),
         )
-        if labels.metrics:
-            self._ask(link, said.Metrics(dict(labels.metrics)))
         # Noted first: after a break the connection may lead to another pool.
         uuid = asked = self._pool.links.uuid_of(link)
         try:

@@ -288,32 +288,23 @@ class Shared(Message, frozen=True):
     "CONFIRM",
     {Phase.SAVING: Phase.CONFIRMING},
     handler="confirm",
-    body_size_max=DIGEST_SIZE * UNITS_MAX + CONTENTS_SIZE_MAX + 8 * IDS_MAX + SMALL,
+    body_size_max=(
+        DIGEST_SIZE * UNITS_MAX + CONTENTS_SIZE_MAX + 8 * IDS_MAX + METRICS_SIZE_MAX + SMALL
+    ),
 )
 class Confirm(Message, frozen=True):
     """All storages are pulled or shared, and their digests, which the client found itself, are
     ``digests``: commit. ``before``: the token of a version whose contents may be equal.
     ``retire``: ids of versions to let go of in the same commit. ``inexact``: the client saw a part
-    of it being written by another process while it was pulled."""
+    of it being written by another process while it was pulled. ``metrics``: what the version
+    scored: finite numbers, by name."""
 
     digests: Digests
     before: Token
     contents: Annotated[bytes, Meta(max_length=CONTENTS_SIZE_MAX)]
     retire: Ids
     inexact: bool = False
-
-
-@MESSAGES.client(
-    26,
-    "METRICS",
-    {Phase.SAVING: Phase.SCORING},
-    handler="metrics",
-    body_size_max=METRICS_SIZE_MAX,
-)
-class Metrics(Message, frozen=True):
-    """What the version of the save under way scored: finite numbers, by name."""
-
-    metrics: Annotated[dict[str, float], Meta(max_length=METRICS_MAX)]
+    metrics: Annotated[dict[str, float], Meta(max_length=METRICS_MAX)] = {}
 
 
 @MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY}, body_size_max=(1 << 30) + SMALL)
@@ -545,9 +536,7 @@ class Standing(Message, frozen=True):
     taken: Number
 
 
-@MESSAGES.host(
-    66, "DONE", {Phase.ASKED: Phase.READY, Phase.READING: Phase.READY, Phase.SCORING: Phase.SAVING}
-)
+@MESSAGES.host(66, "DONE", {Phase.ASKED: Phase.READY, Phase.READING: Phase.READY})
 class Done(Message, frozen=True):
     """The host reports that the request is done."""
 
@@ -569,7 +558,7 @@ class Begun(Message, frozen=True):
                 *(Phase.PLACING, Phase.GETTING, Phase.FINDING),
                 *(Phase.READING, Phase.CHECKING, Phase.CONNECTING, Phase.PUSHING),
                 *(Phase.BEGINNING, Phase.OFFERED, Phase.PULLING, Phase.SHARING),
-                *(Phase.SCORING, Phase.CONFIRMING),
+                Phase.CONFIRMING,
             ),
             Phase.READY,
         ),

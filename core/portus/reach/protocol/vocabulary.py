@@ -41,7 +41,6 @@ class Phase(enum.Enum):
     OFFERED = "offered"
     PULLING = "pulling"
     SHARING = "sharing"
-    SCORING = "scoring"
     PLACING = "placing"
     GETTING = "getting"
     FINDING = "finding"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -295,7 +294,7 @@ class SaveRequests:
             token=begin.token,
             contents=message.contents,
             inexact=message.inexact,
-            metrics=draft.metrics,
+            metrics=check_metrics(message.metrics),
         )
         retire = set(column(message.retire, "retire").tolist())
         changed = {begin.model, *self._guest.models_of(retire)}
@@ -332,10 +331,6 @@ class SaveRequests:
             commit_seconds=end - start,
         )
         return said.Committed(encode_version(record))
-
-    def _metrics(self, message: said.Metrics) -> Said:
-        self._drafted().metrics = check_metrics(message.metrics)
-        return said.Done()
 
     def _known(self, draft: _Draft, message: said.Confirm) -> Pointer | None:
         """Where the version before has the same contents, if it has."""
@@ -414,7 +409,6 @@ class _Draft:
         self.begin: Final = begin
         self.claimed: Final = np.zeros(len(lengths), np.bool_)
         self.shared_bytes = 0
-        self.metrics: Mapping[str, float] = {}
         self.begun_s: Final = time.perf_counter()
 
     def may_claim(self, indices: Column) -> bool:
