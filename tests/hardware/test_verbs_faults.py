@@ -248,7 +248,7 @@ def test_memory_that_is_given_back_before_it_is_pulled_is_refused(
 ) -> None:
     walk.to("begun")
     walk.region.close()
-    error = refusal(walk, said.Offer(ONE, ONE))
+    error = refusal(walk, said.Offer(ONE))
     assert isinstance(error, UsageError)
     assert "cannot be reached" in str(error)
     check_sound(server)
@@ -316,7 +316,7 @@ def test_an_end_that_is_not_there_fails_its_own_save_alone() -> None:
             there = walk.lane._pair.endpoint
             walk.ask(said.Connect(*there._replace(number=there.number ^ 0x5555)), said.Connected)
             walk.step("begun")
-            walk.link.send(said.Offer(ONE, ONE))
+            walk.link.send(said.Offer(ONE))
             assert others_save(server), "while it hangs"
             answer = walk.hear(said.Refused)
             assert isinstance(answer, said.Refused)
@@ -358,11 +358,10 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
         walk.lane.register(walk.array.ctypes.data, TEN_TERABYTES)
     lengths = pack_column([TEN_TERABYTES])
     handle = pack_handles([walk.array.ctypes.data], [7])
-    walk.ask(said.Register(0, lengths, handle), said.Done)
-    walk.link.send(said.Begin(MODEL, 1, b"t" * 16, lengths))
+    walk.link.send(said.Begin(MODEL, 1, b"t" * 16, lengths, handle))
     answer = walk.link.hear()
     if isinstance(answer, said.Begun):
-        full = walk.ask(said.Offer(ONE, ONE), said.Full)
+        full = walk.ask(said.Offer(ONE), said.Full)
         assert isinstance(full, said.Full)
         assert full.errno == errno.ENOSPC
         walk.ask(said.Abandon(), said.Abandoned)  # until then it may be offered again

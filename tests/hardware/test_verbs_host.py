@@ -363,9 +363,8 @@ def test_a_handle_that_lies_is_refused_and_others_save(server: Server, lie: str)
         region = lane.register(array.ctypes.data, array.nbytes)
         address, key, length = LIES[lie](region.start, region.remote_key, array.nbytes)
         lengths, one = pack_column([length]), pack_column([0])
-        link.ask(said.Register(0, lengths, pack_handles([address], [key])))
-        link.ask(said.Begin("liar", 1, b"t" * 16, lengths))
-        answer = link.ask(said.Offer(one, one))
+        link.ask(said.Begin("liar", 1, b"t" * 16, lengths, pack_handles([address], [key])))
+        answer = link.ask(said.Offer(one))
         assert isinstance(answer, said.Refused), answer
         assert answer.fault is said.Fault.USAGE
         assert "cannot be reached" in answer.text

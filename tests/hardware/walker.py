@@ -104,14 +104,13 @@ class Walk:
 
     def _registered(self) -> None:
         self.region = self.lane.register(self.array.ctypes.data, SIZE)
-        handle = pack_handles([self.region.start], [self.region.remote_key])
-        self.ask(said.Register(0, pack_column([SIZE]), handle), said.Done)
 
     def _begun(self) -> None:
-        self.ask(said.Begin(MODEL, 1, b"t" * 16, pack_column([SIZE])), said.Begun)
+        handle = pack_handles([self.region.start], [self.region.remote_key])
+        self.ask(said.Begin(MODEL, 1, b"t" * 16, pack_column([SIZE]), handle), said.Begun)
 
     def _offered(self) -> None:
-        self.link.send(said.Offer(pack_column([0]), pack_column([0])))
+        self.link.send(said.Offer(pack_column([0])))
 
     def _pulled(self) -> None:
         self.hear(said.Pulled)

@@ -118,18 +118,14 @@ def come_from(address: str, host: Host) -> Link:
     return link
 
 
-def registers(link: Link) -> None:
-    for number in range(0, 8 * MANY, MANY):
-        link.ask(said.Register(number, pack_column([0] * MANY)))
-
-
 def begins(link: Link) -> None:
     model = os.urandom(8).hex()
     link.ask(said.Claim(model, os.urandom(16)))
-    link.ask(said.Begin(model, 1, os.urandom(16), pack_column([0] * MANY)))
+    handles = bytes(said.HANDLE_SIZE * MANY)
+    link.ask(said.Begin(model, 1, os.urandom(16), pack_column([0] * MANY), handles))
     if link.connection.state.value == "saving":
         for _ in range(100):
-            if not isinstance(link.ask(said.Offer(b"", b"")), said.Pulled):
+            if not isinstance(link.ask(said.Offer(b"")), said.Pulled):
                 return
 
 
@@ -168,7 +164,6 @@ def reads(link: Link) -> None:
 
 
 ATTACKS: list[Callable[[Link], None]] = [
-    registers,
     begins,
     confirms,
     announces,

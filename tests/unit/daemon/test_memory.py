@@ -36,19 +36,17 @@ def save_many(url: str, model: str, count: int, first: int) -> None:
     kept: list[int] = []
     try:
         with pool.links.borrowed() as link:
-            link.ask(said.Register(0, lengths))
             for step in range(first, first + count):
                 data = (model.encode() + step.to_bytes(8, "little")).ljust(SIZE, b"x")
                 token = (model.encode() + step.to_bytes(8, "little")).ljust(16, b"\0")
                 link.ask(said.Begin(model, step, token, lengths))
-                link.ask(said.Offer(alone, alone))
+                link.ask(said.Offer(alone))
                 link.send_payload(said.DATA, memoryview(data), None)
                 assert isinstance(link.hear(), said.Pulled)
                 confirm = said.Confirm(digest(data), bytes(16), table([SIZE]), pack_column(kept))
                 committed = link.ask(confirm)
                 assert isinstance(committed, said.Committed)
                 kept = [decode_version(memoryview(committed.record)).info.id]
-            link.ask(said.Forget(alone))
     finally:
         pool.close()
 

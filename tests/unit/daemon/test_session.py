@@ -94,18 +94,17 @@ def units(data: list[bytes] = DATA) -> bytes:
     )
 
 
-def registered(link: Link) -> None:
-    asked(link, said.Register(0, LENGTHS), said.Done)
+def ready(link: Link) -> None:
+    """It is, and says nothing."""
 
 
 def begun(link: Link) -> None:
-    registered(link)
     asked(link, said.Begin("m", 1, TOKEN, LENGTHS), said.Begun)
 
 
 def offered(link: Link) -> None:
     begun(link)
-    asked(link, said.Offer(ALL, ALL), said.Pull)
+    asked(link, said.Offer(ALL), said.Pull)
 
 
 def half_sent(link: Link) -> None:
@@ -133,7 +132,7 @@ def confirmed(link: Link, digests: bytes | None = None) -> said.Committed:
     return confirm(link, digests)
 
 
-STATES: list[Callable[[Link], object]] = [registered, begun, offered, half_sent, pulled]
+STATES: list[Callable[[Link], object]] = [ready, begun, offered, half_sent, pulled]
 
 
 def pool_of(server: Server, tenant: str = "default") -> object:
@@ -160,7 +159,7 @@ REQUESTS = [kind for kind in said.MESSAGES if kind.is_request]
 def test_whatever_a_request_says_within_its_limits_is_answered_and_others_save(
     server: Server, kind: MessageKind, examples: Mapping[MessageKind, Said]
 ) -> None:
-    for prepare, state in ((registered, Phase.READY), (begun, Phase.SAVING)):
+    for prepare, state in ((ready, Phase.READY), (begun, Phase.SAVING)):
         if (state, kind) in NEXT:
             with client(server) as link:
                 prepare(link)
@@ -204,7 +203,6 @@ def test_an_abandoned_save_leaves_nothing_and_the_connection_goes_on(
         assert link.connection.state is Phase.READY
         assert hosted.saves == 0
         assert not hosted.writer._space._held
-        asked(link, said.Forget(ALL), said.Done)
         confirmed(link)
     assert versions(server) == 1
 
@@ -224,49 +222,31 @@ def refused(
     assert server._house.pools.of("default").saves == 0
 
 
-REGISTER = (said.Register(0, LENGTHS), said.Done)
 BEGIN = (said.Begin("m", 1, TOKEN, LENGTHS), said.Begun)
 
 
-def test_a_region_of_another_length_is_refused(server: Server) -> None:
-    wrong = (said.Register(0, pack_column([99_999, 0, 5000])), said.Done)
-    offer = (said.Offer(ALL, ALL), said.Pull)
-    refused(server, UsageError, "other lengths", wrong, BEGIN, offer)
-
-
-def test_a_region_that_is_registered_already_is_refused(server: Server) -> None:
-    refused(server, UsageError, "registered already", REGISTER, REGISTER)
-
-
-def test_a_region_that_was_forgotten_is_refused(server: Server) -> None:
-    forget = (said.Forget(pack_column([2])), said.Done)
-    refused(
-        server, UsageError, "registered", REGISTER, forget, BEGIN, (said.Offer(ALL, ALL), said.Pull)
-    )
-
-
 def test_a_storage_that_is_not_there_is_refused(server: Server) -> None:
-    offer = (said.Offer(pack_column([3]), pack_column([0])), said.Pull)
-    refused(server, UsageError, "not there", REGISTER, BEGIN, offer)
+    offer = (said.Offer(pack_column([3])), said.Pull)
+    refused(server, UsageError, "not there", BEGIN, offer)
 
 
 def test_a_storage_that_comes_twice_is_refused(server: Server) -> None:
-    offer = (said.Offer(pack_column([1, 1]), pack_column([1, 1])), said.Pull)
-    refused(server, UsageError, "twice", REGISTER, BEGIN, offer)
+    offer = (said.Offer(pack_column([1, 1])), said.Pull)
+    refused(server, UsageError, "twice", BEGIN, offer)
 
 
 def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
     with client(server) as link:
         pulled(link)
         with pytest.raises(UsageError, match="have a place already"):
-            asked(link, said.Offer(pack_column([1]), pack_column([1])), said.Pull)
+            asked(link, said.Offer(pack_column([1])), said.Pull)
         assert link.connection.state is Phase.READY
     assert versions(server) == 0
 
 
 def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
     message = (said.Confirm(units(), bytes(16), CONTENTS, b""), said.Committed)
-    refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, message)
+    refused(server, UsageError, "3 storages were neither", BEGIN, message)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +346,7 @@ def test_a_save_does_without_a_version_before_whose_record_is_damaged(server: Se
         writer.medium.store(entry.pointer.offset + 100, b"\xff" * 8)
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
         assert asked(link, said.Share(TOKEN, ALL), said.Shared) == said.Shared(False)
-        asked(link, said.Offer(ALL, ALL), said.Pull)
+        asked(link, said.Offer(ALL), said.Pull)
         link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
         assert isinstance(link.hear(), said.Pulled)
         answer = asked(link, said.Confirm(units(), TOKEN, CONTENTS, b""), said.Committed)
@@ -399,7 +379,9 @@ def test_sharing_what_cannot_be_shared_is_refused(
 
 
 def test_columns_that_are_none_are_refused(server: Server) -> None:
-    refused(server, TransportError, "not a column", (said.Register(0, b"12345"), said.Done))
+    refused(
+        server, TransportError, "not a column", (said.Begin("m", 1, TOKEN, b"12345"), said.Begun)
+    )
 
 
 def test_lengths_that_wrap_around_are_refused(server: Server) -> None:
@@ -455,10 +437,8 @@ def test_a_token_that_a_version_has_makes_no_other(server: Server) -> None:
 def test_ten_terabytes_are_refused_and_others_save(tmp_path: Path) -> None:
     lengths = pack_column([10 << 40])
     with serving(tmp_path / "pools", quota=64 << 20) as server, client(server) as link:
-        asked(link, said.Register(0, lengths), said.Done)  # a number: no memory is taken
         with pytest.raises(MediumError, match="quota is 67108864 bytes"):
             asked(link, said.Begin("m", 1, TOKEN, lengths), said.Begun)
-        asked(link, said.Forget(pack_column([0])), said.Done)
         confirmed(link)
         assert versions(server) == 1
 
@@ -474,14 +454,12 @@ def test_memory_is_taken_up_to_its_size_and_the_quota(place: str, quota: int | N
 def test_ten_terabytes_do_not_fit_without_a_quota_either(server: Server) -> None:
     lengths, one = pack_column([10 << 40]), pack_column([0])
     with client(server) as link:
-        asked(link, said.Register(0, lengths), said.Done)
         asked(link, said.Begin("m", 1, TOKEN, lengths), said.Begun)
         for _ in range(2):  # it may be offered again
-            full = asked(link, said.Offer(one, one), said.Full)
+            full = asked(link, said.Offer(one), said.Full)
             assert isinstance(full, said.Full)
             assert full.errno == errno.ENOSPC
         asked(link, said.Abandon(), said.Abandoned)
-        asked(link, said.Forget(one), said.Done)
         confirmed(link)
 
 
@@ -537,16 +515,15 @@ def test_a_push_from_beyond_the_pool_is_refused(server: Server) -> None:
     ],
 )
 def test_handles_that_are_none_are_refused(server: Server, handles: bytes) -> None:
-    register = said.Register(0, LENGTHS, handles)
-    refused(server, TransportError, "handles|out of range", (register, said.Done))
+    begin = said.Begin("m", 1, TOKEN, LENGTHS, handles)
+    refused(server, TransportError, "handles|out of range", (begin, said.Begun))
 
 
 def test_handles_without_a_queue_pair_mean_the_socket(server: Server) -> None:
     with client(server) as link:
         handles = pack_handles([4096, 0, 4096], [1, 0, 1])
-        asked(link, said.Register(0, LENGTHS, handles), said.Done)
-        asked(link, BEGIN[0], said.Begun)
-        asked(link, said.Offer(ALL, ALL), said.Pull)
+        asked(link, said.Begin("m", 1, TOKEN, LENGTHS, handles), said.Begun)
+        asked(link, said.Offer(ALL), said.Pull)
 
 
 # --- who may come in ---
@@ -883,16 +860,6 @@ def test_a_host_has_so_many_tenants_at_most(
             confirmed(link)
 
 
-def test_a_client_has_so_many_regions_at_most(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("portus.reach.daemon.requests.saves.REGIONS_MAX", 3)
-    with client(server) as link:
-        registered(link)
-        with pytest.raises(UsageError, match="more than 3 regions"):
-            asked(link, said.Register(3, pack_column([1])), said.Done)
-
-
 def test_a_client_has_so_many_pins_and_claims_at_most(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -969,12 +936,12 @@ def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> N
     lengths = pack_column([0] * (2 * FREE // 8))
     with client(server) as link:
         confirmed(link)
-        link.send(said.Register(100, lengths))
+        link.send(said.Begin("m", 2, b"u" * 16, lengths))
         time.sleep(0.3)
         assert server.connections() == 1
         assert not link.has_word()
         others.close()
-        assert isinstance(link.hear(), said.Done)
+        assert isinstance(link.hear(), said.Begun)
         first.close()
         link.close()
         settled(server, lambda: budget.taken == 0)
@@ -985,7 +952,7 @@ def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
 ) -> None:
     with serving(tmp_path / "pools", memory=1 << 20) as server, client(server) as link:
         with pytest.raises(UsageError, match=r"524288 at most: raise `portus serve --mem"):
-            asked(link, said.Register(100, pack_column([0] * (1 << 16))), said.Done)
+            asked(link, said.Begin("m", 1, TOKEN, pack_column([0] * (1 << 16))), said.Begun)
         confirmed(link)
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
         asked(link, said.Share(TOKEN, ALL), said.Shared)
@@ -998,12 +965,11 @@ def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
 
 def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
     with client(server, model="hanging") as hanging, client(server) as link:
-        registered(hanging)
         asked(hanging, said.Begin("hanging", 1, TOKEN, LENGTHS), said.Begun)
         whole = server.house.budget.connection_max // 2 - 16 * said.DIGEST_SIZE
         hanging._socket.sendall(hanging.connection._begun(said.Confirm.kind, whole) + bytes([0x95]))
         settled(server, lambda: 0 < server.house.budget.taken <= 4 << 20)
-        asked(link, said.Register(100, pack_column([0] * (1 << 18))), said.Done)
+        asked(link, said.Begin("m", 1, TOKEN, pack_column([0] * (1 << 18))), said.Begun)
 
 
 def test_a_check_of_more_than_the_pool_has_is_refused(server: Server) -> None:

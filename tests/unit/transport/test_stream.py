@@ -24,7 +24,7 @@ PIECE = 1 << 20
 BODY = 3 * PIECE
 """With its digest."""
 
-HEAD = header(BODY - said.DIGEST_SIZE, said.Register.kind.number)
+HEAD = header(BODY - said.DIGEST_SIZE, said.Begin.kind.number)
 
 
 class Clock:
@@ -180,9 +180,9 @@ def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
         assert listener.account.passing == 0
     error = listener.ended()
     assert isinstance(error, UnreadError)
-    assert (error.kind, type(error.why)) == (said.Register.kind, TransportError)
+    assert (error.kind, type(error.why)) == (said.Begin.kind, TransportError)
     assert "those of this tenant" in str(error.why)
-    assert listener.link.connection.state is Phase.ASKED, "a refusal may follow"
+    assert listener.link.connection.state is Phase.BEGINNING, "a refusal may follow"
 
 
 def test_who_hangs_up_waits_for_memory_no_more(

@@ -222,9 +222,6 @@ class HostDraft:
         self._lengths: Final = snapshot.length
         self._late: Final = snapshot.late
         self._snapshot: Snapshot | None = snapshot
-        self._begin: Final = said.Begin(
-            snapshot.model, snapshot.step, snapshot.token, pack_column(snapshot.length)
-        )
         self._stored: Final[list[tuple[Column, Digests]]] = []
         self._guard: Final = threading.Lock()
         self._link: Link | None = None
@@ -380,8 +377,14 @@ class HostDraft:
         try:
             with link.under(stop):
                 reached = _reach(links, link, snapshot)
-                self._register(link, reached)
-                self._ask(link, self._begin, links.answer_s)
+                begin = said.Begin(
+                    model=snapshot.model,
+                    step=snapshot.step,
+                    token=snapshot.token,
+                    lengths=pack_column(snapshot.length),
+                    handles=b"" if reached is None else pack_handles(reached.address, reached.key),
+                )
+                self._ask(link, begin, links.answer_s)
         except BaseException:
             links.revoke(link)
             if reached is not None:
@@ -389,20 +392,6 @@ class HostDraft:
             raise
         self._link, self._reached, self._snapshot = link, reached, None
         return link
-
-    def _register(self, link: Link, reached: _Reached | None) -> None:
-        """A region for each storage, of the same number; once for all saves alike."""
-        answer_s = self._pool.links.answer_s
-        known = self._pool.links.regions.get(link)
-        handles = b"" if reached is None else pack_handles(reached.address, reached.key)
-        wanted = said.Register(0, self._begin.lengths, handles)
-        # Usually nothing changed, so regions stay registered and no message is needed.
-        if known == wanted:
-            return
-        if known is not None:
-            self._ask(link, said.Forget(pack_column(np.arange(len(known.lengths) // 8))), answer_s)
-        self._ask(link, wanted, answer_s)
-        self._pool.links.regions[link] = wanted
 
     def _offer(
         self,
@@ -444,8 +433,7 @@ class HostDraft:
         parts: Parts | _FedParts | None,
     ) -> tuple[Digests, Said]:
         """The digests of what is here, and the last answer."""
-        numbers = pack_column(indices)
-        offer = said.Offer(numbers, regions=numbers)
+        offer = said.Offer(pack_column(indices))
         lengths = self._lengths[indices]
         if parts is None:
             answer = self._ask(link, offer)

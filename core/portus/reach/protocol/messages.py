@@ -30,7 +30,7 @@ UNIT: Final = 16 << 20
 """Bytes of a storage under one digest; as in the format, which this floor does not know."""
 DIGEST_SIZE: Final = 16
 HANDLE_SIZE: Final = 16
-"""Of one region: its address and its key, as two numbers; zeros where it has none."""
+"""Of one storage: its address and its key, as two numbers; zeros where it has none."""
 
 NONCE_SIZE: Final = 16
 PROOF_SIZE: Final = 32
@@ -169,48 +169,21 @@ class Claim(Message, frozen=True):
 
 
 @MESSAGES.client(
-    3,
-    "REGISTER",
-    {Phase.READY: Phase.ASKED},
-    handler="register",
-    body_size_max=(8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
-)
-class Register(Message, frozen=True):
-    """Regions of the client's memory, from number ``first`` on: their lengths, and what a transport
-    needs to reach them by itself (``handles``, one of each; empty on a stream)."""
-
-    first: Number
-    lengths: Indices
-    handles: Handles = b""
-
-
-@MESSAGES.client(
-    4,
-    "FORGET",
-    {Phase.READY: Phase.ASKED},
-    handler="forget",
-    body_size_max=8 * STORAGES_MAX + SMALL,
-)
-class Forget(Message, frozen=True):
-    """The client revokes these regions: the host does not reach them any more."""
-
-    regions: Indices
-
-
-@MESSAGES.client(
     5,
     "BEGIN",
     {Phase.READY: Phase.BEGINNING},
     handler="begin",
-    body_size_max=8 * STORAGES_MAX + SMALL,
+    body_size_max=(8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
 )
 class Begin(Message, frozen=True):
-    """A save of storages of these lengths."""
+    """A save of storages of these lengths; and what a transport needs to reach them by itself, as
+    long as the save lives (``handles``, one of each; empty on a stream)."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     token: Token
     lengths: Indices
+    handles: Handles = b""
 
 
 @MESSAGES.client(
@@ -218,13 +191,12 @@ class Begin(Message, frozen=True):
     "OFFER",
     {Phase.SAVING: Phase.OFFERED},
     handler="offer",
-    body_size_max=16 * STORAGES_MAX + SMALL,
+    body_size_max=8 * STORAGES_MAX + SMALL,
 )
 class Offer(Message, frozen=True):
-    """The client reports that these storages may be pulled now, from these regions."""
+    """The client reports that these storages may be pulled now."""
 
     indices: Indices
-    regions: Indices
 
 
 @MESSAGES.host(68, "PULL", {Phase.OFFERED: Phase.PULLING, Phase.ABANDONING: Phase.ABANDONING})
@@ -652,12 +624,12 @@ def ranges(data: bytes, what: str) -> tuple[Column, Column]:
 
 
 def pack_handles(address: npt.ArrayLike, key: npt.ArrayLike) -> bytes:
-    """Handles for the wire, of regions with these addresses and keys."""
+    """Handles for the wire, of storages with these addresses and keys."""
     return np.stack([np.asarray(address, "<i8"), np.asarray(key, "<i8")], axis=1).tobytes()
 
 
 def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
-    """Addresses and keys of ``count`` regions from the wire; all zero if ``data`` is empty. Raises
+    """Addresses and keys of ``count`` storages from the wire; all zero if ``data`` is empty. Raises
     ``ProtocolError``."""
     if not data:
         return np.zeros(count, np.int64), np.zeros(count, np.int64)

@@ -111,8 +111,6 @@ class Links:
         self._durable: Final = durable
         self.answer_s = ANSWER_S
         self.silence_s: Final = SILENCE_S
-        self.regions: Final = weakref.WeakKeyDictionary[Link, said.Register]()
-        """What is registered on each connection, as it was sent."""
         self.verbs: Regions | None = None
         """What is registered for the host; None: it reaches nothing by itself."""
         self._wish: Final = transport_wished()

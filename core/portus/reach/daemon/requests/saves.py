@@ -23,9 +23,7 @@ from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
 from portus.engine.settings.keep import check_metrics
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.reach.daemon import regions
 from portus.reach.daemon.house import refusal_of
-from portus.reach.daemon.regions import RegionTable
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
 from portus.reach.format.layout import HEADER
 from portus.reach.index.file_table import decode_table
@@ -38,7 +36,6 @@ from portus.reach.transport.verbs import Endpoint
 from portus.reach.versions.parts import StorageRows, sources
 from portus.reach.versions.pool_draft import PoolDraft
 
-REGIONS_MAX: Final = said.STORAGES_MAX
 VALUES_MAX: Final = 1 << 24
 """Of contents, at most: each takes a hundred bytes while it is looked at."""
 
@@ -49,9 +46,11 @@ CLAIMS_MAX: Final = 64
 _DRAFT: Final = 4 << 10
 _PART: Final = 4 << 10
 """Of a save, and of each request within it."""
-_STORAGE: Final = 128
+_STORAGE: Final = 160
+_STORAGE_BEGUN: Final = 128
 _STORAGE_COMMITTED: Final = 512
-"""Of each storage: of a save, as long as it is under way; while it is committed."""
+"""Of each storage: of a save, as long as it is under way; while that begins; while it is committed.
+"""
 _VALUE: Final = 64
 _DICT: Final = 1024
 _BYTE: Final = 8
@@ -65,7 +64,6 @@ class SaveRequests:
     def __init__(self, guest: Guest) -> None:
         self._guest: Final = guest
         self._claimed: Final[list[str]] = []
-        self._regions: Final = RegionTable(REGIONS_MAX)
         self._draft: _Draft | None = None
 
     @property
@@ -132,26 +130,13 @@ class SaveRequests:
         self._guest.lane = self._guest.fabric.lane(self._guest.link, self._guest.hosted, other)
         return said.Connected(*self._guest.lane.endpoint)
 
-    def _register(self, message: said.Register) -> Said:
-        lengths = column(message.lengths, "regions")
-        addresses, keys = handles(message.handles, len(lengths), "regions")
-        self._guest.link.room(regions.WORK * (len(self._regions) + len(lengths)))
-        with self._guest.kept(regions.ROW * len(lengths)):
-            self._regions.add(message.first, lengths, addresses, keys)
-        return said.Done()
-
-    def _forget(self, message: said.Forget) -> Said:
-        numbers = column(message.regions, "regions")
-        self._guest.link.room(regions.WORK * (len(self._regions) + len(numbers)))
-        self._regions.remove(numbers)
-        self._guest.link.keep(-regions.ROW * len(numbers))
-        return said.Done()
-
     def _begin(self, message: said.Begin) -> Said:
         if message.model not in self._claimed:
             raise UsageError(f"model {message.model!r} is not claimed here")
         self._guest.hosted.replica.require(message.model)
         lengths = column(message.lengths, "lengths")
+        self._guest.link.room(_STORAGE_BEGUN * len(lengths))
+        remote = Remote(*handles(message.handles, len(lengths), "handles"))
         size_max = self._guest.writer.max_bytes
         if size_max is not None and int(lengths.sum()) > size_max:
             raise MediumError(
@@ -164,7 +149,8 @@ class SaveRequests:
         self._guest.hosted.began()
         try:
             with self._guest.kept(size):
-                self._draft = _Draft(PoolDraft(self._guest.writer, lengths), lengths, message, size)
+                pool = PoolDraft(self._guest.writer, lengths)
+                self._draft = _Draft(pool, lengths, remote, message, size)
         except BaseException:
             self._guest.hosted.ended()
             raise
@@ -177,10 +163,8 @@ class SaveRequests:
         self._guest.link.room(STORAGE_MOVED * len(indices))
         draft.claim(indices)
         lengths = draft.lengths[indices]
-        registered, addresses, keys = self._regions.of(column(message.regions, "regions"))
-        if not np.array_equal(registered, lengths):
-            raise UsageError("offer: its regions are not registered, or have other lengths")
-        remote, bounced = Remote(addresses, keys), 0
+        remote = Remote(draft.remote.address[indices], draft.remote.key[indices])
+        bounced = 0
 
         def move(moved: Sources) -> Digests:
             nonlocal bounced
@@ -401,11 +385,15 @@ def memory_of(contents: bytes) -> int:
 class _Draft:
     """A save under way: the version that is made, and which of its storages have a place."""
 
-    def __init__(self, pool: PoolDraft, lengths: Column, begin: said.Begin, size: int) -> None:
-        """size: bytes of memory that are kept for it."""
+    def __init__(
+        self, pool: PoolDraft, lengths: Column, remote: Remote, begin: said.Begin, size: int
+    ) -> None:
+        """remote: where its storages are with the client. size: bytes of memory that are kept for
+        it."""
         self.size = size
         self.pool: Final = pool
         self.lengths: Final = lengths
+        self.remote: Final = remote
         self.begin: Final = begin
         self.claimed: Final = np.zeros(len(lengths), np.bool_)
         self.shared_bytes = 0
