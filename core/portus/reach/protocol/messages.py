@@ -201,9 +201,7 @@ class Offer(Message, frozen=True):
 
 @MESSAGES.host(68, "PULL", {Phase.OFFERED: Phase.PULLING, Phase.ABANDONING: Phase.ABANDONING})
 class Pull(Message, frozen=True):
-    """The host asks, on a stream, for the offered storages, end to end. ``size``: bytes of all."""
-
-    size: Number
+    """The host asks, on a stream, for the offered storages, end to end."""
 
 
 @MESSAGES.host(

@@ -211,7 +211,7 @@ class SaveRequests:
         hashed_s = link.hash_s
         segments, digests = cut(moved)
         if segments.size:
-            link.send(said.Pull(segments.size))
+            link.send(said.Pull())
         try:
             take_into(link, self._guest.writer.medium, segments, digests)
         except (MediumError, CorruptionError):
