@@ -132,7 +132,9 @@ def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
 
     Raises ``UsageError`` if a newer Portus wrote it.
     """
-    row = _read(medium, SUPERBLOCK, offset)
+    data = memoryview(bytearray(SUPERBLOCK.size))
+    medium.load(offset, data)
+    row = _whole(SUPERBLOCK, data)
     if row is None or row["magic"] != MAGIC:
         return None
     return _superblock(medium.info.name, row)
@@ -225,9 +227,11 @@ def clear_slot(medium: Medium, slot: int) -> Extent | None:
 
 def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
     """The roots that are whole, newest first: none, one or two."""
-    roots = []
+    roots, start = [], SLOT_OFFSETS[0]
+    data = memoryview(bytearray(SLOT_OFFSETS[1] + SLOT.size - start))
+    medium.load(start, data)  # both at once: each look at a pool on a storage host begins with them
     for slot, offset in enumerate(SLOT_OFFSETS):
-        row = _read(medium, SLOT, offset)
+        row = _whole(SLOT, data[offset - start :][: SLOT.size])
         if row is None or row["magic"] != ROOT_MAGIC or row["uuid"] != uuid:
             continue
         numbers = {name: cast(int, row[name]) for name in ("sequence", "next_version", "size")}
@@ -256,8 +260,6 @@ def _seal(body: bytes) -> bytes:
     return body[:-16] + digest(body[:-16])
 
 
-def _read(medium: Medium, record: Record, offset: int) -> dict[str, Value] | None:
-    data = memoryview(bytearray(record.size))
-    medium.load(offset, data)
+def _whole(record: Record, data: memoryview) -> dict[str, Value] | None:
     row = record.unpack(data)
     return row if row["digest"] == digest(data[:-16]) else None
