@@ -30,7 +30,7 @@ PAUSE_S: Final = 0.02
 """How long the copier sleeps before each save: many steps of these small models."""
 
 FENCE_S_MAX: Final = 60.0
-WRITTEN_S_MAX: Final = 1.0
+WRITTEN_S_MAX: Final = 10.0
 """The longest wait for somebody to write what is being saved."""
 
 

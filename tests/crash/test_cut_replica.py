@@ -34,7 +34,7 @@ CUTS = int(os.environ.get("PORTUS_TEST_CUTS", "1"))
 SAVE_BYTES = 1_000_000
 """Fewer than a save sends."""
 
-SILENCE_S = 2.0
+SILENCE_S = 5.0
 """The longest that a client waits for a host that says nothing."""
 
 STALL_S = 0.9 * SILENCE_S

@@ -105,7 +105,7 @@ def test_a_saving_process_may_be_killed_at_any_moment(
                 assert_same(checkpointer.load(step, weights_only=False), Training(step).state())
         assert os.path.getsize(path) <= POOL_SIZE_MAX
     print(f"{KILLS} kills, {reported} steps; {unreported} times one more was there than reported")
-    assert reported > KILLS
+    assert reported > KILLS // 3, "too few steps were saved"
     assert unreported or KILLS < 30, "no kill came between a commit and its report"
 
 
@@ -148,7 +148,7 @@ def test_at_each_path_of_a_killed_process_is_a_pointer_that_loads_or_nothing(
             leads_to(file)
         assert os.path.getsize(path) <= POOL_SIZE_MAX
     print(f"{KILLS_WITH_FILES} kills, {saved} steps; {leaked} versions had no pointer")
-    assert saved > KILLS_WITH_FILES
+    assert saved > KILLS_WITH_FILES // 3, "too few steps were saved"
     assert leaked or KILLS_WITH_FILES < 10
 
 

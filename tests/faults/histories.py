@@ -175,7 +175,8 @@ class World:
 
     def _rot(self, name: str) -> None:
         pools = sorted((self._root / name / ".portus").glob("*.portus"))
-        pools = [each for each in pools if each.stat().st_size]  # a kill can leave an empty one
+        # A kill can leave an empty one, and a link to a file that is gone, or is another run's.
+        pools = [each for each in pools if not each.is_symlink() and each.stat().st_size]
         if pools:
             pool = self._source.choice(pools)
             at = self._source.randrange(pool.stat().st_size)

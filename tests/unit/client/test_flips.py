@@ -42,8 +42,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The length of a greeting is guarded by nothing: then somebody waits for the rest of it."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", 0.3)
-    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 0.2)
+    monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", 1.5)
+    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 1.0)
 
 
 def meant(step: int) -> dict[str, Any]:

@@ -44,7 +44,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connect_again_at_once(monkeypatch)
     monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.01)
     monkeypatch.setattr("portus.reach.mirror.leading.PAUSE_MAX_S", 0.05)
-    monkeypatch.setattr("portus.reach.daemon.replicas._ANSWER_S", 0.5)
 
 
 class Two:

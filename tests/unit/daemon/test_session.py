@@ -60,7 +60,7 @@ ALL = pack_column([0, 1, 2])
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with serving(tmp_path / "pools", patience=ClientTimeouts(claim_s=0.2)) as made:
+    with serving(tmp_path / "pools", patience=ClientTimeouts(claim_s=1.0)) as made:
         yield made
 
 
@@ -767,21 +767,21 @@ def test_an_idle_reader_is_ended(tmp_path: Path) -> None:
 
 
 def test_who_claims_a_model_may_be_idle(tmp_path: Path) -> None:
-    with impatient(tmp_path, idle_s=0.3) as server, client(server) as link:
+    with impatient(tmp_path, idle_s=1.0) as server, client(server) as link:
         with client(server, model=None):
             settled(server, lambda: server.connections() == 1)  # the other one was ended
         confirmed(link)
 
 
 def test_who_is_idle_within_a_save_is_ended(tmp_path: Path) -> None:
-    with impatient(tmp_path, idle_s=0.3) as server, client(server) as link:
+    with impatient(tmp_path, idle_s=1.0) as server, client(server) as link:
         begun(link)
         settled(server, lambda: server.connections() == 0)
         assert server._house.pools.of("default").saves == 0
 
 
 def test_a_client_that_stops_in_the_middle_of_its_payload_is_ended(tmp_path: Path) -> None:
-    with impatient(tmp_path, silent_s=0.3) as server, client(server) as link:
+    with impatient(tmp_path, silent_s=1.0) as server, client(server) as link:
         half_sent(link)
         with client(server, model="n") as other:
             asked(other, said.Status(), said.Standing)
@@ -792,7 +792,7 @@ def test_a_client_that_stops_in_the_middle_of_its_payload_is_ended(tmp_path: Pat
 
 @pytest.mark.long
 def test_a_client_that_stops_reading_is_ended_and_holds_nobody_up(tmp_path: Path) -> None:
-    with impatient(tmp_path, silent_s=0.5) as server, client(server, model=None) as deaf:
+    with impatient(tmp_path, silent_s=1.0) as server, client(server, model=None) as deaf:
         with client(server) as link:
             size, writer = 32 << 20, server.house.pools.of("default").writer
             writer.release(writer.reserve(2 * size))  # so large is it now
@@ -816,7 +816,7 @@ def test_a_stranger_that_says_nothing_is_ended(
 def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 0.3)
+    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 1.0)
     with (
         serving(tmp_path / "pools") as server,
         socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
@@ -832,7 +832,7 @@ def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
 
 
 def test_who_may_be_idle_may_not_stop_within_a_message(tmp_path: Path) -> None:
-    with impatient(tmp_path, idle_s=3600, silent_s=0.5) as server, client(server) as link:
+    with impatient(tmp_path, idle_s=3600, silent_s=1.0) as server, client(server) as link:
         frame = link.connection.send(said.Status())
         link._socket.sendall(frame[:5])
         settled(server, lambda: server.connections() == 0)

@@ -54,7 +54,7 @@ from tests.unit.cli.scene import portus_json
 
 CUTS = 45
 FLIPS = 40
-TRIES_MAX = 20
+TRIES_MAX = 400
 SIZES = (300_000, 40, 0, 5000)
 
 
@@ -67,9 +67,14 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=1.0, claim_s=5)) as made:
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    patience = ClientTimeouts(silent_s=getattr(request, "param", 60.0), claim_s=5)
+    with serving(tmp_path / "pools", patience=patience) as made:
         yield made
+
+
+impatient = pytest.mark.parametrize("server", [1.0], indirect=True, ids=["impatient"])
+"""Where a damaged length makes the host wait for what never comes."""
 
 
 @pytest.fixture
@@ -241,6 +246,7 @@ def test_a_forked_child_keeps_no_connection(server: Server) -> None:
 
 
 @pytest.mark.long
+@impatient
 def test_a_bit_that_flips_on_the_way_is_never_part_of_a_version(
     server: Server, link: LossyLink, seed: int
 ) -> None:
@@ -277,6 +283,7 @@ def test_a_save_ends_at_the_first_answer_that_is_not_what_was_sent(
         draft.release()
 
 
+@impatient
 def test_a_flip_in_what_is_read_is_never_handed_out(
     server: Server, link: LossyLink, seed: int
 ) -> None:
@@ -442,8 +449,7 @@ def test_a_stalled_link_costs_saves_and_not_the_training(server: Server, link: L
 def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
     server: Server, link: LossyLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait_s, speakers = 0.3, set[str]()
-    monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", wait_s)
+    wait_s, speakers = 1.0, set[str]()
     send = Link.send
 
     def noted(self: Link, message: said.Said) -> None:
@@ -456,6 +462,7 @@ def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
         checkpointer.save(state(1), 1).wait(60)
         pool = checkpointer._pool.open()
         assert isinstance(pool, HostPool)
+        monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", wait_s)
         monkeypatch.setattr(pool.links, "answer_s", wait_s)
         for episode in (10, 20):
             link.stalled = True

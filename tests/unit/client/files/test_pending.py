@@ -237,11 +237,15 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
         time.sleep(WAIT_S_MAX)
 
     PENDING.add(str(tmp_path / "x"), wait)
+
+    def listed() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        os.listdir(tmp_path)
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         with pytest.raises(KeyboardInterrupt):
-            os.listdir(tmp_path)
+            listed()
     finally:
         signal.signal(signal.SIGALRM, before)
         PENDING.remove(wait)
