@@ -24,7 +24,14 @@ START_S_MAX = 120.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
-_PORTS = itertools.count(os.getpid() * 64)
+_SIDE_BY_SIDE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_PORTS = itertools.count(
+    os.getpid() // _SIDE_BY_SIDE * _SIDE_BY_SIDE * 64
+    + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
+    _SIDE_BY_SIDE,
+)
+"""Processes of one run never count the same, so none takes the port of another's host that is to
+start again."""
 
 
 def free_port() -> int:
