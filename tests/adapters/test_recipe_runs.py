@@ -61,16 +61,21 @@ def run(root: Path, site: Path, *command: object) -> str:
     return printed
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    """It, and all that it started: torchrun gives each rank a session of its own."""
+def kill(process: subprocess.Popen[str]) -> str:
+    """Kill it, and all that it started: torchrun gives each rank a session of its own. Return what
+    it had still printed."""
     launched = psutil.Process(process.pid)
     for each in [*launched.children(recursive=True), launched]:
         each.kill()
+    assert process.stdout is not None
+    printed = process.stdout.read()
     process.communicate()
+    return printed
 
 
 def killed(root: Path, site: Path, *command: object, at: int) -> str:
-    """What it printed until it was killed, with all its processes, after step ``at``."""
+    """What it printed until it was killed, with all its processes, after step ``at`` or a little
+    later."""
     process = start(root, site, *command)
     assert process.stdout is not None
     printed = ""
@@ -78,17 +83,18 @@ def killed(root: Path, site: Path, *command: object, at: int) -> str:
         printed += line
         if (step := STEP.match(line)) and int(step[1]) == at:
             break
-    kill(process)
-    assert STEP.findall(printed)[-1][0] == str(at), "it ended before"
+    printed += kill(process)
+    assert at <= int(STEP.findall(printed)[-1][0]) < 20, "it ended before"
     return printed
 
 
-def assert_goes_on(before: str, after: str, at: int) -> None:
+def assert_goes_on(before: str, after: str) -> None:
     """The steps that both runs took have the same losses to the last digit printed."""
     losses = dict(STEP.findall(before))
+    at = max(map(int, losses))
     again = dict(STEP.findall(after))
     first = int(next(iter(again)))
-    assert 1 < first <= at, f"resumed from step {first - 1}"
+    assert 1 < first <= at + 1, f"resumed from step {first - 1}"
     both = losses.keys() & again.keys()
     assert len(both) == at - first + 1
     assert {step: again[step] for step in both} == {step: losses[step] for step in both}
@@ -123,7 +129,7 @@ def test_torchrun_killed_and_resumed_stores_what_was_computed(
     )
     before = killed(tmp_path, installed, *command, at=13)
     after = run(tmp_path, installed, *command)
-    assert_goes_on(before, after, 13)
+    assert_goes_on(before, after)
     newest = tmp_path / "ckpt" / "step_20"
     assert len(list(newest.glob("__*_*.distcp"))) == 2
     noted = FileSystemReader(newest).read_metadata()
@@ -193,7 +199,7 @@ def test_accelerate_stores_what_was_computed(
 @pytest.mark.parametrize("name", ["124M", "22B"])
 def test_accelerate_killed_and_resumed(tmp_path: Path, installed: Path, name: str) -> None:
     before = killed(tmp_path, installed, *accelerate(name), at=13)
-    assert_goes_on(before, run(tmp_path, installed, *accelerate(name)), 13)
+    assert_goes_on(before, run(tmp_path, installed, *accelerate(name)))
 
 
 @pytest.mark.long

@@ -22,6 +22,8 @@ HISTORIES_MAX = 200
 
 POOL, FILES = Where
 LONG_S = 60
+HISTORIES_MIN = 10
+"""So many there are, however slow the machine is."""
 
 pytestmark = pytest.mark.skipif(bool(calls.why_not()), reason=calls.why_not())
 
@@ -125,9 +127,9 @@ def test_a_wrong_engine_is_found_whatever_the_seed(mistake: str, tmp_path: Path,
 @pytest.mark.timeout(600)
 def test_longer_histories_find_nothing_either(tmp_path: Path, seed: int) -> None:
     until, histories, loaded, refused = time.monotonic() + LONG_S, 0, 0, 0
-    while time.monotonic() < until:
+    while histories < HISTORIES_MIN or time.monotonic() < until:
         for world in lived(tmp_path, seed + histories):
             loaded, refused = loaded + world.loaded, refused + world.refused
         histories += 1
     print(f"{histories} histories; {loaded} files loaded, {refused} said why not")
-    assert histories > 10
+    assert loaded > histories
