@@ -202,8 +202,12 @@ def test_the_wait_is_said_once(
 
 
 def test_a_wait_for_a_moment_is_not_said(
-    pool: str, locks: FileLocks, caplog: pytest.LogCaptureFixture
+    pool: str,
+    locks: FileLocks,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("portus.reach.media.lock._QUIET_S", 20.0)
     other = FileLocks(pool, writable=True)
     other.acquire_writer(0)
     release = threading.Timer(0.05, other.close)

@@ -43,9 +43,9 @@ def test_a_third_save_waits_for_a_place() -> None:
         place = Turn()
         assert queue.admit(place, 0.05)
         queue.put(_Work(gate.wait), place)  # type: ignore[arg-type]
-    threading.Timer(0.2, gate.set).start()
     third = Turn()
     assert not queue.admit(third, 0.05)
+    threading.Timer(0.2, gate.set).start()
     assert queue.admit(third)
     assert gate.is_set()
     assert queue.dismiss(third)
