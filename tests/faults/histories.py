@@ -106,7 +106,9 @@ class World:
         lines, delay_s = self._source.randint(1, 25), self._source.uniform(0, KILL_S_MAX)
         self.acts.append(f"{name} trains and is killed {delay_s:.3f} s after {lines} lines")
         with self._started(name, 100, None) as child:
-            heard = [child.line() for _ in range(lines)]
+            heard = [child.line()]
+            while len(heard) < lines and heard[-1] != "end":
+                heard.append(child.line())
             time.sleep(delay_s)
             heard += child.kill()
         for line in heard:

@@ -30,7 +30,7 @@ Buffer = NDArray[np.uint8]
 
 ROUNDS = 20
 BYTES = 3 << 20
-STOP_S_MAX = 1.0
+STOP_S_MAX = 5.0
 EDGES = (
     *(0, 0, 1, 2, 63, 64, 65, 1023, 1024, 1025, PAGE - 1, PAGE, PAGE + 1),
     *(native.PIECE - 1, native.PIECE, native.PIECE + 1, local.LOAD + 5, local.SCRATCH + 1),
