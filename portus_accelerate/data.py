@@ -17,11 +17,11 @@ epoch of training that a state was loaded of: the next one goes on where that wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -36,11 +36,11 @@ _NO_GRADIENT: Final = -1
 
 
 class Training:
-    """Whether the ``models`` of one ``Accelerator`` are trained: by its ``backward``, which counts
+    """Whether the models of one ``Accelerator`` are trained: by its ``backward``, which counts
     itself, or by any other, which leaves gradients, or parameters that were stepped."""
 
-    def __init__(self, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
-        self._models: Final = models
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator: Final = weakref.ref(accelerator)  # who follows a loader may outlive it
         self.passes = 0
         """Calls of the ``Accelerator``'s ``backward``."""
         self._first: _Trained | None = None
@@ -70,7 +70,8 @@ class Training:
 
     def _now(self) -> _Trained:
         found = {}
-        for each in (each for model in self._models() for each in model.parameters()):
+        models = getattr(self._accelerator(), "_models", ())
+        for each in (each for model in models for each in model.parameters()):
             # One of inference mode has no version, and asking for it raises.
             if not each.is_inference():
                 # The gradient's too: a fused AdamW leaves the version of what it steps (torch

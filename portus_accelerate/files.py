@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 class CheckpointFiles:
     """The checkpoint files of one ``Accelerator``. Its methods are called on every process."""
 
-    def __init__(
-        self, settings: Settings, run_of: Callable[[str], portus.Run], *, is_writer: bool
-    ) -> None:
+    def __init__(self, accelerator: Any, settings: Settings, *, is_writer: bool) -> None:
         """is_writer: false in a process that saves its random states alone."""
+        self._accelerator: Final = accelerator
+        self.uploaded: str | None = None
+        """A directory of which everything is uploaded."""
         self._settings: Final = settings if is_writer else _alone(settings)
         self._of_all: Final = settings
         self._plain: portus.TrainingFiles | None = None
-        self._run_of: Final = run_of
         self._is_writer: Final = is_writer
         self._made: portus.TrainingFiles | None = None
         self._shards: PortusStorageWriter | None = None
@@ -66,6 +65,11 @@ class CheckpointFiles:
         if self._is_writer:
             run = self._run_of(directory)
             self.named.fetch(run.name, run.links, os.path.dirname(directory))
+
+    def _run_of(self, directory: str) -> portus.Run:
+        """The run that saves the checkpoint ``directory``; nothing of it is opened."""
+        project = self._accelerator.project_dir
+        return place.run_of(directory, self._of_all, project, self.uploaded)
 
     def begun(self, directory: str) -> portus.Run:
         """Return the run that saves ``directory``, which has begun."""

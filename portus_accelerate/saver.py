@@ -15,8 +15,8 @@ import contextlib
 import copy
 import logging
 import os
+import re
 import tempfile
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -52,14 +52,12 @@ class Saver:
     def __init__(self, accelerator: Any, settings: Settings) -> None:
         """Puts in order what a killed run left, before the script looks for checkpoints."""
         self._accelerator: Final = accelerator
-        its = weakref.ref(accelerator)  # who follows a loader may outlive it
-        self.training: Final = data.Training(lambda: getattr(its(), "_models", ()))
+        self.training: Final = data.Training(accelerator)
         self.settings: Final = settings
         self._is_writer: Final = _is_writer(accelerator)
         self._count = 0
         self.has_saved = False
         """Whether this training saved a whole checkpoint."""
-        self._uploaded: str | None = None
         self._handles: Final[deque[portus.SaveHandle]] = deque()
         self.logged: tuple[Any] | None = None
         """The step that the script logged last; None until it logs."""
@@ -69,7 +67,7 @@ class Saver:
         self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
             portus.allow(settings.pool)  # every process loads, and before anything was saved
-        self._files: Final = CheckpointFiles(settings, self._run_of, is_writer=self._is_writer)
+        self._files: Final = CheckpointFiles(accelerator, settings, is_writer=self._is_writer)
         self.loader: Final = StateLoader(accelerator, self._files, settings)
         if self.is_on():
             self.loader.fetch_named()
@@ -132,43 +130,40 @@ class Saver:
         # Stock removes the oldest before it saves: with a limit of 1 there is none for a while, and
         # with a save that fails there stays none.
         limit, project.total_limit = project.total_limit, None
-        surplus = partial(place.surplus, named, limit) if self._is_writer else list
         try:
-            with self._saving(named, self._random_states, surplus):
+            with self._saving(named, self._random_states, limit if self._is_writer else None):
                 return self._into(stock, asked, named)
         finally:
             project.total_limit = limit
 
-    def save_whole(
-        self,
-        stock: Callable[[], Any],
-        directory: str,
-        add: Callable[[Capture], object],
-        is_pooled: Callable[[str], bool],
-    ) -> None:
-        """Save a checkpoint that every process writes by ``stock``, as ``save_state`` does. Old
-        ones that ``stock`` removes go after the commit. add: puts what is ours into the capture.
-        is_pooled: with a pool, which files go there."""
+    @contextlib.contextmanager
+    def saving_whole(
+        self, directory: str, add: Callable[[Capture], object], pooled: re.Pattern[str]
+    ) -> Iterator[None]:
+        """Save a checkpoint that every process writes inside, as ``save_state`` does. Old ones that
+        are removed there go after the commit. add: puts what is ours into the capture. pooled:
+        with a pool, which files go there."""
         directory = os.path.abspath(directory)
         if not portus.is_nested():
             self._files.wait()  # old ones are told by the times of directories
         with contextlib.suppress(OSError):
             os.utime(directory)  # one that was cut off is the newest from now on
         self.has_saved = True
-        with self._saving(directory, add, list, is_pooled):
-            stock()
+        with self._saving(directory, add, pooled=pooled):
+            yield
 
     @contextlib.contextmanager
     def _saving(
         self,
         directory: str,
         add: Callable[[Capture], object],
-        surplus: Callable[[], list[str]],
-        is_pooled: Callable[[str], bool] | None = None,
+        limit: int | None = None,
+        pooled: re.Pattern[str] | None = None,
     ) -> Iterator[None]:
         """Save what this thread would write into ``directory`` inside of a ``with``. add: puts what
-        is ours into the capture. surplus: the directories that are to be removed then. is_pooled:
-        with a pool, which files go there as they are; None: all, as files of torch."""
+        is ours into the capture. limit: of the checkpoints beside it, of which older ones are
+        removed then. pooled: with a pool, which files go there as they are; None: all, as
+        files of torch."""
         self._count += 1
         run, number = self._files.begun(directory), place.step_of(directory)
         step = self._count if number is None else number
@@ -183,7 +178,7 @@ class Saver:
             capture.removed.clear()
             said = note(run.name, step)
             if self._files.pool is not None and self._is_writer:
-                parts, files = _for_pool(parts, is_pooled)
+                parts, files = _for_pool(parts, pooled)
                 if files:
                     shards.append(self._files.plain.save_directory(directory, files, step, said))
             if parts:
@@ -195,7 +190,7 @@ class Saver:
                 )
             # Behind the save in the queue: they go once it, or a later one, is committed
             # (decision 0065).
-            for old in (*_twins(directory, parts), *removed, *surplus()):
+            for old in (*_twins(directory, parts), *removed, *place.surplus(directory, limit)):
                 self._files.named.remove(old)
             if now and handles:
                 handles[-1].wait()
@@ -231,7 +226,7 @@ class Saver:
 
     def keep_out_of(self, directory: str) -> None:
         """All that is in ``directory`` is uploaded: no pool in it, unless one was named."""
-        self._uploaded = os.path.abspath(directory)
+        self._files.uploaded = os.path.abspath(directory)
 
     def begin(self, output: str) -> None:
         """A training starts that saves into ``output``: put in order what is there."""
@@ -308,11 +303,6 @@ class Saver:
                 own[name][resume.KEY][_CADENCE] = self._cadence.state_dict()
         return {name: own[name]} if name in own else {}
 
-    def _run_of(self, directory: str) -> portus.Run:
-        """The run that saves the checkpoint ``directory``; nothing of it is opened."""
-        project = self._accelerator.project_dir
-        return place.run_of(directory, self.settings, project, self._uploaded)
-
 
 def _is_writer(accelerator: Any) -> bool:
     """True in the process that saves what is saved once, or once for each node."""
@@ -355,13 +345,13 @@ def save_state(
 
 
 def _for_pool(
-    parts: Mapping[str, Any], is_pooled: Callable[[str], bool] | None
+    parts: Mapping[str, Any], pooled: re.Pattern[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The files of a checkpoint that go to the pool, all of them of torch, and those that stay
     files."""
-    if is_pooled is not None:
-        pooled = {name: part for name, part in parts.items() if is_pooled(name)}
-        return pooled, {name: part for name, part in parts.items() if name not in pooled}
+    if pooled is not None:
+        there = {name: part for name, part in parts.items() if pooled.fullmatch(name)}
+        return there, {name: part for name, part in parts.items() if name not in there}
     return {
         torch_name(name): part.tensors if isinstance(part, portus.Safetensors) else part
         for name, part in parts.items()

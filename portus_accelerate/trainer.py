@@ -17,9 +17,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import safetensors.torch
@@ -35,9 +35,13 @@ OLDEST: Final = 5
 _WHOLE: Final = ("checkpoint", "all_checkpoints")
 """Strategies of a hub for which whole checkpoints are uploaded."""
 
-_FILES: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt")
 _RANDOM: Final = "rng_state"
 """How the names of the files of random states begin, one for each process."""
+
+_STORED: Final = re.compile(rf"(optimizer|scheduler|scaler)\.pt|{_RANDOM}.*")
+"""The files of a checkpoint that go through the pool."""
+
+_NONE: Final = re.compile("")
 
 _LOADS: Final = (
     "_load_from_checkpoint",
@@ -92,11 +96,6 @@ def install() -> None:
         setattr(owner, name, value)
 
 
-def is_stored(name: str) -> bool:
-    """True for a file of a checkpoint that goes through the pool."""
-    return name in _FILES or name.startswith(_RANDOM)
-
-
 def _save_checkpoint(stock: Callable[..., None], self: Any, model: Any, trial: Any) -> None:
     saver = saver_of(self.accelerator)
     if saver is None:
@@ -113,8 +112,8 @@ def _save_checkpoint(stock: Callable[..., None], self: Any, model: Any, trial: A
             if name.startswith(_RANDOM):
                 trainer_data.add_to(part, self)
 
-    is_pooled = (lambda name: False) if _pushes_all(self.args) else is_stored
-    saver.save_whole(partial(stock, self, model, trial), directory, add, is_pooled)
+    with saver.saving_whole(directory, add, _NONE if _pushes_all(self.args) else _STORED):
+        stock(self, model, trial)
     if _is_watched(self):
         saver.wait()
 

@@ -34,7 +34,7 @@ from portus_lightning.patch import (
     uploads_each,
 )
 from portus_lightning.preemption import Leaving
-from portus_lightning.resume import renew_at_epoch_end
+from portus_lightning.resume import renewing_at_epoch_end
 
 KEY: Final = "portus_random"
 """Where the generators are in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
@@ -167,7 +167,8 @@ class CompanionHooks:
             self._data.start()
         generators, self._generators = self._generators, None
         if generators is not None:
-            renew_at_epoch_end(trainer.fit_loop, lambda: self._put_back(trainer, generators))
+            with renewing_at_epoch_end(trainer.fit_loop):
+                self._put_back(trainer, generators)
         if self._leaving is not None:
             self._leaving.train_starts()
 
@@ -217,7 +218,7 @@ class CompanionHooks:
             self._data.close()  # Lightning calls no teardown now
         if self._leaving is not None and self._leaving.takes(exception):
             self._ended = True
-            self._leaving.save(io.wait)
+            self._leaving.save(io)
             return
         try:
             io.teardown()

@@ -20,13 +20,14 @@ from __future__ import annotations
 import importlib
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Final
 
 import torch
 
 import portus
+from portus_lightning.io import PortusIO
 
 _log: Final = logging.getLogger("portus_lightning")
 
@@ -131,7 +132,7 @@ class Leaving:
         """True if it is ours: what Lightning raises once all ranks leave."""
         return self._preemption.leaving and isinstance(error, _exception_of(self._trainer))
 
-    def save(self, wait: Callable[[], None]) -> None:
+    def save(self, io: PortusIO) -> None:
         """Save what the run goes on from, where it is looked for, and wait until it is there. What
         fails is logged: the newest committed checkpoint counts then."""
         trainer = self._trainer
@@ -143,7 +144,7 @@ class Leaving:
         self.is_saving = True
         try:
             _save_last(callback, trainer)
-            wait()
+            io.wait()
         except portus.PortusError as error:
             _log.error(
                 "Portus: got the signal to leave, and the save before leaving failed: %s", error

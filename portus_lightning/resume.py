@@ -29,13 +29,16 @@ least) is missing; a sampler with a generator of its own, as a stateful loader h
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 
-def renew_at_epoch_end(fit_loop: Any, put_back: Callable[[], None]) -> None:
-    """Call ``put_back`` once, and renew the iterator around it where that is needed.
+@contextlib.contextmanager
+def renewing_at_epoch_end(fit_loop: Any) -> Iterator[None]:
+    """Renew the iterator around what is inside, which puts the generators back, where that is
+    needed.
 
     For the hook ``on_train_start`` of a run that was resumed from a checkpoint.
     """
@@ -43,14 +46,14 @@ def renew_at_epoch_end(fit_loop: Any, put_back: Callable[[], None]) -> None:
         _end_epoch(fit_loop)
     fetcher = getattr(fit_loop, "_data_fetcher", None)
     if fetcher is None or not _is_at_epoch_end(fit_loop):
-        put_back()
+        yield
         return
     if _is_after_last_batch(fit_loop.epoch_loop):
         _begin_epoch(fit_loop)
     # A stateful loader takes its state as an iterator is made, and that one is of the old epoch.
     if _load_states(fit_loop):
         iter(fetcher)
-    put_back()
+    yield
     _tell_samplers(fit_loop)  # what was put back is of the epoch that is over
     iter(fetcher)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch.distributed.checkpoint import state_dict as of_torch
@@ -96,20 +96,23 @@ class _Sharded:
         and it is damaged or its save was cut off, load the newest complete one beside it."""
         found = path
         try:
-            self._load(lambda state: load(state, path))
+            with self._filled() as state:
+                load(state, path)
         except (portus.CorruptionError, portus.NoCheckpointError) as error:
             if not is_chosen:
                 raise
-            newest: list[str | None] = []
-            self._load(lambda state: newest.append(load_newest(state, os.path.dirname(path))))
-            if newest[0] is None:
+            with self._filled() as state:
+                newest = load_newest(state, os.path.dirname(path))
+            if newest is None:
                 raise
-            found = newest[0]
+            found = newest
             if self._strategy.global_rank == 0:
                 _log.error("Portus: %s; FALLING BACK to %s", error, found)
         return portus.load(os.path.join(found, META), map_location="cpu", weights_only=False)
 
-    def _load(self, load_into: Callable[[dict[str, Any]], object]) -> None:
+    @contextlib.contextmanager
+    def _filled(self) -> Iterator[dict[str, Any]]:
+        """Give the model and its optimizers what their state was filled with, inside."""
         model, module = self._strategy.model, self._strategy.lightning_module
         is_fitting = module.trainer.state.fn == "fit"
         optimizers = list(self._strategy.optimizers) if is_fitting else []
@@ -117,7 +120,7 @@ class _Sharded:
         for index, optimizer in enumerate(optimizers):
             name = f"optimizer_{index}"
             state[name] = of_torch.get_optimizer_state_dict(model, optimizer)
-        load_into(state)
+        yield state
         options = of_torch.StateDictOptions(strict=module.strict_loading)
         of_torch.set_model_state_dict(model, state[self._key], options=options)
         for index, optimizer in enumerate(optimizers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,15 @@ import pytest
 from portus.reach.media.lock import FileLocks, LockTable, ProcessLocks
 from portus.reach.media.pool import Locks
 from portus.testing.contract import LocksContract
+
+
+class HeldLocks(FileLocks):
+    """Locks that somebody holds who is known."""
+
+    holder = ""
+
+    def describe_holder(self) -> str:
+        return self.holder
 
 
 class TestFileLocks(LocksContract):
@@ -22,8 +31,10 @@ class TestFileLocks(LocksContract):
             self.path = file.name
             yield
 
-    def open_locks(self, describe_holder: Callable[[], str]) -> Locks:
-        return FileLocks(self.path, writable=True, describe_holder=describe_holder)
+    def open_locks(self, holder: str) -> Locks:
+        locks = HeldLocks(self.path, writable=True)
+        locks.holder = holder
+        return locks
 
 
 class TestProcessLocks(LocksContract):
@@ -31,5 +42,5 @@ class TestProcessLocks(LocksContract):
     def table(self) -> None:
         self.shared = LockTable()
 
-    def open_locks(self, describe_holder: Callable[[], str]) -> Locks:
-        return ProcessLocks(self.shared, describe_holder=describe_holder)
+    def open_locks(self, holder: str) -> Locks:
+        return ProcessLocks(self.shared, holder=holder)

@@ -285,6 +285,15 @@ class AskedDraft(PoolDraft):
         return cast(Before, None)  # nobody looks at it before it is one
 
 
+class SharingDraft(ImageDraft):
+    """A draft that may share what is ``known``."""
+
+    known: CommittedImages | None = None
+
+    def before(self) -> CommittedImages | None:
+        return self.known
+
+
 class Trainer:
     """One process. Wrong engines override one of its parts."""
 
@@ -351,7 +360,7 @@ class Trainer:
             after = changed(after, model, [step], surplus)
             state, made = snapshot(model, step), images(model, step)
             asked = AskedDraft(self.writer, lengths_of(made))
-            draft = ImageDraft(asked, model, table(model, step), made, lambda: None, lambda: False)
+            draft = ImageDraft(asked, model, table(model, step), made)
             draft.copy(np.arange(len(LENGTHS)), state.address, Stop())
             labels = Labels(model=model, step=step, token=state.token)
             draft.commit(labels, None, self.ids(model, surplus))
@@ -369,7 +378,8 @@ class Trainer:
         """One save through the pipeline, as the client has it done. Raises what made it fail."""
         state, made, known = snapshot(model, step), images(model, step), self.before.get(model)
         pool = PoolDraft(self.writer, lengths_of(made))
-        draft = ImageDraft(pool, model, table(model, step), made, lambda: known, lambda: False)
+        draft = SharingDraft(pool, model, table(model, step), made)
+        draft.known = known
         save = Save(state, draft, _Owner(self, model, known, retire))
         save.copy_now()
         save.run()

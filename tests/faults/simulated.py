@@ -19,6 +19,7 @@ from portus.engine.pipeline.plan import Previous
 from portus.engine.pipeline.run import Save, Stage
 from portus.engine.spec import VersionInfo
 from portus.reach.pools.image_draft import ImageDraft
+from portus.reach.pools.training_pool import PointerDraft
 from portus.reach.training.training_files import TrainingFiles
 from portus.reach.versions.parts import Before
 from portus.reach.versions.pool_draft import PoolDraft
@@ -147,14 +148,14 @@ def _tell_before_the_commit() -> None:
 
 def _put_pointers_before_the_commit() -> None:
     def commit(
-        self: ImageDraft, labels: Labels, before: Previous | None, retire: Collection[int]
+        self: PointerDraft, labels: Labels, before: Previous | None, retire: Collection[int]
     ) -> Before:
-        assert self._pointers is not None
-        self._pointers.files.finish()
-        self._pointers.files.publish()
-        return self._commit(labels, retire)
+        assert self._files is not None
+        self._files.finish()
+        self._files.publish()
+        return ImageDraft.commit(self, labels, before, retire)
 
-    setattr(ImageDraft, "commit", commit)  # noqa: B010
+    setattr(PointerDraft, "commit", commit)  # noqa: B010
 
 
 def _let_go_of_what_others_lead_to() -> None:

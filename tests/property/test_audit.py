@@ -114,7 +114,8 @@ class Model:
         if rng.random() < 0.5:
             places = [(each.data_ptr(), each.nbytes) for each in self.tensors()]
             address, length = np.array(places, np.int64).T
-            write_watch.make_huge(address, length, lambda: True)
+            for _ in write_watch.make_huge(address, length):
+                pass
 
     def step(self) -> None:
         for parameter in self.parameters:

@@ -1,8 +1,12 @@
-"""Interfaces with one implementation: each has its reason here, and there are no others."""
+"""Interfaces with one implementation: each has its reason here, and there are no others.
+
+No more functions are passed as arguments than were.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +26,11 @@ ONE_IMPLEMENTATION = {
 }
 """Why there is a ``Protocol`` that fewer than two classes of what is shipped, but for the test kit,
 implement. With one, write its class instead, or pass what is needed of it."""
+
+FUNCTIONS_MAX = 250
+"""How many parameters and fields of what is shipped, but for the test kit, are functions. It only
+falls. Where a function would have one value, call it, make it a method, pass the object that has
+it, or return an iterator; then lower this."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +98,60 @@ def test_interfaces_have_two_implementations_or_a_reason() -> None:
     alone = {each.where for each in protocols if sum(implements(one, each) for one in real) < 2}
     assert sorted(alone - {*ONE_IMPLEMENTATION}) == [], "write the class instead of these"
     assert sorted({*ONE_IMPLEMENTATION} - alone) == [], "these have two by now, or are gone"
+
+
+def is_function(annotation: ast.expr | None, names: set[str]) -> bool:
+    """True for ``Callable``, also inside of others, and under one of ``names``."""
+    words = re.findall(r"\w+", ast.unparse(annotation)) if annotation is not None else []
+    return not names.isdisjoint(words)
+
+
+def aliases(tree: ast.Module) -> set[str]:
+    """Return the names that a module gives to types of functions."""
+    return {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp)
+        for target in node.targets
+        if isinstance(target, ast.Name) and is_function(node.value, {"Callable"})
+    }
+
+
+def annotated(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the parameters of a function, or the fields of a class, and their types."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        every = node.args
+        parameters = [*every.posonlyargs, *every.args, *every.kwonlyargs]
+        parameters += [one for one in (every.vararg, every.kwarg) if one is not None]
+        yield from ((f"{node.name}({one.arg})", one.annotation) for one in parameters)
+    elif isinstance(node, ast.ClassDef):
+        for one in node.body:
+            if isinstance(one, ast.AnnAssign):
+                yield f"{node.name}.{ast.unparse(one.target)}", one.annotation
+
+
+def passed_functions() -> Iterator[str]:
+    """Yield the parameters and fields that are functions."""
+    paths = [path for each in SHIPPED for path in sorted((ROOT / each).rglob("*.py"))]
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+    known = set().union(*map(aliases, trees.values()))
+    for where, tree in trees.items():
+        names = {"Callable"} | aliases(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                names |= known & {one.name for one in node.names}
+        if not where.startswith(KIT):
+            for node in ast.walk(tree):
+                yield from (
+                    f"{where}: {name}"
+                    for name, type_ in annotated(node)
+                    if is_function(type_, names)
+                )
+
+
+def test_no_more_functions_are_passed_than_were() -> None:
+    found = list(passed_functions())
+    assert "core/portus/engine/paths/saver.py: _Owner.name" in found
+    assert "core/portus/engine/fence/guards.py: wait(written)" in found, "under a name of its own"
+    assert len(found) <= FUNCTIONS_MAX
+    assert len(found) > FUNCTIONS_MAX - 10, f"lower FUNCTIONS_MAX to {len(found)}"

@@ -12,7 +12,7 @@ from typing import BinaryIO, Final
 
 from portus.cli.in_place import check_room
 from portus.cli.progress import bar
-from portus.engine.loading.patterns import matcher
+from portus.engine.loading.patterns import Matcher, matcher
 from portus.engine.spec import TensorSpec, VersionInfo
 from portus.errors import CorruptionError, UsageError
 from portus.reach.index.log import read_log
@@ -109,7 +109,7 @@ def _write_safetensors(
 
 
 def _tensors(
-    leaves: Sequence[tuple[str, object]], keep: Callable[[str], bool] | None, strip: str
+    leaves: Sequence[tuple[str, object]], keep: Matcher | None, strip: str
 ) -> tuple[Mapping[str, TensorSpec], list[str]]:
     """Return the tensors to write by the name they get, arrays among them, and the key paths of
     what is left out."""

@@ -76,12 +76,11 @@ def run(pool: str | None, every: bool, output: Output) -> None:
 
 def _show_place(place: OpenPlace, most: int | None, is_next: bool, output: Output) -> Json:
     """Show a place; return it for machines. is_next: after others."""
-    models: dict[str, dict[str, Json]] = {}
-
-    def skip(model: str, error: PortusError) -> None:
-        models[model] = {"error": output.skip(error, f"{model}: ")}
-
-    usage, found = place.usage(), place.list(skip=skip)
+    skipped: dict[str, PortusError] = {}
+    usage, found = place.usage(), place.list(skipped=skipped)
+    models: dict[str, dict[str, Json]] = {
+        model: {"error": output.skip(error, f"{model}: ")} for model, error in skipped.items()
+    }
     if is_next:
         output.line()
     of_models: dict[str, list[StoredCheckpoint]] = {}

@@ -138,7 +138,7 @@ class Machine:
         if not devices:
             yield MachineFinding("GPU", "-", "none that a driver of NVIDIA serves")
             return
-        why, advice = _why_no_dmabuf(self.cuda), ""
+        why, advice = self._why_no_dmabuf(), ""
         peer = (self.root / "sys/module/nvidia_peermem").exists()
         if not why:
             other = ", or else by nvidia_peermem" if peer else ""
@@ -153,6 +153,18 @@ class Machine:
                 "dmabufs (Linux 5.12, CUDA 11.7); only with RDMA"
             )
         yield MachineFinding("GPU", "memory", text, advice)
+
+    def _why_no_dmabuf(self) -> str:
+        """Return "" if the memory of every GPU can be had as one."""
+        try:
+            found = self.cuda()
+            count = found.count()
+            lacking = [str(device) for device in range(count) if not found.exports(device)]
+        except TransportError as error:
+            return str(error)
+        if not count:
+            return "the CUDA driver lets this process see no device"
+        return f"the driver gives none of device {', '.join(lacking)}" if lacking else ""
 
     def helper(self) -> MachineFinding:
         """Return whether the compiled helper copies and hashes without Python's lock."""
@@ -187,19 +199,6 @@ def _device_text(facts: DeviceFacts) -> tuple[str, str]:
             return f"{text}; a pool with {held} versions", ""
         except PortusError as error:
             return f"{text}; {error}", ""
-
-
-def _why_no_dmabuf(cuda: Callable[[], Driver]) -> str:
-    """Return "" if the memory of every GPU can be had as one."""
-    try:
-        found = cuda()
-        count = found.count()
-        lacking = [str(device) for device in range(count) if not found.exports(device)]
-    except TransportError as error:
-        return str(error)
-    if not count:
-        return "the CUDA driver lets this process see no device"
-    return f"the driver gives none of device {', '.join(lacking)}" if lacking else ""
 
 
 def _cpu_flags(root: Path) -> frozenset[str]:

@@ -11,7 +11,6 @@ from portus.cli.output import Json, Output, count_text, reporting, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.engine.directory.folder import FOLDER
-from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 from portus.reach.files.home import FileHome
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
@@ -103,21 +102,19 @@ def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
     home = FileHome(place, mirror.model)
     writer = home.open()
     try:
-
-        def infos() -> list[VersionInfo]:
-            found = writer.catalogue().models.get(mirror.model)
-            return [entry.info for entry in found.versions] if found else []
-
-        own = [info for info in infos() if state.version(info.token) is None]
+        found = writer.catalogue().models.get(mirror.model)
+        infos = [entry.info for entry in found.versions] if found else []
+        own = [info for info in infos if state.version(info.token) is None]
         if own:
             raise UsageError(
                 f"{place} has versions of {mirror.model!r} that {mirror.name} lacks, the "
                 f"newest of step {own[-1].step}: move that pool away, or name another DIR. "
                 f"{_HOW}"
             )
-        total = sum(each.size for each in missing(state, infos()))
+        wanted = missing(state, infos)
+        total = sum(each.size for each in wanted)
         with bar(f"{mirror.model} from {mirror.name}") as progress:
-            fetched = fill(mirror, state, writer, infos, adding(progress, total))
+            fetched = fill(mirror, state, writer, wanted, adding(progress, total))
     finally:
         home.close()
     size = sum(each.size for each in fetched)

@@ -147,7 +147,9 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
     try:
         with contextlib.closing(made), bar(os.path.basename(target)) as progress:
             total = sum(each.record.info.size for each in versions)
-            copy_versions(medium, made, versions, adding(progress, total))
+            add = adding(progress, total)
+            for size in copy_versions(medium, made, versions):
+                add(size)
             rebuild(made, versions)
         _FILES.sync(os.path.dirname(target))
     except BaseException:

@@ -589,13 +589,14 @@ class LocksContract(abc.ABC):
     """Tests of ``Locks``, with several holders in one process."""
 
     @abc.abstractmethod
-    def open_locks(self, describe_holder: Callable[[], str]) -> Locks:
-        """Return a further holder of the locks of this test. The contract closes it."""
+    def open_locks(self, holder: str) -> Locks:
+        """Return a further holder of the locks of this test, whose errors call any ``holder``. The
+        contract closes it."""
 
     @pytest.fixture
     def pair(self) -> Iterator[tuple[Locks, Locks]]:
         """Two holders of the same locks."""
-        first, second = (self.open_locks(lambda: "pid 7 on host h") for _ in range(2))
+        first, second = (self.open_locks("pid 7 on host h") for _ in range(2))
         yield first, second
         first.close()
         second.close()

@@ -15,6 +15,7 @@ from portus.engine.spec import Extent
 from portus.errors import AbandonedError, MediumError
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.check import check
+from portus.reach.index.commit_records import Change
 from portus.reach.index.line import Line, RoomError
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.media.lock import LockTable, ProcessLocks
@@ -60,7 +61,7 @@ def until(truth: Callable[[], bool]) -> None:
 
 def in_line(
     turn: AbstractContextManager[object],
-    line: Line[Any, Any],
+    line: Line[Any],
     run: Callable[[int], None],
     count: int,
 ) -> None:
@@ -135,19 +136,20 @@ def test_what_is_retired_by_some_and_saved_by_others_is_one_commit(pool: PoolWri
 def test_without_room_for_all_each_is_tried_alone() -> None:
     made: list[list[int]] = []
 
-    def act(numbers: Sequence[int]) -> Sequence[int]:
-        made.append(list(numbers))
+    def act(changes: Sequence[Change]) -> Sequence[int]:
+        numbers = [number for each in changes for number in each.retire]
+        made.append(numbers)
         if len(numbers) > 1 or numbers[0] == 1:
             raise RoomError(errno.ENOSPC, "no room")
         return numbers
 
     turn = threading.RLock()
-    line = Line(turn, act, lambda number: None)
+    line = Line(turn, act)
     results: dict[int, object] = {}
 
     def run(number: int) -> None:
         try:
-            results[number] = line.make(number)
+            results[number] = line.make(Change(None, retire=[number]))
         except MediumError as error:
             results[number] = error.errno
 
@@ -157,16 +159,16 @@ def test_without_room_for_all_each_is_tried_alone() -> None:
 
 
 def test_an_interruption_of_who_has_the_turn_is_told_to_the_others() -> None:
-    def act(numbers: Sequence[int]) -> Sequence[int]:
+    def act(changes: Sequence[Change]) -> Sequence[int]:
         raise KeyboardInterrupt
 
     turn = threading.RLock()
-    line = Line(turn, act, lambda number: None)
+    line = Line(turn, act)
     errors: list[BaseException] = []
 
     def run(number: int) -> None:
         try:
-            line.make(number)
+            line.make(Change(None, retire=[number]))
         except BaseException as error:
             errors.append(error)
 
@@ -187,14 +189,14 @@ class Interrupted:
 
 
 def test_ctrl_c_in_the_wait_takes_the_change_back() -> None:
-    made: list[Sequence[int]] = []
+    made: list[Sequence[Change]] = []
 
-    def act(numbers: Sequence[int]) -> Sequence[int]:
-        made.append(list(numbers))
-        return numbers
+    def act(changes: Sequence[Change]) -> Sequence[Change]:
+        made.append(changes)
+        return changes
 
-    line = Line[int, int](Interrupted(), act, lambda number: None)
+    line = Line(Interrupted(), act)
     with pytest.raises(KeyboardInterrupt):
-        line.make(1)
+        line.make(Change(None))
     assert line.waiting == 0
     assert made == []

@@ -28,9 +28,14 @@ def pool(directory: Path) -> str:
     return str(path)
 
 
+class HeldLocks(FileLocks):
+    def describe_holder(self) -> str:
+        return "pid 7 on host h"
+
+
 @pytest.fixture
 def locks(pool: str) -> Iterator[FileLocks]:
-    with_writer = FileLocks(pool, writable=True, describe_holder=lambda: "pid 7 on host h")
+    with_writer = HeldLocks(pool, writable=True)
     yield with_writer
     with_writer.close()
 

@@ -61,7 +61,8 @@ def ways(guard: Guard, late: Late, count: int = 2) -> list[AuditMethod]:
         audit = auditor.begin(late, Stop())
         found.append(audit.way)
         audit.close()
-        auditor.use_huge_pages(lambda: True)
+        for _ in auditor.use_huge_pages():
+            pass
     return found
 
 
@@ -181,8 +182,7 @@ def test_what_is_too_dear_to_watch_gets_huge_pages_and_is_watched_then(kernel: N
 
 def test_huge_pages_are_told_of_as_small_ones(kernel: None, memory: np.ndarray) -> None:
     place = column(memory.ctypes.data), column(memory.nbytes)
-    assert write_watch.make_huge(*place, lambda: True)
-    assert not write_watch.make_huge(*place, lambda: False)
+    assert [*write_watch.make_huge(*place)]
     test_every_page_that_is_written_is_told_and_no_other(None, memory, 1)
 
 

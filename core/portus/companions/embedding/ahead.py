@@ -23,14 +23,13 @@ IdsOf = Callable[[Any], Mapping[str, torch.Tensor]]
 table in the model. Tables may be left out."""
 
 
-def look_ahead(batches: Iterable[Batch], announce: Callable[[Batch], None]) -> Iterator[Batch]:
-    """The same batches, each after the one that follows it was announced. What the loader or
-    ``announce`` raises of a batch comes when it is its turn."""
+def look_ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the same batches, each after the one that follows it was taken. What taking a batch
+    raises comes when it is its turn."""
     upcoming, before = iter(batches), list[Batch]()
     while True:
         try:
             batch = next(upcoming)
-            announce(batch)
         # Kept until its turn: the batch before is trained first, as without looking ahead.
         except BaseException as error:
             yield from before

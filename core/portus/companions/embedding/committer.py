@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from portus.companions.embedding.moment import Moment
@@ -101,7 +101,7 @@ class Committer:
                     return
                 # What is behind comes first: else a batch would have to wait for all of it at once.
                 self._is_beside = moment is None or self._store.is_behind
-            error = self._raised(self._go_on if self._is_beside else self._commit)
+            error = self._raised()
             with self._changed:
                 if not self._is_beside or error is not None:
                     self._moment = None
@@ -115,16 +115,13 @@ class Committer:
             return True
         return self._store.has_more and not self._is_held
 
-    def _commit(self) -> None:
-        assert self._moment is not None
-        self._store.commit(self._moment)
-
-    def _go_on(self) -> None:
-        self._store.go_on(self._stop)
-
-    def _raised(self, work: Callable[[], None]) -> PortusError | None:
+    def _raised(self) -> PortusError | None:
         try:
-            work()
+            if self._is_beside:
+                self._store.go_on(self._stop)
+            else:
+                assert self._moment is not None
+                self._store.commit(self._moment)
         except PortusError as error:
             return error
         except BaseException as raised:  # a fault of ours: whoever waits must not wait for ever

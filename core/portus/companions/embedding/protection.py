@@ -244,10 +244,15 @@ class Protected:
         any lookup.
         """
         self._training.check_usable()
-        ids_of = self._ids_of
-        if ids_of is None:
+        if self._ids_of is None:
             raise UsageError("ahead: expected a function ids_of, found none; pass it to `protect`")
-        return look_ahead(batches, lambda batch: self._batches.announce(ids_of(batch)))
+        return look_ahead(self._announced(batches))
+
+    def _announced(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        assert self._ids_of is not None
+        for batch in batches:
+            self._batches.announce(self._ids_of(batch))
+            yield batch
 
     def wait(self) -> None:
         """Block until all batches so far are durable. Raises what the pool raised, such as

@@ -320,13 +320,14 @@ def _wait_for(optimizer: Optimizer) -> None:
             fence._wait_for(optimizer)
 
 
-def _before_guarded(written: Written) -> None:
-    if _in_flight:
-        try:
-            storages = written()
-        except (RuntimeError, NotImplementedError, AttributeError, TypeError, AssertionError):
-            storages = None
-        before_write(storages)
+class _Guards(Guards):
+    def wait(self, written: Written) -> None:
+        if _in_flight:
+            try:
+                storages = written()
+            except (RuntimeError, NotImplementedError, AttributeError, TypeError, AssertionError):
+                storages = None
+            before_write(storages)
 
 
-_guards: Final = Guards(_before_guarded)
+_guards: Final = _Guards()

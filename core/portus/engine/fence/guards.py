@@ -8,6 +8,7 @@ it was.
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 import sys
@@ -94,25 +95,26 @@ GUARDED: Final = (
     *(Guarded(place, _of_any) for place in (*_LIGHTNING, *_AVERAGES)),
 )
 
-Wait = Callable[[Written], None]
 
-
-class Guards:
-    """The patched functions. ``wait`` is called before each write and never raises.
+class Guards(abc.ABC):
+    """The patched functions.
 
     Not for several threads at once: the fence's lock is held around it.
     """
 
-    def __init__(self, wait: Wait) -> None:
-        self._wait: Final = wait
+    def __init__(self) -> None:
         self._missing: list[Guarded] = list(GUARDED)
         self._patches: list[_Patch] = []
+
+    @abc.abstractmethod
+    def wait(self, written: Written) -> None:
+        """Wait before a write. Raises nothing."""
 
     def put_on(self) -> None:
         """Patch what is loaded by now. Calling it again costs microseconds."""
         missing = []
         for guarded in self._missing:
-            patch = _patch(guarded, self._wait)
+            patch = _patch(guarded, self)
             if patch is None:
                 missing.append(guarded)
             else:
@@ -147,7 +149,7 @@ class _Patch:
             setattr(self.owner, self.name, self.before)
 
 
-def _patch(guarded: Guarded, wait: Wait) -> _Patch | None:
+def _patch(guarded: Guarded, guards: Guards) -> _Patch | None:
     """Put the guard in place; None if the function is not loaded, or not in this version."""
     module_name, _, path = guarded.place.partition(":")
     owner: object = sys.modules.get(module_name)
@@ -160,22 +162,22 @@ def _patch(guarded: Guarded, wait: Wait) -> _Patch | None:
         return None
     inherited = name not in vars(owner)
     if isinstance(before, staticmethod):
-        ours: object = staticmethod(_waiting(before.__func__, guarded, wait))
+        ours: object = staticmethod(_waiting(before.__func__, guarded, guards))
     else:
         assert callable(before), f"{guarded.place} is no function"
-        ours = _waiting(before, guarded, wait)
+        ours = _waiting(before, guarded, guards)
     setattr(owner, name, ours)
     return _Patch(owner, name, ours, before, inherited)
 
 
 def _waiting(
-    function: Callable[..., object], guarded: Guarded, wait: Wait
+    function: Callable[..., object], guarded: Guarded, guards: Guards
 ) -> Callable[..., object]:
     @functools.wraps(function)
     def waits(*arguments: object, **named: object) -> object:
         # While torch.compile traces, nothing is written; the test is folded away.
         if not torch.compiler.is_compiling():
-            wait(lambda: guarded.written(arguments))
+            guards.wait(lambda: guarded.written(arguments))
         return function(*arguments, **named)
 
     return waits

@@ -45,15 +45,11 @@ class Reports:
         """Note a failed save, to be reported unless whoever holds its handle hears of it first."""
         self._failed.append(save)
 
-    def tell(
-        self, first_may_commit: Callable[[], None], *, is_save: bool, is_heard_of: bool
-    ) -> None:
+    def tell(self, first_may_commit: Callable[[], None], *, is_save: bool) -> None:
         """Tell of failed saves that nobody heard of, each once: the first of them, if it is raised;
         the next call has the next one. Called by who saves (``is_save``), waits or closes.
 
-        first_may_commit: waits for a save in flight, if it may be the first. is_heard_of: who
-        asked for a save raises its failure on all ranks, so it is not raised in here by a save, and
-        stays.
+        first_may_commit: waits for a save in flight, if it may be the first.
         """
         with contextlib.suppress(IndexError):
             while True:  # ends: there are no more; the worker may add one at any time
@@ -66,9 +62,6 @@ class Reports:
                 # The save that is about to begin may be in time where this one was not.
                 goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
                 if self._on_error == "raise" or not goes_on:
-                    if is_save and is_heard_of:
-                        self._failed.appendleft(save)
-                        return
                     raise error
                 if isinstance(error, AbandonedError) and not self.has_committed:
                     self._given_up = self._given_up or error

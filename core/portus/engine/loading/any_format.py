@@ -16,6 +16,7 @@ from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.stored_bytes import StoredBytes
 from portus.engine.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
+from portus.engine.media.pace import Pace
 from portus.errors import PortusError, printable
 
 _OF_SHARDS: Final = (".distcp", ".metadata")
@@ -46,7 +47,7 @@ def load_opened(
     return _format_of(reads(file), where).load(file, where, names, verify=verify, settings=settings)
 
 
-def verify_opened(file: OpenFile, where: str, pace: Callable[[int], object] | None = None) -> int:
+def verify_opened(file: OpenFile, where: str, pace: Pace | None = None) -> int:
     """Verify an open file; see ``verify_file``. where: its path, for messages."""
     shard = _shard_of(reads(file), file.size, where)
     found = None if shard else outline_file(reads(file), file.size, printable(where))
@@ -137,10 +138,10 @@ def _drop_cached(file: OpenFile) -> None:
             os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _pace(read: Read, pace: Callable[[int], object]) -> Read:
+def _pace(read: Read, pace: Pace) -> Read:
     def paced(offset: int, length: int) -> bytes:
         data = read(offset, length)
-        pace(len(data))
+        pace.take(len(data))
         return data
 
     return paced

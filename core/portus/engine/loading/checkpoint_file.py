@@ -20,6 +20,7 @@ from portus.engine.loading.open_file import OpenFile, open_file, reads
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.torch_file import restore_torch
+from portus.engine.media.pace import Pace
 from portus.errors import UsageError, printable
 
 Result = TypeVar("Result")
@@ -100,12 +101,12 @@ def has_digests(path: str | os.PathLike[str]) -> bool:
     return use_file(where, lambda file: has_digests_in(file, where), as_torch=False)
 
 
-def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | None = None) -> int:
+def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
     """Read every byte of a file and compare it with the digests in it; how many bytes. Of a stock
     file of torch the CRCs of the zip are compared; one of safetensors has nothing to compare with.
 
-    pace: called after each piece with its bytes, and waits as long as it likes; what is cached of
-    the file is read from the disk then. Raises ``CorruptionError``, ``MediumError``.
+    pace: at which it is read; what is cached of the file is read from the disk then. Raises
+    ``CorruptionError``, ``MediumError``.
     """
     where = os.fspath(path)
     return use_file(where, lambda file: verify_opened(file, where, pace), as_torch=False)

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from portus.engine.loading.overlap import contradiction, copy_over, overlapping
+from portus.engine.loading.overlap import contradiction, copy_over, doubtful_pairs, overlapping
 from portus.engine.loading.patterns import Matcher, Patterns, matcher
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec
@@ -104,20 +104,21 @@ def restore_over(
 
 def _check_shared(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
     """Raise ``UsageError`` if one place in memory would have to hold different values."""
+    for users in doubtful_pairs(pairs):
+        if found := contradiction(users, [_values_of(stored, spec) for spec, _ in users]):
+            one, other = found
+            what = f"{one} and {other} share" if one != other else f"elements of {one} share"
+            raise UsageError(
+                f"{stored.where} does not fit the state, which is untouched: {what} "
+                "memory in the state, and the version has different values for them; restore into "
+                "tensors of their own, such as clone() makes, and tie them afterwards"
+            )
 
-    def values_of(spec: TensorSpec) -> torch.Tensor:
-        storage = fetch_storages(stored, np.array([spec.storage], np.int64))[spec.storage]
-        assert storage is not None
-        return carry_out(spec, view_of(spec, storage))
 
-    if found := contradiction(pairs, values_of):
-        one, other = found
-        what = f"{one} and {other} share" if one != other else f"elements of {one} share"
-        raise UsageError(
-            f"{stored.where} does not fit the state, which is untouched: {what} "
-            "memory in the state, and the version has different values for them; restore into "
-            "tensors of their own, such as clone() makes, and tie them afterwards"
-        )
+def _values_of(stored: StoredState, spec: TensorSpec) -> torch.Tensor:
+    storage = fetch_storages(stored, np.array([spec.storage], np.int64))[spec.storage]
+    assert storage is not None
+    return carry_out(spec, view_of(spec, storage))
 
 
 class _Pairs:

@@ -6,7 +6,7 @@ another, the last tensor would win, and the others have values that nobody saved
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,25 +29,17 @@ def overlapping(address: Column, length: Column) -> npt.NDArray[np.bool_]:
     return found & (length > 0)
 
 
-def contradiction(
-    pairs: Sequence[Pair], values_of: Callable[[TensorSpec], torch.Tensor]
-) -> tuple[str, str] | None:
-    """Two tensors that are one place in memory, for which a version has different values; twice the
-    same name for one whose own elements are. None if there are none.
-
-    Only where memory is shared in another way than in the version are bytes read, by
-    ``values_of``, and copied over a copy of that memory: the tensors stay as they are.
-    """
+def doubtful_pairs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Yield pairs that share memory in another way than in the version: for these alone values need
+    to be read, to see whether there is a ``contradiction``."""
     by_memory: dict[tuple[str, int], list[Pair]] = {}
     for spec, target in pairs:
         if target.numel():
             memory = target.untyped_storage()
             by_memory.setdefault((str(target.device), memory.data_ptr()), []).append((spec, target))
     for users in by_memory.values():
-        doubtful = _doubtful(users)
-        if doubtful and (found := _try_pair(doubtful, values_of)):
-            return found
-    return None
+        if doubtful := _doubtful(users):
+            yield doubtful
 
 
 def copy_over(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -101,12 +93,14 @@ def _is_folded(target: torch.Tensor) -> bool:
     return False
 
 
-def _try_pair(
-    users: list[Pair], values_of: Callable[[TensorSpec], torch.Tensor]
-) -> tuple[str, str] | None:
+def contradiction(users: Sequence[Pair], values: Sequence[torch.Tensor]) -> tuple[str, str] | None:
+    """Return two tensors that are one place in memory, for which a version has different
+    ``values``; twice the same name for one whose own elements are. None if there are none.
+
+    The values are copied over a copy of that memory: the tensors stay as they are.
+    """
     memory = users[0][1].untyped_storage().clone()
     copies = [(spec, _in(memory, target)) for spec, target in users]
-    values = [values_of(spec) for spec, _ in users]
     for (_, copy), value in zip(copies, values, strict=True):
         copy_over(copy, value)
     for place, ((spec, copy), value) in enumerate(zip(copies, values, strict=True)):

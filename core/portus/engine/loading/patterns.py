@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from portus.errors import UsageError
@@ -70,13 +70,13 @@ def matcher(names: Patterns) -> Matcher | None:
     return Matcher(patterns)
 
 
-def part_of(state: Any, keep: Callable[[str], bool]) -> Any:
+def part_of(state: Any, keep: Matcher) -> Any:
     """What of a state matches: other entries of dicts disappear, and in lists and tuples None is in
     the place of what does not."""
     return _part(state, keep, ())
 
 
-def _part(value: Any, keep: Callable[[str], bool], keys: tuple[object, ...]) -> Any:
+def _part(value: Any, keep: Matcher, keys: tuple[object, ...]) -> Any:
     if isinstance(value, dict) and value:
         pairs = [(key, _part(each, keep, (*keys, key))) for key, each in value.items()]
         kept = {key: each for key, each in pairs if each is not _DROPPED}

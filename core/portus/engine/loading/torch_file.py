@@ -9,7 +9,6 @@ changes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
 from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.over import Rename, restore_over
-from portus.engine.loading.patterns import Patterns, matcher, part_of
+from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.stored_bytes import StoredBytes
 from portus.engine.state.walk import walk
 from portus.errors import CorruptionError, PortusError, UsageError, printable
@@ -83,9 +82,7 @@ def restore_torch(
     if weights_only is not None:
         settings["weights_only"] = weights_only
     found = _read(file, where, verify=verify)
-    verified = (
-        None if found is None else _Verified(file, found, _keys_to_read(found, lambda _: False))
-    )
+    verified = None if found is None else _Verified(file, found, _keys_to_read(found, Matcher([])))
     outline = torch.load(where, **settings) if verified is None else _load(verified, settings)
     stored = _FileState(printable(where), outline, verified)
     return restore_over(stored, state, strict=strict, names=names, rename=rename)
@@ -138,7 +135,7 @@ def _load(verified: _Verified, settings: dict[str, Any]) -> Any:
         raise
 
 
-def _keys_to_read(found: TorchFile, keep: Callable[[str], bool]) -> set[str]:
+def _keys_to_read(found: TorchFile, keep: Matcher) -> set[str]:
     """The keys of storages that are to be read: those of what matches, and those without which
     torch may not even make what they are in."""
     places = storage_places(found.pickle)

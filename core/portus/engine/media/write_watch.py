@@ -17,7 +17,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -134,17 +134,15 @@ def meet(runs: Column, start: Column, end: Column) -> Flags:
     return meets
 
 
-def make_huge(address: Column, length: Column, wanted: Callable[[], bool]) -> bool:
-    """Ask for huge pages under some memory, one page at a time, as long as ``wanted``. False if
-    that ended it. What is refused stays as it is. Blocks."""
+def make_huge(address: Column, length: Column) -> Iterator[None]:
+    """Ask for huge pages under some memory, one with each step. What is refused stays as it is.
+    Blocks."""
     for start, end in pages_of(address, length):
         # One at a time, so that ``wanted`` is asked: the call copies 2 MiB, and blocks until then.
         for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):
-            if not wanted():
-                return False
+            yield
             with contextlib.suppress(OSError):
                 linux.advise_pages(page, HUGE, linux.MADV_COLLAPSE)
-    return True
 
 
 class _Kernel:

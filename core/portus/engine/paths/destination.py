@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from portus.engine.directory.publisher import Publisher
 from portus.engine.image.image import Image
 from portus.engine.media.base import PLAIN_FILE
-from portus.engine.paths.request import NewFile
+from portus.engine.media.process import Descriptor
+from portus.engine.paths.request import NewFile, SaveRequest
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save
@@ -48,10 +50,10 @@ class Destination:
         images: Sequence[Image],
         snapshot: Snapshot,
         files: FileDraft | None,
-        make_room: Callable[[], bool],
+        request: SaveRequest,
     ) -> Draft:
         """Begin one save. files: the draft of what ``at_paths`` returned; if this raises, it stays
-        the caller's. make_room: asked where there is no space: True if some was given back. Raises
+        the caller's. request: asked to make room where there is no space. Raises
         ``PortusError``."""
         assert files is not None, "there are files at the paths"
         return files
@@ -59,9 +61,9 @@ class Destination:
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         """Note that ``draft`` was committed. steady: which storages equalled those before."""
 
-    def remove(self, path: str, remove: Callable[[str], object]) -> None:
-        """Remove the file at ``path``, by ``remove``, and what it alone leads to."""
-        remove(path)
+    def remove(self, path: str, publisher: Publisher[Descriptor]) -> None:
+        """Remove the file at ``path``, and what it alone leads to."""
+        publisher.remove(path)
 
     def failed(self, save: Save) -> None:
         """Note that a save failed. Raises nothing."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import abc
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import FileContents
-from portus.engine.state.pickling import pickle_state
 from portus.errors import MediumError, UsageError, printable
 
 
@@ -83,10 +81,10 @@ class AccompaniedRequest(SaveRequest):
 
 
 class ToSave(NamedTuple):
-    """A file to save: its path, and what gives its contents at the call."""
+    """A file to save: its path, and what it is to have."""
 
     path: str | os.PathLike[str]
-    contents: Callable[[], FileContents]
+    state: object
 
 
 class OwnFormat(abc.ABC):
@@ -105,13 +103,6 @@ class Laid(OwnFormat):
 
     def file_contents(self) -> FileContents:
         return self.contents
-
-
-def contents_of(state: object) -> Callable[[], FileContents]:
-    """Return what gives the contents of a file for ``state``, in the format that it is for."""
-    if isinstance(state, OwnFormat):
-        return state.file_contents
-    return partial(pickle_state, state)
 
 
 @dataclass(frozen=True, slots=True)

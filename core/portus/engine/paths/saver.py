@@ -27,7 +27,7 @@ from portus.engine.fence.fence import Fence
 from portus.engine.fence.snapshot import CopyPlanner, SnapshotMode
 from portus.engine.files import order
 from portus.engine.files.pending import PENDING
-from portus.engine.files.queue import Errand, Turn
+from portus.engine.files.queue import Turn
 from portus.engine.image.image import Image
 from portus.engine.job.reports import Reports
 from portus.engine.job.settings import Settings
@@ -38,10 +38,10 @@ from portus.engine.paths.at_once import WrittenFile
 from portus.engine.paths.destination import Destination
 from portus.engine.paths.request import (
     NewFile,
+    OwnFormat,
     SaveRequest,
     ToSave,
     base_of,
-    contents_of,
     name_of,
     targets_of,
 )
@@ -52,7 +52,8 @@ from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
-from portus.engine.state.contents import JoinedStorages
+from portus.engine.state.contents import FileContents, JoinedStorages
+from portus.engine.state.pickling import pickle_state
 from portus.engine.writer.image_file import FileDraft, ImageFile
 from portus.errors import (
     AbandonedError,
@@ -112,7 +113,7 @@ class FileSaver:
         self, state: object, path: str | os.PathLike[str], request: SaveRequest = _PLAIN
     ) -> SaveHandle:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
-        return self.save_files([ToSave(path, contents_of(state))], request)
+        return self.save_files([ToSave(path, state)], request)
 
     def _save_nested(
         self,
@@ -154,7 +155,7 @@ class FileSaver:
         a pointer. Raises as ``portus.save``."""
         start = time.perf_counter()
         self._tell(is_save=True)
-        return self._saved([NewFile(name, "", contents_of(state)())], request, (), start)
+        return self._saved([NewFile(name, "", _contents_of(state))], request, (), start)
 
     def _saved(
         self,
@@ -215,7 +216,7 @@ class FileSaver:
 
     def _tell(self, *, is_save: bool = False) -> None:
         """Report failures that nobody heard of."""
-        self.reports.tell(self._first_may_commit, is_save=is_save, is_heard_of=False)
+        self.reports.tell(self._first_may_commit, is_save=is_save)
 
     def close(self) -> None:
         """Finish the saves in flight. Failures that nobody heard of are reported. Behind Ctrl-C it
@@ -239,17 +240,13 @@ class FileSaver:
         self.destination.close()
         self._tell()
 
-    def later(self, act: Callable[[], None]) -> None:
-        """Call ``act`` on the worker, after the saves so far. It raises nothing."""
-        self.shared.queue.put(Errand(act))
-
     def remove(self, path: str) -> None:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""
         directory, name = os.path.split(path)
         with PENDING.exempt():
             # The last link is not followed: it is what goes.
             real = os.path.join(os.path.realpath(directory), name)
-            self.destination.remove(real, self.shared.publisher.remove)
+            self.destination.remove(real, self.shared.publisher)
 
     def remove_directory(self, path: str, telling: re.Pattern[str]) -> None:
         """Remove a directory, durably: its files one by one, those first whose names are
@@ -257,7 +254,7 @@ class FileSaver:
         with PENDING.exempt():
             try:
                 for file in files_below(os.path.realpath(path), telling):
-                    self.destination.remove(file, self.shared.publisher.remove)
+                    self.destination.remove(file, self.shared.publisher)
                 shutil.rmtree(path)
             except FileNotFoundError:
                 return
@@ -303,7 +300,7 @@ class FileSaver:
         files = self._files_of(new, asked, request, contents) if contents else None
         draft: Draft | None = files
         try:
-            draft = self.destination.draft(new, images, snapshot, files, request.make_room)
+            draft = self.destination.draft(new, images, snapshot, files, request)
             save = Save(snapshot, draft, owner, start)
         except BaseException:  # Ctrl-C too
             if draft is not None:
@@ -371,7 +368,7 @@ class FileSaver:
                 )
                 for draft, image in zip(unpublished.files, images, strict=True)
             ]
-            turn = partial(_unless_newer, {each.real: each.said for each in new}, asked)
+            turn = _unless_newer({each.real: each.said for each in new}, asked)
             return FileDraft(unpublished, files, turn, request.ready)
         except BaseException:
             self.shared.publisher.abandon(unpublished)
@@ -438,7 +435,9 @@ class _Owner(SaveOwner):
             observers.note_commit(save.result(0))
             # Between two saves, not in one: with huge pages the next audit is nearly free
             # (decision 0051).
-            saver.auditor.use_huge_pages(lambda: not shared.queue.has_more())
+            for _ in saver.auditor.use_huge_pages():
+                if shared.queue.has_more():
+                    break
         else:
             saver.reports.failed(save)
             saver.destination.failed(save)
@@ -448,9 +447,15 @@ class _Owner(SaveOwner):
         self.request.over(save)
 
 
+def _contents_of(state: object) -> FileContents:
+    """Return the contents of a file for ``state``, in the format that it is for, as ``state`` is
+    now. Raises ``UsageError``."""
+    return state.file_contents() if isinstance(state, OwnFormat) else pickle_state(state)
+
+
 def _new_files(files: Sequence[ToSave], targets: Sequence[tuple[str, str]]) -> list[NewFile]:
     return [
-        NewFile(said, real, file.contents())
+        NewFile(said, real, _contents_of(file.state))
         for file, (said, real) in zip(files, targets, strict=True)
     ]
 

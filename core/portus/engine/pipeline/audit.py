@@ -19,7 +19,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -282,16 +282,17 @@ class Auditor:
         self._make_huge_soon(late.part(big))
         return Probed(late)
 
-    def use_huge_pages(self, wanted: Callable[[], bool]) -> None:
-        """Ask for huge pages where watching is expensive, while ``wanted`` returns True, and for
-        ``HUGE_PAGES_S`` at most. Later audits then cost less. Blocks."""
+    def use_huge_pages(self) -> Iterator[None]:
+        """Ask for huge pages where watching is expensive, one with each step, for ``HUGE_PAGES_S``
+        at most. Later audits then cost less. Blocks."""
         late, until_s = self._dear, time.monotonic() + HUGE_PAGES_S
         if late is None:
             return
-        if write_watch.make_huge(
-            late.address, late.length, lambda: wanted() and time.monotonic() < until_s
-        ):
-            self._dear, self._watch_s_per_byte = None, 0.0
+        for _ in write_watch.make_huge(late.address, late.length):
+            if time.monotonic() >= until_s:
+                return
+            yield
+        self._dear, self._watch_s_per_byte = None, 0.0
 
     def _watch_s(self, late: Late, big: Column) -> float:
         """What watching costs training."""

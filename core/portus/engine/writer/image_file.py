@@ -263,7 +263,7 @@ class FileDraft:
         self,
         draft: Unpublished,
         files: Sequence[ImageFile],
-        turn: Callable[[], AbstractContextManager[None]],
+        turn: AbstractContextManager[None],
         ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._draft: Final = draft
@@ -349,7 +349,7 @@ class FileDraft:
     def publish(self) -> None:
         """Give the files their names. Raises ``PortusError``."""
         # After ``finish``: a name that is durable before its bytes may show any bytes.
-        self._draft.publish(self._turn())
+        self._draft.publish(self._turn)
 
     def release(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -241,7 +241,9 @@ class Desk:
             pools.drain(on=asked.on)
             return RequestDone(pools.quiet(asked.wait_s) if asked.on else 0)
         if isinstance(asked, Reopen):
-            return RequestDone(pools.reopen(asked.tenant, server.end_use))
+            with pools.reopening(asked.tenant) as hosted:
+                server.end_use(hosted)
+            return RequestDone(pools.of(asked.tenant).writer.medium.size)
         if isinstance(asked, Reload):
             self._reload()
             return RequestDone()

@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -336,11 +336,12 @@ class Pools:
             return f"the operator made tenant {tenant!r} read-only: it accepts no saves"
         return ""
 
-    def reopen(self, tenant: str, end_use: Callable[[Hosted], None]) -> int:
-        """Open a pool again whose medium accepts no more writes, if every byte that its versions
-        reach is on the disk as it was written; how many bytes it has.
+    @contextlib.contextmanager
+    def reopening(self, tenant: str) -> Iterator[Hosted]:
+        """Give a pool whose medium accepts no more writes, if every byte that its versions reach is
+        on the disk as it was written. Whatever uses it is ended inside; then it is opened again.
 
-        end_use: ends whatever uses it, or raises. Blocks for as long as reading all of it takes.
+        Blocks for as long as reading all of it takes.
         Raises ``UsageError`` if there is no such pool, or nothing is to be done,
         ``CorruptionError`` if it is damaged, and what opening it raises.
         """
@@ -360,7 +361,7 @@ class Pools:
                 "`portus rescue` extracts what is intact"
             )
         with self._opening[tenant]:
-            end_use(hosted)
+            yield hosted
             with self._guard:
                 del self._open[tenant]
             hosted.replica.close()
@@ -377,7 +378,7 @@ class Pools:
                     "disk: stop this host, drop that cache (umount, or echo 1 > "
                     "/proc/sys/vm/drop_caches), and start it again"
                 )
-        return self.of(tenant).writer.medium.size
+        self.of(tenant)
 
     def _size_max(self, tenant: str) -> int | None:
         quota = self._quotas.for_tenant(tenant)

@@ -395,9 +395,7 @@ class DirectoryWriter(StorageWriter):
             self._directory,
             {own: Laid(contents), NAME: Laid(LiteralContents(pickled)), **more},
             step,
-            ready=partial(
-                await_files, self._directory, others, lambda: start.save in self._given_up
-            ),
+            ready=partial(await_files, self._directory, others, start.save, self._given_up),
             fenced=fenced,
         )
         asked.handle = handle

@@ -109,7 +109,7 @@ class RankFiles:
         save = said[0].id
         is_in_place = any(each.has_files for each in said)
         found = collect()
-        gate = _Gate()
+        gate = _Gate(where, save, self._given_up)
         with gate.never_shut():
             handle, problem = self._draft(where, base, found, step, save.encode(), gate)
             if handle is not None and is_in_place:
@@ -125,7 +125,7 @@ class RankFiles:
             if not refused and not is_given_up:
                 refused = self._not_seen(where, others)
             if not refused and not is_given_up:
-                gate.open(partial(self._await, where, others, save) if self._is_first else None)
+                gate.open(others if self._is_first else ())
         if refused:
             with contextlib.suppress(PortusError):
                 if handle is not None:
@@ -261,9 +261,6 @@ class RankFiles:
             if self._is_first:
                 _log.error("%s", text)
 
-    def _await(self, directory: str, names: Collection[str], save: str) -> None:
-        await_files(directory, names, lambda: save in self._given_up)
-
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
@@ -305,11 +302,15 @@ class _Begun:
 
 @dataclass(slots=True)
 class _Gate:
-    """What the files of a rank wait for before they become visible: that all ranks have begun."""
+    """What the files of a rank wait for before they become visible: that all ranks have begun.
+    save: its id. given_up: the ids of saves that failed, from now on too."""
 
+    directory: str
+    save: str
+    given_up: Collection[str]
     _drafted: threading.Event = field(default_factory=threading.Event)
     _opened: threading.Event = field(default_factory=threading.Event)
-    _then: Callable[[], None] | None = None
+    _others: Collection[str] = ()
     _is_open: bool = False
 
     def ready(self) -> None:
@@ -319,17 +320,17 @@ class _Gate:
         self._opened.wait()
         if not self._is_open:
             raise AbandonedError("save given up: another rank could not begin its part")
-        if self._then is not None:
-            self._then()
+        if self._others:
+            await_files(self.directory, self._others, self.save, self.given_up)
 
     def await_draft(self, handle: SaveHandle) -> None:
         """Block until the draft is durable, or the save has failed."""
         while not self._drafted.wait(0.05) and not handle.done:
             continue
 
-    def open(self, then: Callable[[], None] | None) -> None:
-        """Let them become visible, after ``then``."""
-        self._then, self._is_open = then, True
+    def open(self, others: Collection[str]) -> None:
+        """Let them become visible once ``others``, the files of other ranks, are there."""
+        self._others, self._is_open = others, True
 
     @contextlib.contextmanager
     def never_shut(self) -> Iterator[None]:

@@ -203,7 +203,7 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
         if known is not None and known.root == roots[0]:
             return known
         damage: list[str] = []
-        found, failure = _first_readable(medium, roots, known, damage.append)
+        found, failure = _first_readable(medium, roots, known, damage)
         # A writer committed meanwhile, and may have reused what this read: that is no damage.
         if (failure is not None or damage) and read_roots(medium, uuid) != roots:
             continue
@@ -225,13 +225,13 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
 
 
 def _first_readable(
-    medium: Medium, roots: list[Root], known: Catalogue | None, say: Callable[[str], None]
+    medium: Medium, roots: list[Root], known: Catalogue | None, damage: list[str]
 ) -> tuple[Catalogue | None, CorruptionError | None]:
     failure = None
     for root in roots:
         try:
             # With the failure of the newer root, to be reported with what was taken instead.
-            return read_catalogue(medium, root, known, say), failure
+            return read_catalogue(medium, root, known, damage.append), failure
         except CorruptionError as error:
             failure = failure or error
     return None, failure

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from portus.engine.media.base import Medium
+from portus.engine.media.pace import Pace
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.format.layout import VERSION_ID_MAX
@@ -62,14 +63,14 @@ def _every(info: VersionInfo) -> bool:
 class CheckOptions:
     """How a check looks. ``data``, ``progress``, ``only``: as for ``check``. ``told``: of each
     finding, when it is found. ``batch``: bytes of versions that are read at once, one unit at
-    least; ``reading``: told how many, before they are. What they raise ends the check."""
+    least; ``pace``: at which they are; None: as fast as can be. What they raise ends the check."""
 
     data: bool = True
     progress: Progress = _to_nobody
     only: Only = _every
     told: Callable[[Finding], None] = _to_nobody
     batch: int = BATCH
-    reading: Callable[[int], None] = _to_nobody
+    pace: Pace | None = None
 
 
 def check(
@@ -176,7 +177,7 @@ def _look(
 def _read_bytes(
     subject: Subject, seen: list[CheckedVersion], pins: _Pins, look: CheckOptions
 ) -> None:
-    verifier, progress = Bytes(subject, look.batch, look.reading), look.progress
+    verifier, progress = Bytes(subject, look.batch, look.pace), look.progress
     verifier.note(seen)
     todo: list[tuple[CheckedVersion, Flags, int]] = []
     for each in seen:
@@ -186,15 +187,11 @@ def _read_bytes(
     progress(0, total)
     for each, some, size in todo:
         done = before
-
-        def advance(length: int) -> None:
-            nonlocal done
-            done += length
-            progress(done, total)
-
         with pins.held(each.entry) as there:
             if there:
-                verifier.verify(each, some, advance)
+                for length in verifier.verify(each, some):
+                    done += length
+                    progress(done, total)
                 verifier.verify_log(each)
         before += size
         progress(before, total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from portus.engine.copying.local import check as digests_of
 from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest, storage_digest
+from portus.engine.media.pace import Pace
 from portus.engine.spec import Extent
 from portus.errors import BusyError, CorruptionError, MediumError
 from portus.reach.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
@@ -217,17 +218,13 @@ class Bytes:
     """Verifies the bytes of versions, each storage once however many versions share it; one that
     is damaged is looked at again for each of them, so that each is named."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        batch: int = BATCH,
-        reading: Callable[[int], None] = lambda size: None,
-    ) -> None:
-        """batch: bytes that are read at once, one unit at least. reading: told how many, before."""
+    def __init__(self, subject: Subject, batch: int = BATCH, pace: Pace | None = None) -> None:
+        """batch: bytes that are read at once, one unit at least. pace: at which; None: as fast as
+        can be."""
         self._medium: Final = subject.medium
         self._findings: Final = subject.findings
         self._batch: Final = batch
-        self._reading: Final = reading
+        self._pace: Final = pace
         self._known: Final[set[bytes]] = set()
         self._bad: Final[set[bytes]] = set()
         self._holders: Final[dict[int, int]] = {}
@@ -276,18 +273,20 @@ class Bytes:
         self._known.update(keys)
         return unknown
 
-    def verify(self, seen: CheckedVersion, some: Flags, advanced: Callable[[int], None]) -> None:
+    def verify(self, seen: CheckedVersion, some: Flags) -> Iterator[int]:
         """Read the storages ``some`` of a pinned version, and those that were damaged in others;
-        ``advanced`` is told bytes done of ``some``."""
+        yield bytes done of ``some``, as they are."""
         keys = _keys(seen.record)
         bad_before = _flags(key in self._bad for key in keys) & seen.sound & ~some
         places = _places(seen.record)
         placed = _flags(index in places for index in range(len(some)))
         held = [i for i, at in places.items() if self._holders.get(at, 0) <= seen.record.info.id]
-        damaged = self._read(_Stream(seen, some & ~placed), advanced)
-        damaged += self._read(_Stream(seen, bad_before & ~placed), lambda length: None)
+        damaged: list[Damage] = []
+        yield from self._read(_Stream(seen, some & ~placed), damaged)
+        for _ in self._read(_Stream(seen, bad_before & ~placed), damaged):
+            continue
         damaged += self._read_in_place(seen, [i for i in held if seen.sound[i]])
-        advanced(int(seen.record.storages["length"][some & placed].sum()))
+        yield int(seen.record.storages["length"][some & placed].sum())
         self._bad.update(keys[index] for index, _, _ in damaged)
         for _, where, what in damaged[:DAMAGED_MAX]:
             self._findings.error("V4", f"{seen.name}, {where}", "the bytes that were saved", what)
@@ -295,14 +294,16 @@ class Bytes:
             more = f"{len(damaged) - DAMAGED_MAX} more damaged units"
             self._findings.error("V4", seen.name, "the bytes that were saved", more)
 
-    def _read(self, stream: _Stream, advanced: Callable[[int], None]) -> list[Damage]:
-        damaged: list[Damage] = []
+    def _read(self, stream: _Stream, damaged: list[Damage]) -> Iterator[int]:
         for first, after in stream.batches(self._batch):
             size = int(stream.lengths[first:after].sum())
             self._reading(size)
             damaged += self._damaged(stream, first, after)
-            advanced(size)
-        return damaged
+            yield size
+
+    def _reading(self, size: int) -> None:
+        if self._pace is not None:
+            self._pace.take(size)
 
     def _read_in_place(self, seen: CheckedVersion, storages: list[int]) -> list[Damage]:
         """Read storages that are changed in place, by the log."""

@@ -79,6 +79,11 @@ class Change:
     data: Sequence[Extent] = ()
     retire: Collection[int] = ()
 
+    @property
+    def model(self) -> str | None:
+        """The model of the new version; None if there is none."""
+        return None if self.new is None else self.new.model
+
 
 @dataclass(frozen=True, slots=True)
 class Foundation:

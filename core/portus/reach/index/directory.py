@@ -406,18 +406,25 @@ def open_writer(
         return writer
 
 
+class _PoolLocks(FileLocks):
+    """The locks of a pool file, which says who holds them."""
+
+    def __init__(self, path: str, files: FileSystem) -> None:
+        super().__init__(path, writable=True)
+        self._files: Final = files
+
+    def describe_holder(self) -> str:
+        with contextlib.closing(self._files.open(self.path, writable=False)) as medium:
+            return read_holder(medium)
+
+
 def lock(path: str, files: FileSystem, timeout_s: float = HELD_S) -> FileLocks:
     """Be the writer of the pool file at ``path``, until these locks are closed.
 
     Only then is a file to be opened for writing: who had it before may have made it grow, or
     given space back, until it let go. Raises ``BusyError`` naming who has it, after ``timeout_s``.
     """
-
-    def holder() -> str:
-        with contextlib.closing(files.open(path, writable=False)) as medium:
-            return read_holder(medium)
-
-    locks = FileLocks(path, writable=True, describe_holder=holder)
+    locks = _PoolLocks(path, files)
     try:
         locks.acquire_writer(timeout_s)
     except BaseException:

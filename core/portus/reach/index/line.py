@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 from portus.errors import AbandonedError, MediumError, PortusError
+from portus.reach.index.commit_records import Change
 
-Change = TypeVar("Change")
 Outcome = TypeVar("Outcome")
 
 
@@ -24,23 +24,20 @@ class RoomError(MediumError):
     """The error of a commit that has no room for its records. None of them was stored."""
 
 
-class Line(Generic[Change, Outcome]):
+class Line(Generic[Outcome]):
     """Changes that wait for ``turn``, a lock that its owner also takes for other things."""
 
     def __init__(
         self,
         turn: contextlib.AbstractContextManager[object],
         act: Callable[[Sequence[Change]], Sequence[Outcome]],
-        subject: Callable[[Change], Hashable],
     ) -> None:
         """act: makes all of some changes, or none and raises; called with the turn. The outcomes
-        are in the order of the changes. ``RoomError``: fewer at once may do. subject: two changes
-        of the same, if it is not None, are made one after the other."""
+        are in the order of the changes. ``RoomError``: fewer at once may do."""
         self._turn: Final = turn
         self._act: Final = act
-        self._subject: Final = subject
         self._guard: Final = threading.Lock()
-        self._waiting: Final[list[_Waiting[Change, Outcome]]] = []
+        self._waiting: Final[list[_Waiting[Outcome]]] = []
 
     @property
     def waiting(self) -> int:
@@ -49,7 +46,7 @@ class Line(Generic[Change, Outcome]):
 
     def make(self, change: Change) -> Outcome:
         """Make it, alone or with others. Raises what ``act`` raised for it."""
-        own = _Waiting[Change, Outcome](change)
+        own = _Waiting[Outcome](change)
         with self._guard:
             self._waiting.append(own)
         try:
@@ -61,22 +58,22 @@ class Line(Generic[Change, Outcome]):
             self._leave(own)
         return own.result()
 
-    def _first(self) -> list[_Waiting[Change, Outcome]]:
-        """Return the changes to make next, and remove them from the line: all that wait, but each
-        subject once."""
-        taken: list[_Waiting[Change, Outcome]] = []
-        subjects = set[Hashable]()
+    def _first(self) -> list[_Waiting[Outcome]]:
+        """Return the changes to make next, and remove them from the line: all that wait, but one of
+        each model. Those of the same are made one after the other."""
+        taken: list[_Waiting[Outcome]] = []
+        models = set[str | None]()
         with self._guard:
             for each in self._waiting[:]:
-                subject = self._subject(each.change)
+                model = each.change.model
                 # So the order of a model's commits stays that of its versions (decision 0040).
-                if subject is None or subject not in subjects:
-                    subjects.add(subject)
+                if model is None or model not in models:
+                    models.add(model)
                     taken.append(each)
                     self._waiting.remove(each)
         return taken
 
-    def _make(self, batch: Sequence[_Waiting[Change, Outcome]]) -> None:
+    def _make(self, batch: Sequence[_Waiting[Outcome]]) -> None:
         """All of them are over then. Raises nothing of ours: each has its own error."""
         try:
             outcomes = self._act([each.change for each in batch])
@@ -100,7 +97,7 @@ class Line(Generic[Change, Outcome]):
             for each, outcome in zip(batch, outcomes, strict=True):
                 each.end(outcome)
 
-    def _leave(self, own: _Waiting[Change, Outcome]) -> None:
+    def _leave(self, own: _Waiting[Outcome]) -> None:
         """However its caller left: if Ctrl-C came out of the wait for the turn, then either nobody
         makes the change any more, or whoever is at it is through with what its caller frees."""
         with self._guard, contextlib.suppress(ValueError):
@@ -111,7 +108,7 @@ class Line(Generic[Change, Outcome]):
                 pass
 
 
-class _Waiting(Generic[Change, Outcome]):
+class _Waiting(Generic[Outcome]):
     """One change, and what became of it. Compared by identity."""
 
     def __init__(self, change: Change) -> None:

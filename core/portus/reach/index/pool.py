@@ -118,7 +118,7 @@ class PoolWriter(PoolReader):
         again: it may hold space of one that was retired. True if something ended."""
         # Reentrant: a commit that finds no room settles, and that is a commit.
         self._committing: Final = threading.RLock()
-        self._line: Final = Line(self._committing, self.commit_together, _model_of)
+        self._line: Final = Line(self._committing, self.commit_together)
         self.persist_s = 0.0
         """Seconds spent in the persists of commits."""
         self._space: Final = FreeSpace(medium, locks)
@@ -661,7 +661,3 @@ class PoolWriter(PoolReader):
         for gone in self._contents.keys() - draft.catalogue.ids():
             del self._contents[gone]
         self._damaged.difference_update(draft.kept.damaged)
-
-
-def _model_of(change: Change) -> str | None:
-    return None if change.new is None else change.new.model

@@ -8,7 +8,7 @@ were, pointers lead to them again, and what versions share they share still.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from portus.engine.media.base import Medium
@@ -56,21 +56,16 @@ def choose(medium: Medium, found: Sequence[RecoverableVersion]) -> list[Recovera
 
 
 def copy_versions(
-    source: Medium,
-    target: Medium,
-    versions: Sequence[RecoverableVersion],
-    advanced: Callable[[int], None],
-) -> None:
-    """Copy all pages of ``versions`` to the same places of ``target``, which is as long.
-
-    advanced: told bytes as they are copied.
-    """
+    source: Medium, target: Medium, versions: Sequence[RecoverableVersion]
+) -> Iterator[int]:
+    """Copy all pages of ``versions`` to the same places of ``target``, which is as long. Yield
+    bytes, as they are copied."""
     for first, after in merge([_reach(each) for each in versions]).tolist():
         end = min(after * PAGE, source.size)
         for start in range(first * PAGE, end, CHUNK):
             data = load(source, start, min(CHUNK, end - start))
             target.store(start, data)
-            advanced(len(data))
+            yield len(data)
 
 
 def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, BinaryIO, Final
 
+from portus.engine.loading.patterns import Matcher
 from portus.engine.state.pickling import pickle_state
 from portus.errors import CorruptionError
 from portus.reach.index.reader import PoolReader
@@ -52,16 +53,14 @@ def write(
     entry: VersionEntry,
     target: BinaryIO,
     *,
-    keep: Callable[[str], bool] | None = None,
+    keep: Matcher | None = None,
     fits: Callable[[int], None] = lambda size: None,
-    advanced: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Write the state of a version to ``target``, which can be sought in; or what of it has key
     paths to ``keep``.
 
     One unit is in memory at a time, and what of the state is no tensor. ``fits`` gets the size of
-    the file, rounded up, before anything is written, ``advanced`` the bytes of each piece after it
-    was; both may raise.
+    the file, rounded up, before anything is written, and may raise.
 
     Raises ``CorruptionError`` and ``MediumError``: then something was written; ``StaleError``; and
     ``UsageError`` for what torch cannot write, and before anything is written.
@@ -78,7 +77,6 @@ def write(
                 with open_aligned(archive, name, size, target.tell()) as file:
                     for piece in content:
                         file.write(piece)
-                        advanced(len(piece))
 
             add("data.pkl", [memoryview(pickled)], len(pickled))
             add("byteorder", [memoryview(sys.byteorder.encode())], len(sys.byteorder))

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
 from portus.engine.media.file_calls import file_error
@@ -59,13 +58,9 @@ class FileLocks:
     such locks, ``acquire_writer`` raises ``UsageError`` and pins do nothing.
     """
 
-    def __init__(
-        self, path: str, *, writable: bool, describe_holder: Callable[[], str] = lambda: "unknown"
-    ) -> None:
-        """describe_holder: who holds the writer lock, for messages; asked while it is held."""
+    def __init__(self, path: str, *, writable: bool) -> None:
         self.path: Final = path
         self._writable: Final = writable
-        self._describe_holder: Final = describe_holder
         self._lock: Final = threading.Lock()
         self._pins: Counter[int] = Counter()
         flags = os.O_RDWR if writable else os.O_RDONLY
@@ -75,6 +70,10 @@ class FileLocks:
         except MediumError:
             self._writer_file.close()
             raise
+
+    def describe_holder(self) -> str:
+        """Return who holds the writer lock, for messages. It is held."""
+        return "unknown"
 
     def acquire_writer(self, timeout_s: float) -> None:
         """Polls, and logs once that it waits. ``describe_holder`` is asked for messages."""
@@ -86,7 +85,7 @@ class FileLocks:
                 "locks of open files; it can be read here"
             )
         number = self._writer_file.number
-        wait = _Wait(self.path, timeout_s, self._describe_holder)
+        wait = _Wait(self, timeout_s)
         while not self._set(number, _WRITE, WRITER_BYTE):
             wait.once()
 
@@ -204,12 +203,13 @@ class ProcessLocks:
         table: LockTable | None = None,
         *,
         name: str = "memory",
-        describe_holder: Callable[[], str] = lambda: "this process",
+        holder: str = "this process",
     ) -> None:
-        """table: shared with all others who open the same medium; None: nobody else does."""
+        """table: shared with all others who open the same medium; None: nobody else does. holder:
+        who holds the writer lock, for messages."""
         self._table: Final = table or LockTable()
         self._name: Final = name
-        self._describe_holder: Final = describe_holder
+        self._holder: Final = holder
         self._pins: Counter[int] = Counter()
         self._closed = False
 
@@ -219,7 +219,7 @@ class ProcessLocks:
         table = self._table
         with table.changed:
             if not table.changed.wait_for(lambda: table.writer in (None, self), max(0, timeout_s)):
-                raise _busy(self._name, timeout_s, self._describe_holder())
+                raise _busy(self._name, timeout_s, self._holder)
             table.writer = self
 
     def release_writer(self) -> None:
@@ -319,10 +319,9 @@ class DirectoryLock:
 class _Wait:
     """A bounded wait by polling: the system cannot wait for such a lock for a limited time."""
 
-    def __init__(self, path: str, timeout_s: float, describe_holder: Callable[[], str]) -> None:
-        self._path: Final = path
+    def __init__(self, locks: FileLocks, timeout_s: float) -> None:
+        self._locks: Final = locks
         self._timeout_s: Final = timeout_s
-        self._describe_holder: Final = describe_holder
         self._begin_s: Final = time.monotonic()
         self._end_s: Final = self._begin_s + timeout_s
         self._pause_s = _POLL_MIN_S
@@ -333,14 +332,14 @@ class _Wait:
         now_s = time.monotonic()
         left_s = self._end_s - now_s
         if left_s <= 0:
-            raise _busy(self._path, self._timeout_s, self._describe_holder())
+            raise _busy(self._locks.path, self._timeout_s, self._locks.describe_holder())
         if not self._said and now_s - self._begin_s >= _QUIET_S:
             self._said = True
             _LOG.warning(
                 "%s: waiting up to %g s for the writer to close it: %s",
-                self._path,
+                self._locks.path,
                 self._timeout_s,
-                self._describe_holder(),
+                self._locks.describe_holder(),
             )
         time.sleep(min(self._pause_s, left_s))
         self._pause_s = min(2 * self._pause_s, _POLL_MAX_S)

@@ -153,7 +153,7 @@ class Copier(Behind):
                 sum(each.size for each in found),
                 self.address,
             )
-        done = fill(self._mirror, state, joined.writer, joined.infos)
+        done = fill(self._mirror, state, joined.writer, found)
         self._unread.update({each.token for each in found} - {each.token for each in done})
 
     # While it saves.

@@ -74,17 +74,16 @@ def fill(
     mirror: Mirror,
     state: State,
     writer: PoolWriter,
-    infos: Callable[[], Sequence[VersionInfo]],
+    wanted: Sequence[Added],
     advanced: Advanced | None = None,
 ) -> list[Added]:
-    """Fetch what is ``missing``; which versions were fetched. infos: gives the versions of the
-    model that are here by then. Blocks.
+    """Fetch ``wanted``, which is ``missing``; return which versions were fetched. Blocks.
 
     An older version that is damaged in the mirror is left out, with an error in the log. Raises
     ``CorruptionError`` for the newest one, and what the mirror and the pool raise.
     """
     done = []
-    for each in missing(state, infos()):
+    for each in wanted:
         try:
             with mirror.opened(each) as opened:
                 fetch_version(opened, writer, advanced)
@@ -141,16 +140,17 @@ class _Around:
     """The bytes around the storages of a file, which arrive in any order: each unit is stored once
     all of it is there. Thread-safe."""
 
-    def __init__(self, size: int, store: Callable[[int, Room], None]) -> None:
-        """size: bytes of all. store: takes the number of a unit, and its bytes."""
+    def __init__(self, arrival: _Arrival, storage: int, size: int) -> None:
+        """storage: of the version, which they are. size: bytes of all."""
+        self._arrival: Final = arrival
+        self._storage: Final = storage
         self._size: Final = size
-        self._store: Final = store
         self._guard: Final = threading.Lock()
         self._units: Final[dict[int, tuple[Room, int]]] = {}
         """Those that are not whole yet, and how many bytes each lacks."""
 
     def put(self, inside: int, data: Room) -> None:
-        """Take bytes from byte ``inside`` on. Raises what ``store`` raises."""
+        """Take bytes from byte ``inside`` on. Raises as ``store_unit``."""
         while len(data):
             unit, at = divmod(inside, UNIT)
             part = data[: UNIT - at]
@@ -165,7 +165,7 @@ class _Around:
                 if lacks:
                     self._units[unit] = room, lacks
             if not lacks:
-                self._store(unit, room)
+                self._arrival.store_unit(self._storage, unit, room)
             inside, data = inside + len(part), data[len(part) :]
 
 
@@ -210,7 +210,7 @@ class _Arrival:
         # The first thread to begin has the pool grow; it takes part in the rest then.
         acts: list[Callable[[], None]] = [reserve]
         for number, each in enumerate(self._files):
-            around = _Around(each.file.around, partial(self._store_unit, last + number))
+            around = _Around(self, last + number, each.file.around)
             acts += (partial(self._move, part) for part in self._ranges(number, around))
         in_any_order(lambda act: act(), acts, ABREAST)
         draft.note(reserved[0], self._expected)
@@ -256,7 +256,7 @@ class _Arrival:
             with self._telling:
                 self._advanced(size)
 
-    def _store_unit(self, index: int, unit: int, room: Room) -> None:
+    def store_unit(self, index: int, unit: int, room: Room) -> None:
         """Store a unit of a storage, from memory."""
         rows, place = self._first[index] + np.array([unit]), np.array([room.ctypes.data])
         self._store(rows, place, np.array([len(room)]))

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from portus.engine.media.file_calls import file_error
@@ -162,10 +161,12 @@ class Folder:
         self._make_safe(home)
         path = os.path.join(home, f"{os.getpid()}-{secrets.token_hex(8)}")
         # Errors name the directory: a run that tries again reports each cause once.
-        number = _named_error("create a file in", home, lambda: os.open(path, _NEW, 0o666))
+        with _named_error("create a file in", home):
+            number = os.open(path, _NEW, 0o666)
         try:
             try:
-                _named_error("write a file in", home, lambda: _write(number, parts))
+                with _named_error("write a file in", home):
+                    _write(number, parts)
             finally:
                 os.close(number)
             # ``path`` was just written, so its time is the server's clock, not this machine's.
@@ -181,7 +182,8 @@ class Folder:
         except MediumError as error:
             if error.errno == errno.EEXIST:
                 # Over a network the first answer may be lost, and the second request finds ours.
-                return _named_error("look at", partial, lambda: os.stat(partial)).st_nlink > 1
+                with _named_error("look at", partial):
+                    return os.stat(partial).st_nlink > 1
             if error.errno in _NO_LINKS:
                 raise UsageError(
                     f"{target}: this file system has no hard links, so two writers of one mirror "
@@ -201,14 +203,16 @@ class Folder:
         while not os.path.exists(parent := os.path.dirname(missing[-1])):
             missing.append(parent)
         for each in reversed(missing):
-            _named_error("create", each, functools.partial(_make_directory, each))
+            with _named_error("create", each), contextlib.suppress(FileExistsError):
+                os.mkdir(each)
             # A new directory is itself a name in the one above, which must be durable, too.
             self._files.sync(os.path.dirname(each))
         self._safe.add(directory)
 
     def _sweep(self, home: str, fresh: str) -> None:
         """Remove what writers that were killed left. ``fresh`` says what time it is there."""
-        now = _named_error("look at", fresh, lambda: os.stat(fresh)).st_mtime_ns
+        with _named_error("look at", fresh):
+            now = os.stat(fresh).st_mtime_ns
         for name in self._files.entries(home):
             path = os.path.join(home, name)
             status = self._files.status(path)
@@ -237,9 +241,8 @@ class Folder:
         done = 0
         while done < len(view):
             piece = view[done : done + _SIZE_MAX]
-            count = _named_error(
-                "read", path, functools.partial(os.preadv, number, [piece], start + done)
-            )
+            with _named_error("read", path):
+                count = os.preadv(number, [piece], start + done)
             if not count:
                 break
             done += count
@@ -268,11 +271,6 @@ class Folder:
                     yield ListedObject(full, status.size, status.time_ns / 1e9)
 
 
-def _make_directory(path: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path)
-
-
 def _write(number: int, parts: Iterable[bytes]) -> None:
     for part in parts:
         view, done = memoryview(part), 0
@@ -281,9 +279,10 @@ def _write(number: int, parts: Iterable[bytes]) -> None:
     os.fsync(number)
 
 
-def _named_error(operation: str, path: str, call: Callable[[], Result]) -> Result:
+@contextlib.contextmanager
+def _named_error(operation: str, path: str) -> Iterator[None]:
     try:
-        return call()
+        yield
     except MediumError:
         raise  # by whoever was asked for what is to be written
     except OSError as error:

@@ -101,7 +101,7 @@ class ObjectFile(ReadOnlyMedium):
         self.close()
         ranges = zip(offset.tolist(), length.tolist(), strict=True)
         self._ahead = _Ahead(
-            self.read,
+            self,
             [
                 (start, min(start + UNIT, begin + size))
                 for begin, size in ranges
@@ -220,8 +220,8 @@ class _Ahead:
     """Ranges of a file that are read before they are asked for. Whoever takes them in another order
     than they were announced gets nothing for some, and reads these otherwise."""
 
-    def __init__(self, read: Callable[[int, memoryview], None], ranges: Sequence[_Range]) -> None:
-        self._read: Final = read
+    def __init__(self, file: ObjectFile, ranges: Sequence[_Range]) -> None:
+        self._file: Final = file
         self._ranges: Final = ranges
         self._order: Final = sorted((each, number) for number, each in enumerate(ranges))
         self._free: Final[list[memoryview]] = []
@@ -266,7 +266,7 @@ class _Ahead:
             room = self._free.pop()
         except IndexError:
             room = np.empty(UNIT, np.uint8).data
-        self._read(part[0], room[: part[1] - part[0]])
+        self._file.read(part[0], room[: part[1] - part[0]])
         return room
 
 

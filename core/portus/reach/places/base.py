@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Takes the bytes that are done, and the bytes to do in all."""
 
-Skip = Callable[[str, PortusError], object]
-"""Takes the name of a model that cannot be read, and why."""
-
 Removal = Callable[[], int]
 """Removes what was chosen, and returns how many pointers went with it."""
 
@@ -214,9 +211,11 @@ class OpenPlace(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def list(self, model: str | None = None, skip: Skip | None = None) -> list[StoredCheckpoint]:
-        """Return the checkpoints, oldest first; those of one model, or all. skip: told of a model
-        that cannot be read, which is passed over then."""
+    def list(
+        self, model: str | None = None, skipped: dict[str, PortusError] | None = None
+    ) -> list[StoredCheckpoint]:
+        """Return the checkpoints, oldest first; those of one model, or all. skipped: gets the
+        models that cannot be read, which are passed over then, and why."""
 
     def models(self) -> Sequence[str]:
         """Return the names of all models."""

@@ -16,8 +16,9 @@ from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import DiskFile
 from portus.engine.loading.open_file import open_file as opened_file
 from portus.engine.media.file_system import file_system_of
+from portus.engine.media.pace import Pace
 from portus.engine.spec import VersionInfo
-from portus.errors import CorruptionError, MediumError, UsageError
+from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.format.reference import Reference
 from portus.reach.formats.safetensors import LENGTH_SIZE, SUFFIX
@@ -25,7 +26,6 @@ from portus.reach.formats.safetensors_reader import is_safetensors
 from portus.reach.index.directory import JOURNAL_SUFFIX
 from portus.reach.index.journals import names_in
 from portus.reach.index.place import Place, PlaceKind
-from portus.reach.index.scrub import Pace
 from portus.reach.places.base import (
     Abilities,
     Check,
@@ -36,7 +36,6 @@ from portus.reach.places.base import (
     OpenPlace,
     Progress,
     Removal,
-    Skip,
     StoredCheckpoint,
     Verdict,
 )
@@ -149,7 +148,9 @@ class DirectoryPlace(OpenPlace):
             os.close(number)
         return Abilities(volatile=traits.volatile, durable=1, addressable=False)
 
-    def list(self, model: str | None = None, skip: Skip | None = None) -> list[StoredCheckpoint]:
+    def list(
+        self, model: str | None = None, skipped: dict[str, PortusError] | None = None
+    ) -> list[StoredCheckpoint]:
         found = [] if model else list(self.found())
         return sorted(found, key=lambda each: (each.info.time_ns, each.path))
 

@@ -33,7 +33,6 @@ from portus.reach.places.base import (
     OpenPlace,
     Progress,
     Removal,
-    Skip,
     StoredCheckpoint,
     Verdict,
     adding,
@@ -158,7 +157,9 @@ class MirrorPlace(OpenPlace):
     def models(self) -> Sequence[str]:
         return self.mirrors.models()
 
-    def list(self, model: str | None = None, skip: Skip | None = None) -> list[StoredCheckpoint]:
+    def list(
+        self, model: str | None = None, skipped: dict[str, PortusError] | None = None
+    ) -> list[StoredCheckpoint]:
         """See ``OpenPlace``. Ids of versions are counted here; commits are those of the pools that
         they were committed to."""
         found: list[StoredCheckpoint] = []
@@ -167,9 +168,9 @@ class MirrorPlace(OpenPlace):
             try:
                 self._states[each] = state = mirror.read()
             except PortusError as error:
-                if skip is None:
+                if skipped is None:
                     raise
-                skip(each, error)
+                skipped[each] = error
                 continue
             for number, added in enumerate(missing(state, ()), len(found) + 1):
                 info = added.info(each, number, added.commit)

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Final
 
 from portus.engine.spec import VersionInfo
-from portus.errors import CorruptionError, StaleError, UsageError
+from portus.errors import CorruptionError, PortusError, StaleError, UsageError
 from portus.reach.files.home import Pool, open_place
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.check import CheckOptions, Finding, Severity, check_file
@@ -40,7 +40,6 @@ from portus.reach.places.base import (
     OpenPlace,
     Progress,
     Removal,
-    Skip,
     StoredCheckpoint,
     Usage,
     Verdict,
@@ -113,7 +112,9 @@ class PoolPlace(OpenPlace):
             failure=read_failure(medium),
         )
 
-    def list(self, model: str | None = None, skip: Skip | None = None) -> list[StoredCheckpoint]:
+    def list(
+        self, model: str | None = None, skipped: dict[str, PortusError] | None = None
+    ) -> list[StoredCheckpoint]:
         entries = self.reader.catalogue().entries()
         found = [PoolVersion(self, each) for each in entries if model in (None, each.info.model)]
         return sorted(found, key=lambda each: (each.info.commit, each.info.id))

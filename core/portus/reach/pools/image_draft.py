@@ -18,10 +18,8 @@ from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, OnDevice, Previous
 from portus.engine.writer import crc
-from portus.engine.writer.image_file import FileDraft
-from portus.errors import AbandonedError, MediumError
+from portus.errors import MediumError
 from portus.reach.files.host import HostDraft
-from portus.reach.format.reference import Reference
 from portus.reach.index.file_table import FileTable, encode_table
 from portus.reach.versions.parts import Before, share
 from portus.reach.versions.pool_draft import PoolDraft
@@ -49,49 +47,21 @@ class CommittedImages:
         return replace(self.version, record=replace(record, storages=record.storages[:count]))
 
 
-@dataclass(frozen=True, slots=True)
-class PointerFiles:
-    """The pointers to a version, which get their names once it is committed. Until then there is at
-    their paths what was there before; so it is for ever if this process dies in between, and the
-    version stays in the pool without a pointer.
-
-    files: the draft of them. replaced: returns the pointers that are at their paths. let_go: of the
-    version of such a one. retire: removes the version of a token.
-    """
-
-    files: FileDraft
-    replaced: Callable[[], Sequence[Reference]]
-    let_go: Callable[[Reference], None]
-    retire: Callable[[bytes], None]
-
-
 class ImageDraft:
     """See ``engine.pipeline.draft.Draft``. The storages of the save are those of the files, one
     file after another; the bytes around them are copied at the commit, since they have the digests.
-
-    make_room: asked where the pool is full, until it gives back no more. pointers: None if the
-    version is to have none.
+    With this one the version has no pointers.
     """
 
     def __init__(
-        self,
-        draft: PoolDraft | HostDraft,
-        model: str,
-        table: FileTable,
-        images: Sequence[Image],
-        before: Callable[[], CommittedImages | None],
-        make_room: Callable[[], bool],
-        pointers: PointerFiles | None = None,
+        self, draft: PoolDraft | HostDraft, model: str, table: FileTable, images: Sequence[Image]
     ) -> None:
         """draft: of a version of ``model`` whose lengths are ``lengths_of`` of the images.
-        table: of their files. before: returns what may be shared, the newest version now."""
+        table: of their files."""
         self._draft: Final = draft
         self._model: Final = model
         self._images: Final = images
         self._table: Final = table
-        self._before: Final = before
-        self._make_room: Final = make_room
-        self._pointers: Final = pointers
         lengths = np.concatenate([np.zeros(0, np.int64), *(each.length for each in images)])
         self._length: Final = lengths
         self._units: Final = unit_counts(lengths)
@@ -101,6 +71,14 @@ class ImageDraft:
         self._crcs: Final[Crcs] = np.zeros(count, np.uint32)
         self.committed: CommittedImages | None = None
         """The version, once it is committed."""
+
+    def before(self) -> CommittedImages | None:
+        """Return what may be shared: the newest version now."""
+        return None
+
+    def make_room(self) -> bool:
+        """Give something back where the pool is full; return False if there is no more."""
+        return False
 
     @property
     def name(self) -> str:
@@ -131,7 +109,7 @@ class ImageDraft:
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         assert isinstance(before, Before), "a pool shares with its own versions"
-        known = self._before()
+        known = self.before()
         if known is None or known.version.record.info.token != before.record.info.token:
             return False  # another save was committed since the storages were compared
         if not self._draft.share(known.version, indices, address, stop):
@@ -150,41 +128,19 @@ class ImageDraft:
         return self._draft.stored(storage, offset, length)
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
-        pointers = self._pointers
-        if pointers is None:
-            return self._commit(labels, retire)
-        # Read now: after ``publish`` the new pointers are at their paths.
-        replaced = pointers.replaced()
-        # Durable before the version is committed: after that only names are left to change.
-        pointers.files.finish()
-        version = self._commit(labels, retire)
-        try:
-            pointers.files.publish()
-        except AbandonedError:
-            # A signal handler wrote newer files at the paths, so nothing leads to this version.
-            pointers.retire(labels.token)
-            raise
-        # Only now: until the new pointer has its name, the old one must lead to its version.
-        for old in replaced:
-            pointers.let_go(old)
-        return version
-
-    def _commit(self, labels: Labels, retire: Collection[int]) -> Before:
         # At the commit: these bytes contain the digests and CRCs of all others.
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)
         address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)
         self._with_room(lambda: self._draft.copy(indices, address, Stop()))
         labels = replace(labels, model=self._model, contents=encode_table(self._table))
-        known = self._before()
+        known = self.before()
         version = self._draft.commit(labels, known.version if known else None, retire)
         self.committed = CommittedImages(version, len(self._table.files), self._crcs)
         return version
 
     def release(self) -> None:
         self._draft.release()
-        if self._pointers is not None:
-            self._pointers.files.release()
 
     def _rows(self, indices: Column) -> Column:
         return ranges(self._first[indices], self._units[indices])
@@ -212,7 +168,7 @@ class ImageDraft:
             except MediumError as error:
                 if error.errno not in OUT_OF_SPACE:
                     raise
-                if not self._make_room():
+                if not self.make_room():
                     raise MediumError(error.errno, f"{error.strerror}; {_ADVICE}") from error
 
 

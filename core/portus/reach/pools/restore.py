@@ -25,7 +25,7 @@ from portus.engine.loading.any_format import load_opened
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.loading.origin import note_loaded
 from portus.engine.loading.over import Rename, fetch_storages, restore_over, view_of
-from portus.engine.loading.patterns import Patterns, matcher, part_of
+from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.restore_report import Restored
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.pipeline.plan import Column
@@ -219,9 +219,7 @@ class Outline:
 
 @contextlib.contextmanager
 def outline_version(
-    pool: PoolReader,
-    entry: VersionEntry,
-    keep: Callable[[str], bool] | None = None,
+    pool: PoolReader, entry: VersionEntry, keep: Matcher | None = None
 ) -> Iterator[Outline]:
     """A version, or what of it has key paths to ``keep``, without the bytes of its tensors: memory
     is set aside for them, which nobody touches and so nobody has. All else, arrays too, is loaded
@@ -335,12 +333,7 @@ def load_files(
     return found
 
 
-def _load(
-    pool: PoolReader,
-    entry: VersionEntry,
-    keep: Callable[[str], bool] | None,
-    verify: bool,
-) -> object:
+def _load(pool: PoolReader, entry: VersionEntry, keep: Matcher | None, verify: bool) -> object:
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
         state = _assemble(opened, fetch_storages(opened, _storages_of(opened, keep)))
@@ -419,7 +412,7 @@ def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
     return _Opened(pool, record, contents, verify, changed, in_place)
 
 
-def _storages_of(opened: _Opened, keep: Callable[[str], bool] | None) -> Column:
+def _storages_of(opened: _Opened, keep: Matcher | None) -> Column:
     """Indices of the storages that the kept leaves need, and of those that no tensor names."""
     count = len(opened.record.storages)
     if keep is None:

@@ -7,22 +7,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
+from portus.engine.directory.publisher import Publisher
 from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
+from portus.engine.media.process import Descriptor
 from portus.engine.paths.destination import Destination
-from portus.engine.paths.request import NewFile
-from portus.engine.pipeline.draft import CommittedVersion, Draft
-from portus.engine.pipeline.plan import Flags, Snapshot
+from portus.engine.paths.request import NewFile, SaveRequest
+from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
+from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import (
+    AbandonedError,
     BusyError,
     CorruptionError,
     PortusError,
@@ -31,20 +34,16 @@ from portus.errors import (
     printable,
 )
 from portus.reach.files.home import Home, Pool, home_of
-from portus.reach.files.host import HostPool
+from portus.reach.files.host import HostDraft, HostPool
 from portus.reach.files.reference import read
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index.file_table import FileTable, PackedFile, decode_table
 from portus.reach.index.place import Place
-from portus.reach.pools.image_draft import (
-    CommittedImages,
-    ImageDraft,
-    PointerFiles,
-    lengths_of,
-)
+from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.resolve import POOLS
 from portus.reach.pools.version_file import table_in
 from portus.reach.versions.parts import Before
+from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
 
@@ -133,10 +132,10 @@ class TrainingPool(Destination):
         return self._pool.medium.info.kind.name
 
     def before(self, files: int) -> Before | None:
-        found = self._newest_of(files)
+        found = self.newest_of(files)
         return None if found is None else found.storages
 
-    def _newest_of(self, files: int) -> CommittedImages | None:
+    def newest_of(self, files: int) -> CommittedImages | None:
         """Return the newest version, if it has as many files."""
         found = self._before
         return found if found is not None and found.files == files else None
@@ -154,7 +153,7 @@ class TrainingPool(Destination):
         images: Sequence[Image],
         snapshot: Snapshot,
         files: FileDraft | None,
-        make_room: Callable[[], bool],
+        request: SaveRequest,
     ) -> ImageDraft:
         assert self._home is not None, "it is open"
         count = len(images)
@@ -172,32 +171,17 @@ class TrainingPool(Destination):
         names = [os.path.basename(each.real or each.said) for each in new]
         packed = [PackedFile.of(name, image) for name, image in zip(names, images, strict=True)]
         table = FileTable(packed, os.path.dirname(paths[0]) if paths else "")
-
-        def replaced() -> list[Reference]:
-            return [found for path in paths if (found := self.pointer_at(path)) is not None]
-
-        pointers = (
-            None if files is None else PointerFiles(files, replaced, self.let_go, self.retire)
-        )
-        return ImageDraft(
-            self._home.draft(whole),
-            self.model,
-            table,
-            images,
-            lambda: self._newest_of(count),
-            make_room,
-            pointers,
-        )
+        return PointerDraft(self, self._home.draft(whole), table, images, files, paths, request)
 
     def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(draft, ImageDraft), "drafts are made here"
         self._before, self._steady = draft.committed, steady
 
-    def remove(self, path: str, remove: Callable[[str], object]) -> None:
+    def remove(self, path: str, publisher: Publisher[Descriptor]) -> None:
         """Remove a pointer, and then the version that it alone leads to."""
         pointer = self.pointer_at(path)
         # The name first, then the version (V5): killed in between, the version only takes space.
-        remove(path)
+        publisher.remove(path)
         if pointer is None:
             return
         try:
@@ -333,3 +317,58 @@ class TrainingPool(Destination):
         if known is None:
             return None
         return CommittedImages(Before(record, table), len(known.files), None)
+
+
+class PointerDraft(ImageDraft):
+    """A draft with pointers, which get their names once the version is committed. Until then there
+    is at their paths what was there before; so it is for ever if this process dies in between, and
+    the version stays in the pool without a pointer.
+    """
+
+    def __init__(
+        self,
+        pool: TrainingPool,
+        draft: PoolDraft | HostDraft,
+        table: FileTable,
+        images: Sequence[Image],
+        files: FileDraft | None,
+        paths: Sequence[str],
+        request: SaveRequest,
+    ) -> None:
+        """files: the draft of the pointers at ``paths``; None if the version is to have none."""
+        super().__init__(draft, pool.model, table, images)
+        self._pool: Final = pool
+        self._files: Final = files
+        self._paths: Final = paths
+        self._request: Final = request
+
+    def before(self) -> CommittedImages | None:
+        return self._pool.newest_of(len(self._images))
+
+    def make_room(self) -> bool:
+        return self._request.make_room()
+
+    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+        if self._files is None:
+            return super().commit(labels, before, retire)
+        # Read now: after ``publish`` the new pointers are at their paths.
+        replaced = [self._pool.pointer_at(path) for path in self._paths]
+        # Durable before the version is committed: after that only names are left to change.
+        self._files.finish()
+        version = super().commit(labels, before, retire)
+        try:
+            self._files.publish()
+        except AbandonedError:
+            # A signal handler wrote newer files at the paths, so nothing leads to this version.
+            self._pool.retire(labels.token)
+            raise
+        # Only now: until the new pointer has its name, the old one must lead to its version.
+        for old in replaced:
+            if old is not None:
+                self._pool.let_go(old)
+        return version
+
+    def release(self) -> None:
+        super().release()
+        if self._files is not None:
+            self._files.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 from portus.engine.directory.system import medium_error
@@ -27,15 +27,15 @@ _NAMED_MAX: Final = 8
 
 
 def await_files(
-    directory: str, names: Collection[str], is_given_up: Callable[[], bool] = lambda: False
+    directory: str, names: Collection[str], save: object, given_up: Collection[object]
 ) -> None:
     """Return when files of other ranks, ``names``, are in ``directory``, absolute and without
     links. Blocks for as long as somebody writes them. Raises ``AbandonedError`` if nobody does, or
-    if ``is_given_up`` says so, and ``MediumError``."""
+    if ``save``, by its id, is ``given_up`` meanwhile, and ``MediumError``."""
     seen, pause_s = time.monotonic(), _POLL_MIN_S
     gone_s = GONE_HERE_S if is_of_this_machine(directory) else GONE_S
     while missing := set(names) - _names_in(directory):
-        if is_given_up():
+        if save in given_up:
             raise AbandonedError(
                 f"{printable(directory)}: save given up: a rank could not save its part"
             )

@@ -221,7 +221,7 @@ class DirectoryReader(FileSystemReader):
             if self._save is None and shards.digests is None:
                 return False
             self._require_same_save(shards)
-            loading = _Loading(file, planner, self._block, verify=self._verify)
+            loading = _Loading(self, file, planner)
             for item in items:
                 loading.load_shard(item, shards)
             loading.flush()
@@ -236,7 +236,7 @@ class DirectoryReader(FileSystemReader):
                 f"{printable(path)}: the file is that of the save {found.save}: it was renamed, or "
                 "copied from another checkpoint"
             )
-        loading = _Loading(file, planner, self._block, verify=self._verify)
+        loading = _Loading(self, file, planner)
         for item in sorted(items, key=self._offset_of):
             loading.load(item, found, self.storage_data[item.storage_index])
         loading.flush()
@@ -252,20 +252,13 @@ class DirectoryReader(FileSystemReader):
 
 
 class _Loading:
-    """The loading of items from one open file. block: returns what the metadata say of a shard."""
+    """The loading of items from one open file of a directory."""
 
-    def __init__(
-        self,
-        file: OpenFile,
-        planner: LoadPlanner,
-        block: Callable[[MetadataIndex], _Block],
-        *,
-        verify: bool,
-    ) -> None:
+    def __init__(self, reader: DirectoryReader, file: OpenFile, planner: LoadPlanner) -> None:
+        self._reader: Final = reader
         self._file: Final = file
         self._planner: Final = planner
-        self._block: Final = block
-        self._verify: Final = verify
+        self._verify: Final = reader._verify
         self._read: Final[Read] = reads(file)
         self._wanted: Final[list[_Wanted]] = []
         self._buffered = 0
@@ -323,7 +316,7 @@ class _Loading:
         return target
 
     def _load_block(self, item: ReadItem, target: torch.Tensor, storage: _Storage) -> None:
-        block = self._block(item.storage_index)
+        block = self._reader._block(item.storage_index)
         rows, size = block.sizes[:1] or (1,), storage.size
         if math.prod(block.sizes) * block.dtype.itemsize != size:
             raise CorruptionError(f"{storage.name}: {size} bytes are not those of {block}")
@@ -370,12 +363,7 @@ class _Loading:
             each.then()
 
     def _want(
-        self,
-        storage: _Storage,
-        begin: int,
-        end: int,
-        address: int,
-        then: Callable[[], None],
+        self, storage: _Storage, begin: int, end: int, address: int, then: Callable[[], None]
     ) -> None:
         """Have ``flush`` read whole units of a storage to ``address``, and then call ``then``."""
         digests = None

@@ -7,12 +7,12 @@ link beside it leads to is not removed before the link leads elsewhere.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import errno
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import Final
 
 from portus.errors import MediumError, printable
@@ -21,19 +21,11 @@ from portus.reach.training.links import replace_link
 _log: Final = logging.getLogger("portus")
 
 
-class AfterCommit:
+class AfterCommit(abc.ABC):
     """Removals and links that wait for the saves of one training. Paths are absolute, and their
-    last link is not followed.
+    last link is not followed."""
 
-    remove: removes a file, durably; raises ``MediumError``. later: has the worker call something,
-    after the saves that were asked for so far.
-    """
-
-    def __init__(
-        self, remove: Callable[[str], None], later: Callable[[Callable[[], None]], None]
-    ) -> None:
-        self._remove: Final = remove
-        self._later: Final = later
+    def __init__(self) -> None:
         # Reentrant: a signal handler that saves may interrupt a thread that holds it.
         self._lock: Final = threading.RLock()
         self._asked = 0
@@ -48,6 +40,14 @@ class AfterCommit:
         """What is being removed."""
         self._links: list[tuple[int, str, str]] = []
         """Links that wait: after which save, what they are called, and where they are to lead."""
+
+    @abc.abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove a file, or a directory, durably. Raises ``MediumError``."""
+
+    @abc.abstractmethod
+    def remove_later(self) -> None:
+        """Have the worker call ``remove_ready``, after the saves that were asked for so far."""
 
     def asked(self, path: str) -> int:
         """Return the number of a save to ``path``, which begins. What is there is not to be removed
@@ -78,7 +78,7 @@ class AfterCommit:
             for _, link, target in ready:
                 _lead(link, target)
         if may_remove:
-            self._remove_ready()
+            self.remove_ready()
 
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to ``target``, in one step, once that is there; where its save fails,
@@ -148,11 +148,12 @@ class AfterCommit:
         if not self._removals:
             return
         if self._in_flight:
-            self._later(self._remove_ready)
+            self.remove_later()
         else:
-            self._remove_ready()
+            self.remove_ready()
 
-    def _remove_ready(self) -> None:
+    def remove_ready(self) -> None:
+        """Remove what waits for no save any more."""
         with self._lock:
             ready = [
                 path
@@ -168,7 +169,7 @@ class AfterCommit:
     def _removed(self, path: str) -> bool:
         self._made.pop(path, None)
         try:
-            self._remove(path)
+            self.delete(path)
         except MediumError as error:
             # No error of a save: what stays costs space, and nothing is lost.
             say_it_stays(path, error)

@@ -19,6 +19,7 @@ from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
+from portus.engine.files.queue import Errand
 from portus.engine.image.image import bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
@@ -26,7 +27,7 @@ from portus.engine.loading.origin import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
-from portus.engine.paths.request import SaveRequest, ToSave, contents_of, make_directory
+from portus.engine.paths.request import Laid, SaveRequest, ToSave, make_directory
 from portus.engine.paths.saver import FileSaver, files_below
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.run import Save
@@ -181,9 +182,9 @@ class TrainingFiles:
         """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
         as of ``save_directory``."""
         saver, _ = self._opened()
-        contents = LiteralContents(bytes_image(text.encode()))
+        contents = Laid(LiteralContents(bytes_image(text.encode())))
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
-        return saver.save_files([ToSave(path, lambda: contents)], request)
+        return saver.save_files([ToSave(path, contents)], request)
 
     @calls.mark
     def fence(self) -> None:
@@ -228,10 +229,7 @@ class TrainingFiles:
         handle = None
         try:
             handle = saver.save_files(
-                [
-                    ToSave(os.path.join(directory, name), contents_of(state))
-                    for name, state in files.items()
-                ],
+                [ToSave(os.path.join(directory, name), state) for name, state in files.items()],
                 request,
                 fenced,
             )
@@ -364,16 +362,7 @@ class TrainingFiles:
         self._forget_parent()
         if self._saver is None or self._after is None:
             saver = FileSaver(join(self), self._settings, destination=self._destination())
-
-            def remove(path: str) -> None:
-                if self._mirror is not None:
-                    self._mirror.removing(path)
-                if os.path.isdir(path) and not os.path.islink(path):
-                    saver.remove_directory(path, self._telling)
-                else:
-                    saver.remove(path)
-
-            self._saver, self._after = saver, AfterCommit(remove, saver.later)
+            self._saver, self._after = saver, _AfterCommit(self, saver)
         return self._saver, self._after
 
     def _destination(self) -> TrainingPool | None:
@@ -407,6 +396,26 @@ class TrainingFiles:
         if self._settings.journal and self._journal is None and self._journal_at is not None:
             name, place = self._journal_at
             self._journal = Journal(name, lambda: place)
+
+
+class _AfterCommit(AfterCommit):
+    """See ``AfterCommit``."""
+
+    def __init__(self, training: TrainingFiles, saver: FileSaver) -> None:
+        super().__init__()
+        self._training: Final = training
+        self._saver: Final = saver
+
+    def delete(self, path: str) -> None:
+        if self._training._mirror is not None:
+            self._training._mirror.removing(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            self._saver.remove_directory(path, self._training._telling)
+        else:
+            self._saver.remove(path)
+
+    def remove_later(self) -> None:
+        self._saver.shared.queue.put(Errand(self.remove_ready))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

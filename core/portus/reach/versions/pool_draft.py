@@ -5,7 +5,7 @@ In a pool of this process; on a storage host it is the same, and only ``move`` d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,10 +43,6 @@ class Reserved:
     counts: Column
 
 
-Move = Callable[[Sources], Digests]
-"""Brings the bytes of some storages to their extents; the digests of what was stored."""
-
-
 class PoolDraft:
     """A draft in a pool of this process."""
 
@@ -77,38 +73,32 @@ class PoolDraft:
     ) -> Digests:
         """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
 
-        def move(moved: Sources) -> Digests:
-            # One call in advance for all pages: with a fault for each, 288 MiB on tmpfs took 0.60 s
-            # of a processor in place of 0.12.
-            self._writer.touch(self._held[-1], stop)
-            return copy(self._writer.medium, moved, stop, crcs=crcs)
-
-        return self.place(indices, address, move)
+        reserved = self.reserve(indices, address)
+        # One call in advance for all pages: with a fault for each, 288 MiB on tmpfs took 0.60 s
+        # of a processor in place of 0.12.
+        self._writer.touch(self._held[-1], stop)
+        digests = copy(self._writer.medium, reserved.target, stop, crcs=crcs)
+        self.note(reserved, digests)
+        return digests
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        def move(moved: Sources) -> Digests:
-            places = [
-                Extent(offset, length)
-                for offset, length in zip(
-                    moved.extent_offset.tolist(), moved.extent_length.tolist(), strict=True
-                )
-            ]
-            digests, done = [], 0
-            for feed in feeds:
-                with feed.units() as units:
-                    for address, length in units:
-                        own = part(places, done, done + length)
-                        done += length
-                        source = Source(address, length, tuple(own))
-                        digests.append(copy(self._writer.medium, [source], stop))
-            return np.concatenate(digests)
-
-        return self.place(indices, np.zeros(len(indices), np.int64), move)
-
-    def place(self, indices: Column, address: Column, move: Move) -> Digests:
-        """Reserve room for storages, let ``move`` fill it, and note what it stored."""
-        reserved = self.reserve(indices, address)
-        digests = move(reserved.target)
+        reserved = self.reserve(indices, np.zeros(len(indices), np.int64))
+        target = reserved.target
+        places = [
+            Extent(offset, length)
+            for offset, length in zip(
+                target.extent_offset.tolist(), target.extent_length.tolist(), strict=True
+            )
+        ]
+        found, done = [], 0
+        for feed in feeds:
+            with feed.units() as units:
+                for address, length in units:
+                    own = part(places, done, done + length)
+                    done += length
+                    source = Source(address, length, tuple(own))
+                    found.append(copy(self._writer.medium, [source], stop))
+        digests = np.concatenate(found)
         self.note(reserved, digests)
         return digests
 
@@ -131,25 +121,25 @@ class PoolDraft:
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         assert isinstance(before, Before), "a pool shares with its own versions"
+        group = self.held(before.record, indices)
+        if group is None:
+            return False
+        moved = sources(address, self._lengths[indices], group.extents)
+        if not same_bytes(self._writer.medium, moved, stop):
+            return False
+        self.reach(group)
+        return True
 
-        def same(group: StorageRows) -> bool:
-            moved = sources(address, self._lengths[indices], group.extents)
-            return same_bytes(self._writer.medium, moved, stop)
-
-        return self.reach(before.record, indices, same)
-
-    def reach(
-        self, record: VersionRecord, indices: Column, same: Callable[[StorageRows], bool]
-    ) -> bool:
-        """Hold what ``record`` has for these storages, and reach it if ``same`` then says so."""
+    def held(self, record: VersionRecord, indices: Column) -> StorageRows | None:
+        """Hold what ``record`` has for these storages, and return it; None if it was retired just
+        before it was held."""
         group = share(record, indices)
         self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
-        if record.info.id not in self._writer.catalogue().ids():
-            return False  # retired just before it was held
-        if not same(group):
-            return False
+        return group if record.info.id in self._writer.catalogue().ids() else None
+
+    def reach(self, group: StorageRows) -> None:
+        """Have the version reach what is ``held``."""
         self._groups.append(group)
-        return True
 
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)

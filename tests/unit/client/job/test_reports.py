@@ -27,11 +27,11 @@ def nothing() -> None:
 
 
 def saved(reports: Reports, wait: Callable[[], None] = nothing) -> None:
-    reports.tell(wait, is_save=True, is_heard_of=False)
+    reports.tell(wait, is_save=True)
 
 
 def waited(reports: Reports) -> None:
-    reports.tell(nothing, is_save=False, is_heard_of=False)
+    reports.tell(nothing, is_save=False)
 
 
 def test_before_a_first_commit_a_failure_is_raised_and_after_it_logged(
@@ -109,14 +109,6 @@ def test_a_save_that_was_given_up_is_forgiven_once_one_was_committed() -> None:
     saved(reports)
     reports.committed()
     waited(reports)
-
-
-def test_a_failure_that_all_ranks_hear_of_is_left_for_who_tells_them() -> None:
-    reports = Reports("raise")
-    reports.failed(failed(full()))
-    reports.tell(nothing, is_save=True, is_heard_of=True)
-    with pytest.raises(MediumError):
-        waited(reports)
 
 
 def test_of_writes_by_another_process_a_run_is_warned_once(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import portus
-from portus.engine.loading.patterns import part_of
+from portus.engine.loading.patterns import Matcher, part_of
 from portus.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_saver")
@@ -76,8 +76,8 @@ def test_a_tuple_of_which_nothing_is_asked_for_stays_the_same(tmp_path: Path) ->
 
 def test_a_row_is_asked_for_as_one_value() -> None:
     state = {"a": [1, None], "b": [torch.ones(1), 2]}
-    assert part_of(state, lambda path: path == "a") == {"a": [1, None]}
-    assert part_of(state, lambda path: path == "b.1") == {"b": [None, 2]}
+    assert part_of(state, Matcher(["a"])) == {"a": [1, None]}
+    assert part_of(state, Matcher(["b.1"])) == {"b": [None, 2]}
 
 
 def test_memory_that_was_freed_is_not_packed() -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 import portus
 from portus.engine.copying.local import fetch
+from portus.engine.files.queue import Errand
 from portus.engine.loading import stored_bytes
 from portus.engine.loading.checkpoint_file import load_file
 from portus.engine.paths import directory_checkpointer, process
@@ -693,6 +694,6 @@ def test_one_that_ends_on_the_worker_waits_for_nobody_who_waits_for_the_worker(
 
     forgotten = portus.Checkpointer(tmp_path / "run")
     with process._making:  # as whoever closes the writer, until the worker has ended
-        process.saver().later(end)
+        process.saver().shared.queue.put(Errand(end))
         assert ended.wait(WAIT_S_MAX)
     forgotten.close()

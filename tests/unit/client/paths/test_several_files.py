@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.paths import process
 from portus.engine.paths.face import load
 from portus.engine.paths.process import saver
-from portus.engine.paths.request import SaveRequest, ToSave
+from portus.engine.paths.request import Laid, SaveRequest, ToSave
 from portus.engine.paths.shared_writer import recover
 from portus.engine.pipeline.handle import SaveHandle
-from portus.engine.state.pickling import pickle_state
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError, UsageError
 from portus.reach.formats.named_tensors import named_tensors
@@ -42,11 +40,8 @@ pytestmark = [
 def save_all(directory: str, weights: dict[str, torch.Tensor], **files: Any) -> SaveHandle:
     """Weights as safetensors, and all else as torch files."""
     os.makedirs(directory, exist_ok=True)
-    new = [ToSave(f"{directory}/model.safetensors", partial(named_tensors, weights))]
-    new += [
-        ToSave(f"{directory}/{name}.bin", partial(pickle_state, state))
-        for name, state in files.items()
-    ]
+    new = [ToSave(f"{directory}/model.safetensors", Laid(named_tensors(weights)))]
+    new += [ToSave(f"{directory}/{name}.bin", state) for name, state in files.items()]
     return saver().save_files(new)
 
 
@@ -101,10 +96,10 @@ def test_the_largest_files_of_a_removed_directory_are_used_again_wherever_they_a
         below = f"c{step}/engine/deeper"
         os.makedirs(below)
         files: list[tuple[str, Any]] = [("big.pt", [step, frozen]), ("small.pt", [step])]
-        saves = [ToSave(f"{below}/{name}", partial(pickle_state, it)) for name, it in files]
+        saves = [ToSave(f"{below}/{name}", it) for name, it in files]
         extra = SaveRequest(base=os.path.abspath("."))
         handle = saver().save_files(saves, extra)
-        saver().save_files([ToSave(f"c{step}/a.pt", partial(pickle_state, [step]))], extra).wait()
+        saver().save_files([ToSave(f"c{step}/a.pt", [step])], extra).wait()
         handle.wait()
         kept.append(handle.stats.shared_bytes)
         if step:
@@ -147,7 +142,7 @@ def test_files_that_cannot_be_saved_together_are_refused() -> None:
     for paths in (("a.pt", "a.pt"), ("a.pt", "./a.pt"), ("a.pt", "d/b.pt")):
         os.makedirs("d", exist_ok=True)
         with pytest.raises(UsageError, match="expected different files of one directory"):
-            saver().save_files([ToSave(path, partial(pickle_state, {})) for path in paths])
+            saver().save_files([ToSave(path, {}) for path in paths])
     assert visible(".") == ["d"]
 
 
@@ -188,20 +183,19 @@ def test_a_load_of_any_of_them_waits_and_so_does_a_listing() -> None:
 def test_a_signal_handler_writes_them_at_once() -> None:
     done = in_process(
         "import os, signal, torch\n"
-        "from functools import partial\n"
         "from portus.engine.paths.process import saver\n"
-        "from portus.engine.paths.request import ToSave\n"
-        "from portus.engine.state import pickling\n"
-        "real = pickling.pickle_state\n"
-        "def files(value, made=real):\n"
-        "    return [ToSave(f'{n}.pt', partial(made, value)) for n in 'abc']\n"
+        "from portus.engine.paths.request import OwnFormat, ToSave\n"
+        "from portus.engine.state.pickling import pickle_state\n"
+        "def files(value):\n"
+        "    return [ToSave(f'{n}.pt', value) for n in 'abc']\n"
         "def handle(*_):\n"
         "    assert saver().save_files(files({'x': torch.ones(5)})).committed\n"
         "signal.signal(signal.SIGUSR1, handle)\n"
-        "def interrupted(value):\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "    return real(value)\n"
-        "late = saver().save_files(files({'x': torch.zeros(5)}, interrupted))\n"
+        "class Interrupted(OwnFormat):\n"
+        "    def file_contents(self):\n"
+        "        os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "        return pickle_state({'x': torch.zeros(5)})\n"
+        "late = saver().save_files(files(Interrupted()))\n"
         "late.join()\n"
         "print(*(torch.load(f'{n}.pt')['x'].sum().item() for n in 'abc'))\n"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,24 @@ from portus.errors import MediumError
 from portus.reach.training.after_commit import AfterCommit
 
 
+class After(AfterCommit):
+    """What waits removes at the end of a save, as on the worker."""
+
+    is_waiting = False
+
+    def delete(self, path: str) -> None:
+        Path(path).unlink(missing_ok=True)
+
+    def remove_later(self) -> None:
+        self.is_waiting = True
+
+
 class Scene:
-    """Saves that end when they are told to. ``later`` runs at the end of a save, as on the
-    worker."""
+    """Saves that end when they are told to."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.waiting: list[Callable[[], None]] = []
-        self.after = AfterCommit(
-            lambda path: Path(path).unlink(missing_ok=True), self.waiting.append
-        )
+        self.after = After()
         self.numbers: dict[str, int] = {}
 
     def path(self, name: str) -> str:
@@ -38,8 +45,9 @@ class Scene:
             if ok:
                 Path(self.path(name)).write_text(str(self.numbers[name]))
             self.after.over(self.numbers[name], self.path(name), is_committed=ok)
-        while self.waiting:
-            self.waiting.pop(0)()
+        if self.after.is_waiting:
+            self.after.is_waiting = False
+            self.after.remove_ready()
 
     def there(self) -> list[str]:
         return sorted(os.listdir(self.root))
@@ -66,11 +74,12 @@ def test_a_file_is_gone_for_its_user_while_it_is_being_removed(tmp_path: Path) -
     seen = []
     path = os.fspath(tmp_path / "a")
 
-    def remove(each: str) -> None:
-        seen.append(after.is_there(each))
-        raise MediumError(5, "the disk fails")
+    class Failing(After):
+        def delete(self, path: str) -> None:
+            seen.append(self.is_there(path))
+            raise MediumError(5, "the disk fails")
 
-    after = AfterCommit(remove, lambda act: act())
+    after = Failing()
     Path(path).write_text("a")
     after.remove(path)
     assert seen == [False]
@@ -204,10 +213,11 @@ def test_a_full_disk_is_given_the_older_of_two(scene: Scene) -> None:
 def test_what_cannot_be_removed_is_said_and_harms_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuses(path: str) -> None:
-        raise MediumError(13, f"{path}: Permission denied")
+    class Refusing(After):
+        def delete(self, path: str) -> None:
+            raise MediumError(13, f"{path}: Permission denied")
 
-    AfterCommit(refuses, lambda act: act()).remove(os.fspath(tmp_path / "a"))
+    Refusing().remove(os.fspath(tmp_path / "a"))
     assert "remove it yourself" in caplog.text
 
 

@@ -33,7 +33,7 @@ from portus.reach.protocol.messages import Said, column, handles
 from portus.reach.transport.one_sided import Remote
 from portus.reach.transport.stream import InterruptedByError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
-from portus.reach.versions.parts import StorageRows, sources
+from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import PoolDraft
 
 VALUES_MAX: Final = 1 << 24
@@ -240,22 +240,22 @@ class SaveRequests:
         lengths = record.storages["length"][indices].astype(np.int64)
         if not np.array_equal(lengths, draft.lengths[indices]):
             raise UsageError("share: a storage has another length in that version")
-
-        def same(group: StorageRows) -> bool:
-            """The medium still holds what was saved. That the client has the same is seen when
-            it confirms: its digests must be those of this version."""
-            address = np.ones(len(indices), np.int64)
-            medium = self._guest.writer.medium
-            with self._guest.hashing() as stop:
-                found = check(medium, sources(address, lengths, group.extents), stop)
-            return bool(np.array_equal(found, group.digests))
-
-        shared = draft.pool.reach(record, indices, same)
-        if shared:
-            draft.claim(indices)
-            draft.shared_bytes += int(lengths.sum())
-            self._guest.counters.add("shared_bytes", int(lengths.sum()))
-        return said.Shared(shared)
+        group = draft.pool.held(record, indices)
+        if group is None:
+            return said.Shared(False)
+        # The medium must still hold what was saved. That the client has the same is seen when it
+        # confirms: its digests must be those of this version.
+        address = np.ones(len(indices), np.int64)
+        with self._guest.hashing() as stop:
+            moved = sources(address, lengths, group.extents)
+            found = check(self._guest.writer.medium, moved, stop)
+        if not np.array_equal(found, group.digests):
+            return said.Shared(False)
+        draft.pool.reach(group)
+        draft.claim(indices)
+        draft.shared_bytes += int(lengths.sum())
+        self._guest.counters.add("shared_bytes", int(lengths.sum()))
+        return said.Shared(True)
 
     def _confirm(self, message: said.Confirm) -> Said:
         draft, start = self._drafted(), time.perf_counter()

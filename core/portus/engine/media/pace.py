@@ -1,0 +1,26 @@
+"""``Pace``: reading at a bounded speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+Wait = Callable[[float], object]
+"""Called with seconds to wait, 0 or more. What it raises ends what is paced."""
+
+
+class Pace:
+    """Waits so that no more is read in a second than was said. What was not read in time is not
+    made up for."""
+
+    def __init__(self, bytes_per_s: int, wait: Wait = time.sleep) -> None:
+        self._bytes_per_s: Final = bytes_per_s
+        self._wait: Final = wait
+        self._free_s = time.monotonic()
+
+    def take(self, size: int) -> None:
+        """Wait until ``size`` bytes may be read. Raises what ``wait`` raises."""
+        now_s = time.monotonic()
+        self._wait(max(0.0, self._free_s - now_s))
+        self._free_s = max(self._free_s, now_s) + size / self._bytes_per_s
