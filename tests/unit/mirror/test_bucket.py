@@ -5,6 +5,7 @@ Against a real server: ``tests/s3``.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import logging
@@ -34,7 +35,8 @@ from tests.certificates import LEAF
 from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.unit.daemon.test_main import certificate
 
-QUICK = BucketTimeouts(connect_s=1, request_s=1, retries=0, retry_s=1)
+QUICK = BucketTimeouts(connect_s=30, request_s=30, retries=0, retry_s=1)
+HASTY = BucketTimeouts(connect_s=1, request_s=1, retries=0, retry_s=1)
 CANARY = "canary-5f2e9c"
 CALLS: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("a", b"xy"),
@@ -123,18 +125,21 @@ def test_an_object_and_a_range_that_are_missing_are_no_error_of_the_store(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "cause"),
+    ("fault", "patience", "cause"),
     [
-        (RequestFault(cut=ConnectionCut.BEFORE), "the connection was cut"),
-        (RequestFault(status=200, delay_s=5), "no answer within 1 s"),
+        (RequestFault(cut=ConnectionCut.BEFORE), QUICK, "the connection was cut"),
+        (RequestFault(status=200, delay_s=5), HASTY, "no answer within 1 s"),
     ],
     ids=["cut", "late"],
 )
 def test_a_server_that_does_not_answer_is_told_by_what_became_of_it(
-    store: Bucket, proxy: RequestProxy, fault: RequestFault, cause: str
+    proxy: RequestProxy, fault: RequestFault, patience: BucketTimeouts, cause: str
 ) -> None:
     proxy.fail(fault, times=100)
-    with ThreadPoolExecutor(len(CALLS)) as pool:
+    with (
+        contextlib.closing(Bucket(parse("s3://bucket/runs/gpt"), patience)) as store,
+        ThreadPoolExecutor(len(CALLS)) as pool,
+    ):
         for error in pool.map(lambda call: told(store, call), CALLS):
             assert isinstance(error, TransportError)
             assert re.search(cause, str(error)), error
