@@ -140,7 +140,7 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     with (
-        serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=1.0, claim_s=5)) as server,
+        serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=3.0, claim_s=5)) as server,
         LossyLink("127.0.0.1", server.doors[0].port) as link,
     ):
         made = Scene(server, link)
@@ -179,7 +179,7 @@ def test_every_byte_of_a_conversation_is_refused_or_harmless(tmp_path: Path, see
     first = ("model", 10, False, conversation.CONTENTS)
     meant = {conversation.FIRST: first, conversation.SECOND: ("model", 11, True, *first[3:])}
     with (
-        serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=0.2, claim_s=5)) as server,
+        serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=1.0, claim_s=5)) as server,
         LossyLink("127.0.0.1", server.doors[0].port) as relay,
     ):
         hosted = server.house.pools.of("default")
