@@ -63,7 +63,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Between two tries to connect, and for a side that says nothing."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.reach.transport.host.SILENCE_S", 3.0)
+    monkeypatch.setattr("portus.reach.transport.host.SILENCE_S", 10.0)
 
 
 @pytest.fixture
