@@ -84,7 +84,7 @@ class PortusCallback(TrainerCallback, ExportableState):
                 "PortusCallback(every='auto') uses what saves of Portus cost, and this "
                 "Trainer saves without Portus: set PORTUS_ACCELERATE=1, or every='5min'"
             )
-        self._cadence = portus.Cadence.made_for(ACCELERATE, **self._said, is_seen=bool(seen))
+        self._cadence = portus.Cadence.create(ACCELERATE, **self._said, is_seen=bool(seen))
         # Of a checkpoint from before there was such a callback Trainer could not save its state.
         mine = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = mine.get("attributes", {}).get("saved")

@@ -362,7 +362,7 @@ def note_skipping(made: Any) -> None:
     cursor = None if sampler is None else portus.DataCursor.of(sampler.batch_sampler)
     plain = None if cursor is None else of(cursor.loader)
     if cursor is not None and plain is not None:
-        sampler.batch_sampler = cursor.passed_over(sampler.skip_batches)
+        sampler.batch_sampler = cursor.sampler_after(sampler.skip_batches)
         vars(made)[_OWN] = plain
 
 

@@ -199,7 +199,7 @@ class EngineFiles:
         except portus.PortusError as error:
             problem = error
         # Collective: all ranks go on to the same checkpoint, or raise alike.
-        self._files.loaded(directory, names, problem)
+        self._files.check_loaded(directory, names, problem)
         return returned
 
     def fence(self) -> None:

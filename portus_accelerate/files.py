@@ -40,10 +40,10 @@ class CheckpointFiles:
         sense is said by the first save."""
         with contextlib.suppress(portus.PortusError):
             for root in roots:
-                self.named.recover(root)
+                self.files.recover(root)
                 if self._is_writer:
                     self._remove_cut_off(os.path.join(root, "checkpoints"))
-            self.named.open()
+            self.files.open()
 
     def _remove_cut_off(self, above: str) -> None:
         """Remove directories of automatic naming whose save was cut off, and that nobody else wrote
@@ -53,7 +53,7 @@ class CheckpointFiles:
                 continue
             if not why_incomplete(directory) or _others_in(directory):
                 continue
-            self.named.wait_for(directory)  # another process may be at it
+            self.files.wait_for(directory)  # another process may be at it
             # Looked at again: what was waited for may have completed it.
             if why_incomplete(directory) and not _others_in(directory):
                 with contextlib.suppress(OSError):
@@ -64,24 +64,24 @@ class CheckpointFiles:
         nothing of it. On the process that leads. Raises as ``portus.TrainingFiles.fetch``."""
         if self._is_writer:
             run = self._run_of(directory)
-            self.named.fetch(run.name, run.links, os.path.dirname(directory))
+            self.files.fetch(run.name, run.links, os.path.dirname(directory))
 
     def _run_of(self, directory: str) -> portus.Run:
         """The run that saves the checkpoint ``directory``; nothing of it is opened."""
         project = self._accelerator.project_dir
         return place.run_of(directory, self._of_all, project, self.uploaded)
 
-    def begun(self, directory: str) -> portus.Run:
+    def begin(self, directory: str) -> portus.Run:
         """Return the run that saves ``directory``, which has begun."""
         run = self._run_of(directory)
         if not self._has_begun:
-            self.named.begin(run.name, run.links, os.path.dirname(directory))
+            self.files.begin(run.name, run.links, os.path.dirname(directory))
             self._has_begun = True
         return run
 
     def wait_for(self, directory: str) -> None:
         """Block until the saves to ``directory`` of any process are over."""
-        self.named.wait_for(directory)
+        self.files.wait_for(directory)
 
     def wait(self) -> None:
         """Block until all saves are over; raises as ``on_error`` says."""
@@ -104,7 +104,7 @@ class CheckpointFiles:
         return self._of_all.pool_at
 
     @property
-    def named(self) -> portus.TrainingFiles:
+    def files(self) -> portus.TrainingFiles:
         """What saves the files of this process, or the pointers to them. Raises ``UsageError`` for
         settings that only pools have."""
         if self._made is None:

@@ -75,7 +75,7 @@ class StateLoader:
         resume.go_back(self._accelerator, own, of_main or own)
         return own
 
-    def agreed(self, above: str, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
+    def agree(self, above: str, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
         """The first of ``paths``, all in ``above``, as the main process says them, that all
         processes find good."""
         said = self.as_main_says(above, paths)

@@ -99,7 +99,7 @@ class Saver:
         if self._cadence is None:
             said = self.settings
             every = "auto" if said.every is None else said.every
-            self._cadence = portus.Cadence.made_for(
+            self._cadence = portus.Cadence.create(
                 ACCELERATE, every, said.max_overhead, said.mtbf, is_seen=self.is_on()
             )
         return self._cadence
@@ -165,7 +165,7 @@ class Saver:
         removed then. pooled: with a pool, which files go there as they are; None: all, as
         files of torch."""
         self._count += 1
-        run, number = self._files.begun(directory), place.step_of(directory)
+        run, number = self._files.begin(directory), place.step_of(directory)
         step = self._count if number is None else number
         handles: list[portus.SaveHandle] = []
 
@@ -186,12 +186,12 @@ class Saver:
                 # (decision 0210).
                 ready = partial(_all_committed, directory, shards)
                 handles.append(
-                    self._files.named.save_directory(directory, parts, step, said, ready)
+                    self._files.files.save_directory(directory, parts, step, said, ready)
                 )
             # Behind the save in the queue: they go once it, or a later one, is committed
             # (decision 0065).
             for old in (*_twins(directory, parts), *removed, *place.surplus(directory, limit)):
-                self._files.named.remove(old)
+                self._files.files.remove(old)
             if now and handles:
                 handles[-1].wait()
 

@@ -51,7 +51,7 @@ class Settings(portus.Settings):
     def __post_init__(self) -> None:
         portus.Settings.__post_init__(self)
         if self.pool is not None:  # as text in YAML and JSON
-            object.__setattr__(self, "pool", portus.Place.named(self.pool))
+            object.__setattr__(self, "pool", portus.Place.parse(self.pool))
         if self.preempt_within != "none":
             portus.Preemption(self.preempt_within)  # says what makes no sense, now
         if (self.every, self.max_overhead, self.mtbf) != (None, portus.Cadence.MAX_OVERHEAD, None):

@@ -265,9 +265,9 @@ def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
         return is_there or (os.path.isdir(path) and trainer_data.processes_of(path) != count)
 
     complete = complete_in(output) if is_here else []
-    found = saver.loader.agreed(output, complete, is_finished)
+    found = saver.loader.agree(output, complete, is_finished)
     if found is None:  # one that lacks random states is better than none
-        found = saver.loader.agreed(output, complete, os.path.isdir)
+        found = saver.loader.agree(output, complete, os.path.isdir)
         if found is not None:
             _log.error(
                 "Portus: a process was killed before its random states were in %s, and no "

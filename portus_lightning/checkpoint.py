@@ -75,7 +75,7 @@ class CadenceHooks:
                 "PortusCheckpoint(every='auto') uses what saves of Portus cost, and this "
                 "Trainer saves without Portus: add plugins=[PortusIO()], or set every='5min'"
             )
-        self._cadence = portus.Cadence.made_for(
+        self._cadence = portus.Cadence.create(
             stock.LIGHTNING,
             self._every,
             self._max_overhead,

@@ -67,7 +67,7 @@ class TrainingData:
             before_fetch()
             fetcher = self._loop._data_fetcher
             if fetcher is not None and fetcher.length is None:  # it fetches ahead
-                for each in self._asked():
+                for each in self._active_cursors():
                     each.keep(fetcher.fetched)
 
         setattr(self._loop, _HOOK, load_states)
@@ -95,7 +95,7 @@ class TrainingData:
                 None
                 if cursor is None
                 else cursor.state_dict(
-                    self._delivered(cursor, done), is_over=is_over, iterator=iterator
+                    self._delivered_batches(cursor, done), is_over=is_over, iterator=iterator
                 )
                 for cursor, iterator in zip(self._cursors, self._iterators(), strict=True)
             ]
@@ -178,7 +178,7 @@ class TrainingData:
         found: list[Any] = self._loop._combined_loader.flattened
         return found
 
-    def _asked(self) -> list[portus.DataCursor]:
+    def _active_cursors(self) -> list[portus.DataCursor]:
         return [each for each in self._cursors if each is not None and each.is_asked]
 
     def _gives(self, number: int) -> bool:
@@ -276,7 +276,7 @@ class TrainingData:
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
-    def _delivered(self, cursor: portus.DataCursor, done: int) -> int:
+    def _delivered_batches(self, cursor: portus.DataCursor, done: int) -> int:
         """Batches of the loader's own round, once training was given ``done`` of all loaders: one
         that is shorter than others has ended then, or has begun again."""
         if len(self._cursors) == 1 or self._loop._combined_loader._mode == "min_size":

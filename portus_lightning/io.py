@@ -88,7 +88,7 @@ class PortusIO(CheckpointIO):
             )
         self.fixed_batch: Literal["local", "global"] = fixed_batch
         # Not opened here: strategies copy the plugin into processes that they start.
-        place = None if pool is None else portus.Place.named(pool)
+        place = None if pool is None else portus.Place.parse(pool)
         self.run: Final = RunFiles(portus.Settings(**settings), place, model)
         """What the companion callback uses."""
         self.__setstate__({})

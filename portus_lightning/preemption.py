@@ -57,7 +57,7 @@ class Leaving:
         leaving = cls(trainer, preempt_within)
         connector.register_signal_handlers = leaving._register
         # Lightning asks for these right after: when it sets its handlers, and when it gives back.
-        connector._sigterm_notifier_fn = leaving._told
+        connector._sigterm_notifier_fn = leaving._on_signal
         connector.teardown = leaving._give_back
         leaving._val_loop.run = leaving._validate
         return leaving
@@ -177,7 +177,7 @@ class Leaving:
     def _generators_now(self) -> torch.Tensor:
         return portus.capture_randomness(self._trainer.strategy.root_device)
 
-    def _told(self, number: int, frame: FrameType | None = None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Note the signal, and pass the first one on to the processes that this rank started.
         Replaces what Lightning's handler calls."""
         launcher = self._trainer.strategy.launcher

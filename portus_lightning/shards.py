@@ -96,12 +96,12 @@ class _Sharded:
         and it is damaged or its save was cut off, load the newest complete one beside it."""
         found = path
         try:
-            with self._filled() as state:
+            with self._fill() as state:
                 load(state, path)
         except (portus.CorruptionError, portus.NoCheckpointError) as error:
             if not is_chosen:
                 raise
-            with self._filled() as state:
+            with self._fill() as state:
                 newest = load_newest(state, os.path.dirname(path))
             if newest is None:
                 raise
@@ -111,7 +111,7 @@ class _Sharded:
         return portus.load(os.path.join(found, META), map_location="cpu", weights_only=False)
 
     @contextlib.contextmanager
-    def _filled(self) -> Iterator[dict[str, Any]]:
+    def _fill(self) -> Iterator[dict[str, Any]]:
         """Give the model and its optimizers what their state was filled with, inside."""
         model, module = self._strategy.model, self._strategy.lightning_module
         is_fitting = module.trainer.state.fn == "fit"

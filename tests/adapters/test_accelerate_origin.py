@@ -14,7 +14,7 @@ from portus_accelerate.origin import Origin, note, origin_of
 def test_pointers_and_files_say_of_which_checkpoint_they_are(tmp_path: Path) -> None:
     home = tmp_path / "step_5"
     for number in range(2):
-        pool = portus.Place.named(tmp_path / f"{number}.portus") if number else None
+        pool = portus.Place.parse(tmp_path / f"{number}.portus") if number else None
         files = portus.TrainingFiles(portus.Settings(), pool=pool)
         files.begin(f"net~{number}", str(tmp_path / ".portus"), str(tmp_path))
         files.save_directory(str(home), {f"{number}.bin": {}}, 5, note("net", 5)).wait()
@@ -29,7 +29,7 @@ def test_what_several_processes_saved_at_once_is_one_checkpoint(tmp_path: Path) 
     home = tmp_path / "step_5"
     home.mkdir()
     for number, model in enumerate(("net", "net~2", "net~2/rank-1-of-2")):
-        pool = portus.Place.named(tmp_path / f"{number}.portus")
+        pool = portus.Place.parse(tmp_path / f"{number}.portus")
         files = portus.TrainingFiles(portus.Settings(), pool=pool)
         files.begin(model, str(tmp_path / ".portus"), str(tmp_path))
         files.save({}, str(home / str(number)), 5).wait()

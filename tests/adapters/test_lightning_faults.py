@@ -197,7 +197,7 @@ def test_a_file_system_that_is_read_only_is_said_at_the_first_save(small: Path) 
 def saved(tmp_path: Path) -> Path:
     """A pool file with one version, and a pointer beside its directory."""
     path = tmp_path / "pool" / "run.portus"
-    files = portus.TrainingFiles(portus.Settings(), pool=portus.Place.named(path))
+    files = portus.TrainingFiles(portus.Settings(), pool=portus.Place.parse(path))
     files.save({"weight": torch.arange(300_000.0)}, str(tmp_path / "old.ckpt"), 1).wait()
     files.close()
     return path

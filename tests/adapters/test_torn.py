@@ -300,7 +300,7 @@ class Recording(PortusIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        slow_down(self.run.files._opened()[0])
+        slow_down(self.run.files._open()[0])
         self.wanted[path] = contents(checkpoint)
         super().save_checkpoint(checkpoint, path, storage_options)
 

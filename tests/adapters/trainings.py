@@ -57,7 +57,7 @@ class ByHand:
     def train(order: Order) -> None:
         run = Path(order.run)
         weight, optimizer = started()
-        pool = portus.Place.named(order.pool) if order.pool else None
+        pool = portus.Place.parse(order.pool) if order.pool else None
         files = portus.TrainingFiles(portus.Settings(), pool=pool)
         files.begin(os.fspath(run), f"{run}/.portus", f"{run}/ckpt")
         files.recover(f"{run}/ckpt")
@@ -73,7 +73,7 @@ class ByHand:
             step += 1
             path = str(run / "ckpt" / f"step={step}.ckpt")
             files.save({"weight": weight.data, "step": step}, path, step)
-            order.saved(step, path)
+            order.note_save(step, path)
         files.close()
 
     @staticmethod
@@ -106,7 +106,7 @@ class Tells(ModelCheckpoint):
     def _save_checkpoint(self, trainer: Any, path: str) -> None:
         super()._save_checkpoint(trainer, path)
         if "last" not in path:
-            self._order.saved(trainer.global_step, path)
+            self._order.note_save(trainer.global_step, path)
 
 
 class Lightning:
@@ -182,7 +182,7 @@ class Accelerate:
             counter.step += 1
             path = os.path.join(order.run, "ckpt", f"step_{counter.step}")
             accelerator.save_state(path)
-            order.saved(counter.step, path)
+            order.note_save(counter.step, path)
         accelerator.end_training()
 
     @staticmethod
@@ -215,7 +215,7 @@ class Shards:
             step += 1
             path = str(above / f"step_{step}")
             writer.save({"weight": weight.data, "step": torch.tensor(step)}, path)
-            order.saved(step, path)
+            order.note_save(step, path)
         writer.close()
 
     @staticmethod

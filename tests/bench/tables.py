@@ -345,7 +345,7 @@ def _log_of(tables: Protected) -> bytes:
 
 def _used(tables: Protected) -> int:
     log = tables._store._log
-    return 0 if log is None else log.used.length
+    return 0 if log is None else log.used_extent.length
 
 
 def _written() -> int:

@@ -97,7 +97,7 @@ class TestDirectory(OnDisk):
 class TestPool(OnDisk):
     @pytest.fixture(autouse=True)
     def made(self, root: None) -> None:
-        self.pool = Place.named(self.path / "gpt.portus")
+        self.pool = Place.parse(self.path / "gpt.portus")
         create_pool(self.pool.path, LocalFiles())
 
     def open(self) -> OpenPlace:
@@ -111,7 +111,7 @@ class TestStorageHost(OnDisk):
         with tempfile.TemporaryDirectory() as short:  # paths of sockets are
             address = Address(Scheme.UNIX, path=f"{short}/door")
             with serving(tmp_path / "host", address=address) as server:
-                self.pool = Place.named(url(server))
+                self.pool = Place.parse(url(server))
                 yield
 
     def open(self) -> OpenPlace:

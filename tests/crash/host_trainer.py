@@ -53,7 +53,7 @@ def save_directories(say: Say, url: str, root: str) -> None:
     ``go``."""
     logging.disable()
     model, optimizer = training()
-    files = TrainingFiles(Settings(), of_directories=True, pool=Place.named(url))
+    files = TrainingFiles(Settings(), of_directories=True, pool=Place.parse(url))
     files.begin("run", os.path.join(root, ".portus"), root)
     for step in range(1, 5):
         while step == 4 and not os.path.exists(os.path.join(root, "go")):

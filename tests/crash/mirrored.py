@@ -322,7 +322,7 @@ class Reader:
         floor = history.oracle.state.newest
         self._began = history.bucket.now
         yield from history.perform(log.read())
-        history.known = log.known
+        history.known = log.last_known
         newest = log.state.newest
         if newest is None:
             return

@@ -120,7 +120,7 @@ def save_pointers_for_ever(say: Say, pool: str, folder: str) -> None:
 
 def pointers_to(pool: str, folder: str) -> TrainingFiles:
     """What saves to a pool, with pointers in ``folder``."""
-    files = TrainingFiles(Settings(on_error="raise"), pool=Place.named(pool))
+    files = TrainingFiles(Settings(on_error="raise"), pool=Place.parse(pool))
     files.begin("run", f"{folder}/../.portus", folder)
     return files
 

@@ -266,7 +266,7 @@ def the_old_version_goes_before_the_new_one_is_there(patch: pytest.MonkeyPatch) 
     right = TableStore._replace
 
     def wrong(self: TableStore, fold: Fold, moment: Moment) -> None:
-        self.pool.retire(self._superseded())
+        self.pool.retire(self._superseded_versions())
         right(self, fold, moment)
 
     patch.setattr(TableStore, "_replace", wrong)
@@ -281,7 +281,7 @@ def the_log_is_cut_too_early(patch: pytest.MonkeyPatch) -> None:
 
         def cutting(*arguments: Any) -> Any:  # once it was seen that nobody else changed it
             if old is not None:
-                self.pool.medium.store(old.log.extent.offset, bytes(old.used.length))
+                self.pool.medium.store(old.log.extent.offset, bytes(old.used_extent.length))
             return version(*arguments)
 
         with pytest.MonkeyPatch.context() as within:

@@ -55,9 +55,9 @@ class CollectsWithoutTerm(Writer):
     def collect(self, grace_s: float = 0.0, time_ns: int = 0) -> Steps[Freed]:
         self.log.require()
         now, _ = yield from self._times(grace_s)
-        entries = yield from self._listed_before(now - grace_s)
+        entries = yield from self._list_before(now - grace_s)
         self._known, self._epoch = {}, self._epoch + 1
-        named = yield from self._named(self.state)
+        named = yield from self._needed_objects(self.state)
         yield DeleteObjects([each.name for each in entries if each.name not in named])
         return Freed(0, 0)
 
@@ -70,8 +70,8 @@ class ListsLast(Writer):
         now, number = yield from self._times(86400.0)
         old = tuple(each.manifest for each in self.state.gone if each.number <= number)
         state = yield from self.log.append((Collected(old),))
-        named = yield from self._named(state)
-        entries = yield from self._listed_before(now + 1e6)
+        named = yield from self._needed_objects(state)
+        entries = yield from self._list_before(now + 1e6)
         yield DeleteObjects([each.name for each in entries if each.name not in named])
         return Freed(0, 0)
 

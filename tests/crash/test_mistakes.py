@@ -262,7 +262,7 @@ def with_pool(pool: type[PoolWriter]) -> type[Trainer]:
 
 
 class BlindLocks(ProcessLocks):
-    def pinned(self, version: int) -> bool:
+    def is_pinned(self, version: int) -> bool:
         return False
 
 
@@ -286,7 +286,7 @@ def save_while_read(trainer: Trainer) -> None:
     locks = ProcessLocks(trainer.table)
     reader = PoolReader(trainer.files.open(POOL, writable=False), locks)
     [version] = trainer.ids("a", trainer.steps())
-    with reader.pinned(version) as entry:
+    with reader.pin(version) as entry:
         save_and_retire(trainer)
         verified(reader, entry)
 

@@ -268,7 +268,7 @@ def announced_before_the_slices_end(patch: pytest.MonkeyPatch) -> None:
 
 def a_fold_between_slices_has_what_is_in_memory(patch: pytest.MonkeyPatch) -> None:
     """Of the dense part that is being written, and says the text of the one before."""
-    right = PlacedStore._grouped
+    right = PlacedStore._group
 
     def wrong(self: PlacedStore, moment: PlacedMoment, held: Any, slices: Any) -> Any:
         if slices is None and self._slices is not None:
@@ -278,7 +278,7 @@ def a_fold_between_slices_has_what_is_in_memory(patch: pytest.MonkeyPatch) -> No
             moment = replace(moment, address=address)
         return right(self, moment, held, slices)
 
-    patch.setattr(PlacedStore, "_grouped", wrong)
+    patch.setattr(PlacedStore, "_group", wrong)
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ class Rotten:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "run.portus"
         self.files = {step: folder / f"{step}.ckpt" for step in STEPS}
-        files = TrainingFiles(Settings(), pool=Place.named(self.path))
+        files = TrainingFiles(Settings(), pool=Place.parse(self.path))
         files.begin("default", str(folder / ".portus"), str(folder))
         for step in STEPS:
             files.save(STATES[step], str(self.files[step]), step).wait()

@@ -153,8 +153,8 @@ def older_values_win(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_page_is_changed_after_the_scan(patch: pytest.MonkeyPatch) -> None:
-    right = Private.changed
-    patch.setattr(Private, "changed", lambda self: right(self)[:1])
+    right = Private.changes
+    patch.setattr(Private, "changes", lambda self: right(self)[:1])
 
 
 def folded_in_without_the_log(patch: pytest.MonkeyPatch) -> None:

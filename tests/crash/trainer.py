@@ -411,7 +411,7 @@ class _Owner(SaveOwner):
     def retire(self) -> Collection[int]:
         return self.versions
 
-    def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
+    def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(save.draft, ImageDraft)
         assert save.draft.committed is not None
         self.trainer.before[self.model] = save.draft.committed

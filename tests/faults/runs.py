@@ -106,7 +106,7 @@ def by_hand(root: Path) -> None:
     folder = root / "ckpt"
     weight = torch.nn.Parameter(torch.zeros(3000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    pool = portus.Place.named(root / ".portus" / "run.portus")
+    pool = portus.Place.parse(root / ".portus" / "run.portus")
     files = TrainingFiles(portus.Settings(), pool=pool)
     try:
         files.begin("run", str(root / ".portus"), str(folder))

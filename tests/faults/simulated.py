@@ -73,7 +73,7 @@ def _train(say: Say, root: Path, steps: int) -> None:
     training = _resumed(say, folder)
     handles: list[tuple[str, int, Any]] = []
     files = TrainingFiles(
-        portus.Settings(), pool=portus.Place.named(root / ".portus" / "run.portus")
+        portus.Settings(), pool=portus.Place.parse(root / ".portus" / "run.portus")
     )
     try:
         files.begin("run", str(root / ".portus"), str(folder))
@@ -127,7 +127,7 @@ def _resumed(say: Say, folder: Path) -> Training:
 
 def _remove_at_once() -> None:
     def remove(self: TrainingFiles, path: str) -> None:
-        saver, _ = self._opened()
+        saver, _ = self._open()
         saver.remove(path)
 
     setattr(TrainingFiles, "remove", remove)  # noqa: B010

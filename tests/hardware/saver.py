@@ -97,7 +97,7 @@ class _Owner(SaveOwner):
     def retire(self) -> Collection[int]:
         return self.retired
 
-    def committed(self, save: Save, version: CommittedVersion, steady: object) -> None:
+    def note_commit(self, save: Save, version: CommittedVersion, steady: object) -> None:
         assert isinstance(version, Before)
         self.saver.before = version
 

@@ -84,7 +84,7 @@ def steps(pool: PoolReader) -> list[int]:
 def loaded(pool: PoolReader, targets: Sequence[Bytes], step: int) -> bool:
     """Fill ``targets`` with that step; True if all digests are those of the save."""
     entry = next(each for each in pool.catalogue().entries() if each.info.step == step)
-    with pool.pinned(entry.info.id) as current:
+    with pool.pin(entry.info.id) as current:
         record = pool.record(current)
         lengths = record.storages["length"].astype(np.int64)
         assert lengths.tolist() == [each.nbytes for each in targets]

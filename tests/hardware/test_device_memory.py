@@ -200,7 +200,7 @@ def test_device_memory_that_nothing_registers_is_staged_and_the_save_is_whole(
             assert stats.bounced_bytes == on_device
             assert counters["verbs_bytes"] == step * HERE_SIZE, "what is here goes as before"
             assert counters["pulled_bytes"] == step * (HERE_SIZE + on_device)
-        assert regions.staged() == [0]
+        assert regions.staged_devices() == [0]
         assert [holds(pool, states(step), step) for step in (1, 2)] == [True, True]
     [line] = [each for each in caplog.messages if "pinned memory" in each]
     assert "Bad address" in line
@@ -220,7 +220,7 @@ def test_a_device_whose_bytes_arrive_otherwise_costs_a_save_and_is_staged(
             TransportError, match="the bytes that arrived are not those that were sent"
         ):
             saved(pool, snapshot_on(feeds, state, 1))
-        assert regions.staged() == [0]
+        assert regions.staged_devices() == [0]
         saved(pool, snapshot_on(feeds, state, 2))
         assert steps(pool) == [2]
         assert holds(pool, state, 2)

@@ -65,7 +65,7 @@ def test_a_run_saves_to_a_device_and_its_pointers_lead_there(
         for step in (5, 6, 7):
             checkpointer.save({"w": torch.zeros(300_000), "step": step}, step).wait()
         assert checkpointer.steps() == [7]
-    files = portus.TrainingFiles(portus.Settings(), pool=portus.Place.named(DEVDAX))
+    files = portus.TrainingFiles(portus.Settings(), pool=portus.Place.parse(DEVDAX))
     files.begin("run", str(tmp_path / "run" / ".portus"), str(path.parent))
     files.save(state, str(path), 3).wait()
     files.close()

@@ -292,7 +292,7 @@ def test_memory_that_may_only_be_read_is_never_written(server: Server) -> None:
         verbs = pool.links.verbs
         assert verbs is not None
         key = next(iter(verbs._known.values())).region
-        with pool.links.borrowed() as link:
+        with pool.links.lend() as link:
             entry = next(iter(pool.catalogue().entries()))
             extents = pool.record(entry).extents[:1]
             size = min(key.length, int(extents["length"][0]))

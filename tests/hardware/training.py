@@ -92,7 +92,7 @@ def restore(url: str) -> None:
     """What another machine finds."""
     pool = connected(url)
     newest = list(pool.catalogue().entries())[-1]
-    with pool.pinned(newest.info.id) as current:
+    with pool.pin(newest.info.id) as current:
         lengths = pool.record(current).storages["length"].tolist()
     targets = [np.zeros(length, np.uint8) for length in lengths]
     assert loaded(pool, targets, newest.info.step), "it does not verify"

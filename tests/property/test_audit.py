@@ -165,7 +165,7 @@ class Search:
         state = {"parameters": model.parameters, "optimizer": model.optimizer.state_dict()}
         joined = JoinedStorages([pickle_state(state)])
         wanted = [_bytes(storage) for storage in joined.storages]
-        order = copy_order(joined.storages, joined.owned, {}, self.suspects.turn())
+        order = copy_order(joined.storages, joined.owned_storages, {}, self.suspects.turn())
         assert order.late.any()
         snapshot = Snapshot(
             model="m",

@@ -228,7 +228,7 @@ class CrashMedium:
         return self._file().size
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """See ``Medium``."""
         return bool(self._poison)
 

@@ -285,7 +285,7 @@ class CrashFolder:
         self._nodes[number].data = self._nodes[number].stored = text
         self._change(f"note {name}", (directory.node, name, number))
 
-    def noted(self, directory: OpenFile, name: str) -> bytes | None:
+    def read_link(self, directory: OpenFile, name: str) -> bytes | None:
         """See ``System``."""
         number = self._nodes[directory.node].names.get(name)
         return None if number is None else self._nodes[number].data

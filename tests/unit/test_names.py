@@ -54,7 +54,7 @@ def test_a_run_saves_and_loads_in_a_directory_of_any_name(
     directory = os.path.join(tmp_path, name)
     os.mkdir(directory)
     path = os.path.join(directory, "a.ckpt")
-    pool = Place.named(tmp_path / "pools" / "pool.portus") if is_shared else None
+    pool = Place.parse(tmp_path / "pools" / "pool.portus") if is_shared else None
     run = Run.beside(directory, roots=[str(tmp_path)], otherwise=str(tmp_path), pool=pool)
     saved(run, path, pool)
     assert portus.is_reference(path) == is_shared
@@ -83,7 +83,7 @@ def test_commands_print_any_name_and_their_json_is_json(tmp_path: Path, name: st
     directory = os.path.join(tmp_path, name)
     os.mkdir(directory)
     path = os.path.join(directory, "a.ckpt")
-    place = Place.named(tmp_path / "pools" / "pool.portus")
+    place = Place.parse(tmp_path / "pools" / "pool.portus")
     run = Run.beside(directory, roots=[str(tmp_path)], otherwise=str(tmp_path), pool=place)
     saved(run, path, place)
     pool = ["--pool", str(place)]

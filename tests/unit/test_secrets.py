@@ -91,7 +91,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "is_reference": lambda it: portus.is_reference(it),
     "allow": lambda it: portus.allow(it),
     "check": lambda it: list(portus.check(it)),
-    "Place": lambda it: portus.Place.named(it),
+    "Place": lambda it: portus.Place.parse(it),
     "local_path": lambda it: portus.local_path(it, "path"),
     "Shelf": lambda it: portus.Shelf(it),
     "protect": _protect,

@@ -46,7 +46,7 @@ BROAD_EXCEPT = {
     "core/portus/engine/copying/local.py: take_part_beside": (
         "raised in the thread that waits for it"
     ),
-    "core/portus/companions/embedding/committer.py: _raised": (
+    "core/portus/companions/embedding/committer.py: _error_of": (
         "the top of the worker thread; it is kept"
     ),
     "core/portus/engine/files/queue.py: _run": "the top of the worker thread; the error is kept",

@@ -99,7 +99,7 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
         looked_at = list({each.name: each for each in looked_at}.values())
     else:
         looked_at, to_measure = list(pools_here()), dict.fromkeys(_usual_places())
-    machine = [*Machine().found(), *loopback.loopback_findings()]
+    machine = [*Machine().findings(), *loopback.loopback_findings()]
     shown = [MachineFinding("place", each, f"not measured: {why}") for each, why in failed.items()]
     measured = []
     for place in to_measure:
@@ -150,7 +150,7 @@ def _targets(text: str) -> tuple[Place, str | None]:
     if os.path.isdir(path):
         inside = os.path.join(path, DEFAULT_DIRECTORY)
         is_run = os.path.isdir(inside) and not pools_at(pool)
-        return (Place.named(inside), inside) if is_run else (pool, path)
+        return (Place.parse(inside), inside) if is_run else (pool, path)
     refuse_pointer(pool)
     if not os.path.isfile(path):
         found = "something else" if os.path.exists(path) else "nothing"
@@ -339,7 +339,7 @@ def _free_on_disk(path: str) -> int:
 
 def _usual_places() -> list[str]:
     """Return where pools are by default, or would be, and memory."""
-    pools = Place.named(None)
+    pools = Place.parse(None)
     place = pools.local_path or os.getcwd()
     while not os.path.exists(place):
         place = os.path.dirname(place)

@@ -124,7 +124,7 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> None:
             found = newest(places.select())
             title = found.name
             about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
-            with found.opened() as opened, _explain(options, title):
+            with found.open() as opened, _explain(options, title):
                 done = (
                     _write_files(opened, title, options)
                     if opened.files

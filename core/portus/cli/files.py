@@ -64,14 +64,14 @@ def find_files(target: str | None, pool: str | None) -> str | None:
         return target if is_pointer else None
     if target is None:
         hidden = nearest(os.getcwd())
-        if hidden is None or Place.by_variable() is not None or pools_at(Place.named(hidden)):
+        if hidden is None or Place.by_variable() is not None or pools_at(Place.parse(hidden)):
             return None
         target = os.path.dirname(hidden)
         return None if next(files_below(target), None) is None else target
     if os.path.isfile(target):
         return target if is_checkpoint(target) else None
     is_hidden = os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY
-    if not os.path.isdir(target) or is_hidden or pools_at(Place.named(target)):
+    if not os.path.isdir(target) or is_hidden or pools_at(Place.parse(target)):
         return None
     has_any = next(files_below(target), None) or next(_garbage_below(target), None)
     return None if has_any is None else target
@@ -80,7 +80,7 @@ def find_files(target: str | None, pool: str | None) -> str | None:
 def files_below(path: str) -> Iterator[StoredFile]:
     """Yield the checkpoint files in a directory and those below it, or the one at ``path``. Raises
     ``MediumError``."""
-    return DirectoryPlace.at(path).found()
+    return DirectoryPlace.at(path).find_files()
 
 
 def _garbage_below(path: str) -> Iterator[Collection]:
@@ -144,7 +144,7 @@ def _surplus(directory: str, keep: Keep) -> list[str]:
     from portus.engine.paths.step_files import StepFiles  # and torch with it
 
     files = StepFiles(os.path.abspath(directory))
-    if not files.found():
+    if not files.versions():
         raise UsageError(
             f"{directory}: expected the files of a Checkpointer, such as step-00000100.pt, found "
             "none; other frameworks remove their checkpoints themselves"

@@ -133,7 +133,7 @@ def _bytes_of(region: Region) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 def _wait(pair: Pair) -> None:
     until_s = time.monotonic() + _WAIT_S_MAX
-    while not pair.completed():
+    while not pair.poll():
         if time.monotonic() > until_s:
             raise TransportError(f"nothing arrived in {_WAIT_S_MAX:.0f} s")
         time.sleep(0.0005)

@@ -53,7 +53,7 @@ def run(pool: str | None, every: bool, output: Output) -> None:
     if directory is not None:
         listed = files.ls(directory, every, output)
         hidden = os.path.join(directory, DEFAULT_DIRECTORY)
-        ended = _show_runs(Place.named(hidden), output) if os.path.isdir(hidden) else []
+        ended = _show_runs(Place.parse(hidden), output) if os.path.isdir(hidden) else []
         output.document({"directories": listed, "pools": [], "ended": ended})
         return
     most = None if every else NEWEST

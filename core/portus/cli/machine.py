@@ -43,7 +43,7 @@ class Machine:
     root: Path = Path("/")
     cuda: Callable[[], Driver] = driver
 
-    def found(self) -> Iterator[MachineFinding]:
+    def findings(self) -> Iterator[MachineFinding]:
         """Yield everything, topic by topic."""
         yield from self.dax_devices()
         yield from self.namespaces()

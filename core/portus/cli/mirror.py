@@ -171,7 +171,7 @@ _RESULTS: Final = {
 
 def _repair(mirror: Mirror, added: Added, local: _Versions) -> str:
     try:
-        if not mirror.damaged(added, Stop()):
+        if not mirror.find_damage(added, Stop()):
             return "whole"
     except StaleError:
         return "removed"
@@ -197,7 +197,7 @@ def _repair_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
         return "whole"
     path = os.path.join(root, filed.path)
     with contextlib.suppress(OSError), open(path, "rb") as file:
-        source = UploadedFile.opened(file.fileno(), path, filed.time_ns)
+        source = UploadedFile.from_descriptor(file.fileno(), path, filed.time_ns)
         if digest_of(file.fileno(), source.size, path) == filed.digest:
             return "mended" if retry(partial(_mend_file, mirrored, filed, source)) else "removed"
     return "damaged"
@@ -210,7 +210,7 @@ def _mend_file(mirrored: MirroredFiles, filed: Filed, source: UploadedFile) -> b
 
 def _mend(mirror: Mirror, added: Added, found: StoredCheckpoint) -> None:
     claim(mirror, "mirror repair")
-    with found.opened() as opened:
+    with found.open() as opened:
         assert isinstance(opened, OpenVersion)
         mirror.mend(added, opened.reader, opened.entry.info.id, Stop())
 

@@ -32,7 +32,7 @@ def find_pool(pool: str | None, near: str | None = None, *, mirrors: bool = Fals
             f"there is no {DEFAULT_DIRECTORY} in {start} or above; say where the pool is: "
             f"--pool PATH, or {DIRECTORY_VARIABLE}=PATH"
         )
-    return Place.named(place)
+    return Place.parse(place)
 
 
 def refuse_pointer(place: Place) -> None:

@@ -46,7 +46,7 @@ def run(url: str, directory: str | None, pool: str | None, output: Output) -> No
     root = os.path.abspath(os.path.expanduser(directory or "."))
     if os.path.exists(root) and not os.path.isdir(root):
         raise UsageError(f"{root} is not a directory; name one, or leave DIR out")
-    place = Place.named(pool or os.path.join(root, DEFAULT_DIRECTORY), "--pool")
+    place = Place.parse(pool or os.path.join(root, DEFAULT_DIRECTORY), "--pool")
     if place.local_path is None:
         raise UsageError(f"--pool {place}: a mirror is pulled into pools of this machine")
     documents: list[Json] = []

@@ -89,7 +89,7 @@ def run(place: str, into: str | None, in_place: bool, output: Output) -> None:
 
 
 def _file(place: str) -> str:
-    path = Place.named(place)
+    path = Place.parse(place)
     if path.local_path is None:
         raise UsageError(f"{path}: run this on the storage host, on the pool file that it serves")
     if os.path.exists(path.path) and not os.path.isdir(path.path):

@@ -79,7 +79,7 @@ def _remove_pointer(path: str, output: Output) -> list[Json]:
     """Remove a pointer, and its version if it was the last one; return that for machines."""
 
     def led(reader: PoolReader, entry: VersionEntry, said: Reference) -> tuple[Place, VersionInfo]:
-        return Place.named(reader.medium.info.name), entry.info
+        return Place.parse(reader.medium.info.name), entry.info
 
     place, info = use_reference(path, led)
     is_retired, left = let_go(place, path, info.token)

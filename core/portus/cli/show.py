@@ -93,7 +93,7 @@ def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
 
 def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
     info = found.info
-    with found.opened() as opened:
+    with found.open() as opened:
         output.line(f"{found.name} in {found.place}")
         if found.path:
             sizes = {name: file.size for name, file in opened.files.items()}

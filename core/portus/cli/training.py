@@ -135,7 +135,7 @@ def _find_journals(
     """
     name = path = None
     if run is None or is_address(run):
-        place = find_pool(pool) if run is None else Place.named(run)
+        place = find_pool(pool) if run is None else Place.parse(run)
         return directories_of(place), place.path, name, path
     path = os.path.abspath(os.path.expanduser(run))
     if not os.path.exists(path):
@@ -148,7 +148,7 @@ def _find_journals(
             return inside, path, None, path
         place, name = find_pool(None), run
     elif pool is None and _is_pool(path):
-        place, path = Place.named(path), None
+        place, path = Place.parse(path), None
     else:
         place, name = find_pool(pool, near=path), run
     return directories_of(place), place.path, name, path

@@ -77,8 +77,8 @@ class Order:
         that.
     pool: the storage host or the device to save to; None: save files, the adapter's default.
     until: the last step.
-    kill_at: the step at which ``saved`` kills the process; 0: none.
-    say: reports a line to the test; ``saved`` uses it.
+    kill_at: the step at which ``note_save`` kills the process; 0: none.
+    say: reports a line to the test; ``note_save`` uses it.
     """
 
     run: str
@@ -87,7 +87,7 @@ class Order:
     kill_at: int
     say: Say
 
-    def saved(self, step: int, path: str) -> None:
+    def note_save(self, step: int, path: str) -> None:
         """Call it at each step, right after the save was requested."""
         self.say(f"{step} {path}")
         if step == self.kill_at:
@@ -256,7 +256,7 @@ def act(
         adapter.train(Order(run, pool, until, kill_at, say))
         return
     paths, pool = arguments
-    if pool is not None and Place.named(pool).is_shared:
+    if pool is not None and Place.parse(pool).is_shared:
         os.environ["PORTUS_POOL"] = pool  # a pointer alone makes nobody connect
     for path in paths:
         say(f"{path}\t{_look(adapter, path)}")

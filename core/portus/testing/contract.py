@@ -169,7 +169,7 @@ class MediumContract(abc.ABC):
         medium.store(0, b"older")
         medium.persist([Extent(0, 5)])
         medium.poison("somebody else wrote it")
-        assert medium.poisoned
+        assert medium.is_poisoned
         assert_raises(
             MediumError,
             lambda: medium.store(0, b"newer"),
@@ -196,17 +196,17 @@ class MediumContract(abc.ABC):
             medium.persist(Extents(np.array([0, SIZE - 1]), np.array([1, 2])))
         with pytest.raises(UsageError):
             medium.persist(Extents(np.array([-1, 0]), np.array([2, 1])))
-        assert not medium.poisoned
+        assert not medium.is_poisoned
 
     def test_a_failed_persist_poisons_for_good_and_loads_go_on(self, medium: Medium) -> None:
         medium.store(0, b"older")
         medium.persist([Extent(0, 5)])
         self.break_persist(medium)
         medium.store(5, b"newer")
-        before = medium.poisoned
+        before = medium.is_poisoned
         with pytest.raises(MediumError, match=medium.info.name):
             medium.persist([Extent(5, 5)])
-        assert (before, medium.poisoned) == (False, True)
+        assert (before, medium.is_poisoned) == (False, True)
         assert_raises(
             MediumError,
             lambda: medium.persist([Extent(5, 5)]),
@@ -670,12 +670,12 @@ class LocksContract(abc.ABC):
         first.close()
         first.close()
         second.acquire_writer(0)
-        assert not second.pinned(3)
+        assert not second.is_pinned(3)
         assert_raises(
             UsageError,
             lambda: first.acquire_writer(0),
             lambda: first.pin(3),
-            lambda: first.pinned(3),
+            lambda: first.is_pinned(3),
         )
 
     def test_a_pin_is_seen_by_all_and_holds_one_version(self, pair: tuple[Locks, Locks]) -> None:
@@ -683,11 +683,11 @@ class LocksContract(abc.ABC):
         first.acquire_writer(0)
         for holder in pair:
             holder.pin(5)
-            assert [first.pinned(version) for version in (4, 5, 6)] == [False, True, False]
-            assert second.pinned(5)
+            assert [first.is_pinned(version) for version in (4, 5, 6)] == [False, True, False]
+            assert second.is_pinned(5)
             holder.unpin(5)
-            assert not first.pinned(5)
-            assert not second.pinned(5)
+            assert not first.is_pinned(5)
+            assert not second.is_pinned(5)
 
     def test_pins_are_counted(self, pair: tuple[Locks, Locks]) -> None:
         first, second = pair
@@ -695,11 +695,11 @@ class LocksContract(abc.ABC):
         second.pin(0)
         first.pin(0)
         second.unpin(0)
-        assert first.pinned(0)
+        assert first.is_pinned(0)
         second.unpin(0)
-        assert first.pinned(0)
+        assert first.is_pinned(0)
         first.unpin(0)
-        assert not first.pinned(0)
+        assert not first.is_pinned(0)
 
     def test_only_what_is_pinned_is_unpinned(self, pair: tuple[Locks, Locks]) -> None:
         first, second = pair
@@ -707,13 +707,13 @@ class LocksContract(abc.ABC):
         for version in (1, 2):
             with pytest.raises(UsageError):
                 second.unpin(version)
-        assert second.pinned(1)
+        assert second.is_pinned(1)
 
     def test_being_asked_takes_nothing(self, pair: tuple[Locks, Locks]) -> None:
         first, second = pair
-        assert not first.pinned(9)
+        assert not first.is_pinned(9)
         second.pin(9)
-        assert first.pinned(9)
+        assert first.is_pinned(9)
         first.pin(9)
 
     def test_a_version_that_cannot_be_is_refused(self, pair: tuple[Locks, Locks]) -> None:
@@ -727,7 +727,7 @@ class LocksContract(abc.ABC):
         first.pin(1)
         second.pin(1)
         first.release_writer()
-        assert first.pinned(1)
+        assert first.is_pinned(1)
 
 
 _PAGES: Final = b"".join(bytes([number + 1]) * PAGE for number in range(16))

@@ -82,7 +82,7 @@ class Nursery:
         assert answer, f"the nursery of {self._module} is gone"
         return int(answer)
 
-    def hung(self, what: str) -> AssertionError:
+    def hang_error(self, what: str) -> AssertionError:
         """End all children and theirs, and return an error that begins with ``what`` and says what
         each of them did."""
         children = sorted(self._children, key=lambda child: child.pid)
@@ -129,7 +129,9 @@ class Child:
             assert not self._has_closed, f"child {self.pid} ended with {self.wait()}"
             if not self._hears([self._descriptor], until - time.monotonic()):
                 silent = f"child {self.pid} said nothing for {timeout_s:g} s"
-                raise AssertionError(silent) if timeout_s < ANSWER_S_MAX else self._hung(silent)
+                raise (
+                    AssertionError(silent) if timeout_s < ANSWER_S_MAX else self._hang_error(silent)
+                )
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()
 
@@ -156,7 +158,9 @@ class Child:
         while not self._has_ended():
             watched = [self._end] if self._has_closed else [self._end, self._descriptor]
             if not self._hears(watched, silence_s):
-                raise self._hung(f"child {self.pid} said nothing for {silence_s:g} s, and goes on")
+                raise self._hang_error(
+                    f"child {self.pid} said nothing for {silence_s:g} s, and goes on"
+                )
         if self._code is None:
             self._code = self._nursery.ask({"wait": self.pid})
         return self._code
@@ -205,8 +209,8 @@ class Child:
         size = os.lseek(self._stacks, 0, os.SEEK_END)
         return os.pread(self._stacks, size, 0).decode(errors="replace")
 
-    def _hung(self, what: str) -> AssertionError:
-        return self._nursery.hung(what)
+    def _hang_error(self, what: str) -> AssertionError:
+        return self._nursery.hang_error(what)
 
     def _has_ended(self) -> bool:
         return self._code is not None or bool(select.select([self._end], [], [], 0)[0])

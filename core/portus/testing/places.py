@@ -122,7 +122,7 @@ class PlaceContract(abc.ABC):
         found = place.list()
         seen: dict[str, bytes] = {}
         for each in found:
-            with each.opened() as opened:
+            with each.open() as opened:
                 seen |= {name: read(file) for name, file in opened.files.items()}
         assert seen == expected
 
@@ -152,7 +152,7 @@ class PlaceContract(abc.ABC):
                 other.remove(middle.name)
         assert [each.info.step for each in place.list()] == [1, 3]
         for each in place.list():
-            with each.opened() as opened:
+            with each.open() as opened:
                 [file] = opened.files.values()
                 assert {*expected[each.info.step].values()} == {read(file)}
 
@@ -177,11 +177,11 @@ class PlaceContract(abc.ABC):
         assert check_place(place, [whole]) == []
         assert check_place(place, [damaged]) != []
         assert check_place(place, None) != []
-        with damaged.opened() as opened:
+        with damaged.open() as opened:
             [name] = opened.files
             with pytest.raises(CorruptionError):
                 opened.write(name, str(tmp_path / "damaged"), lambda size: None)
-        with whole.opened() as opened:
+        with whole.open() as opened:
             [name] = opened.files
             opened.write(name, str(tmp_path / "whole"), lambda size: None)
 

@@ -90,7 +90,7 @@ def state(step: int) -> dict[str, Any]:
 def pointing(pool: str | Path, name: str) -> Iterator[TrainingFiles]:
     """A training that puts pointers at the paths of its checkpoints."""
     settings = Settings(journal=False, on_error="raise")
-    with contextlib.closing(TrainingFiles(settings, pool=Place.named(pool))) as files:
+    with contextlib.closing(TrainingFiles(settings, pool=Place.parse(pool))) as files:
         files.begin(name, "/nowhere/.portus", "/nowhere/ckpt")
         yield files
 

@@ -51,7 +51,7 @@ def topics(found: list[MachineFinding], topic: str) -> dict[str, MachineFinding]
 
 
 def test_a_machine_without_anything_is_told_so(machine: Machine) -> None:
-    found = list(machine.found())
+    found = list(machine.findings())
     for topic in ("DAX device", "RDMA device", "GPU"):
         assert topics(found, topic)["-"].text.startswith("none")
     assert not topics(found, "NVDIMM namespace")
@@ -118,7 +118,7 @@ class Paging:
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
         ctypes.memmove(self._there(target), source, length)
 
-    def completed(self) -> int:
+    def poll(self) -> int:
         return 1
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Looked:
 
 @pytest.fixture
 def look(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Looked]:
-    monkeypatch.setattr(Machine, "found", lambda self: iter(()))
+    monkeypatch.setattr(Machine, "findings", lambda self: iter(()))
     monkeypatch.setattr("portus.cli.loopback.loopback_findings", lambda: iter(()))
     monkeypatch.setattr(doctor, "ADAPTERS", "none")
     real = doctor.measure

@@ -130,7 +130,7 @@ def test_it_gives_space_back_to_the_file_system_and_none_that_is_read(
             run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
     with contextlib.closing(open_reader(str(path))) as reader:
         [first, *_] = reader.catalogue().entries()
-        with reader.pinned(first.info.id):
+        with reader.pin(first.info.id):
             for step in (2, 3, 4, 1):
                 assert portus("rm", f"default@{step}").code == 0
             [place] = reader.record(first).storage_extents(0)

@@ -94,7 +94,7 @@ def by_project(root: Path, pool: Path | None, *names: str) -> None:
         checkpoints.mkdir(parents=True)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        place = None if pool is None else Place.named(pool)
+        place = None if pool is None else Place.parse(pool)
         with contextlib.closing(TrainingFiles(Settings(), pool=place)) as files:
             files.begin(name, str(root / ".portus"), str(checkpoints))
             optimizer.step()

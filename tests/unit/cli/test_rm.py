@@ -270,4 +270,4 @@ def test_versions_of_two_pools_go_together(run: Run) -> None:
         trainer.save({"x": torch.zeros(1)}, 10).wait()
     assert {each["step"] for each in portus_json("rm", "net@10")["removed"]} == {10}
     assert steps(run.net) == [20]
-    assert steps(Path(Place.named(run.pool / "again.portus").path)) == []
+    assert steps(Path(Place.parse(run.pool / "again.portus").path)) == []

@@ -31,7 +31,7 @@ class LateCopy(Save):
         flat = pickle_state(state)
         flags = bytearray([Stability.STABLE]) * len(flat.storages)
         if not everything_late:
-            flags = classify(flat.storages, flat.owned)
+            flags = classify(flat.storages, flat.owned_storages)
         self._names = list(map(flat.describer(), range(len(flat.storages))))
         self._sources = flat.storages
         self._wanted = [storage.clone() for storage in flat.storages]

@@ -227,6 +227,6 @@ def test_what_has_no_room_on_the_host_is_heard_of_by_all_ranks(tmp_path: Path) -
 
 
 def test_a_pool_file_takes_no_shards(tmp_path: Path) -> None:
-    place = portus.Place.named(tmp_path / "run.portus")
+    place = portus.Place.parse(tmp_path / "run.portus")
     with pytest.raises(UsageError, match="one pool, with one writer"):
         DirectoryWriter(pool=place)

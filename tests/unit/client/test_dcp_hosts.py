@@ -79,21 +79,21 @@ def test_a_host_that_is_missing_is_said_by_its_pointers(tmp_path: Path) -> None:
 
 
 def test_several_storage_hosts_are_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = Place.named(["portus://a", "portus+tls://me@b:1", "portus://a:7117"])
+    named = Place.parse(["portus://a", "portus+tls://me@b:1", "portus://a:7117"])
     assert (named.kind, named.path) == (PlaceKind.HOSTS, "portus://a:7117,portus+tls://me@b:1")
     assert [named.of_rank(rank).path for rank in (0, 1, 4)] == [
         "portus://a:7117",
         "portus+tls://me@b:1",
         "portus://a:7117",
     ]
-    assert Place.named(named.path) == Place.named("portus://a , portus+tls://me@b:1") == named
+    assert Place.parse(named.path) == Place.parse("portus://a , portus+tls://me@b:1") == named
     monkeypatch.setenv("PORTUS_POOL", named.path)
-    assert Place.named(None) == named
-    assert Place.named(["portus://a"]) == Place.named("portus://a")
-    assert Place.named("portus+unix:///a,b").kind is PlaceKind.HOST, "a comma in a path"
+    assert Place.parse(None) == named
+    assert Place.parse(["portus://a"]) == Place.parse("portus://a")
+    assert Place.parse("portus+unix:///a,b").kind is PlaceKind.HOST, "a comma in a path"
     for wrong in ([], ["portus://a", "/pools"], ["pools"], "portus://a,/pools"):
         with pytest.raises(UsageError, match=r"expected|several pools are on storage hosts"):
-            Place.named(wrong)
+            Place.parse(wrong)
     with (
         pytest.raises(UsageError, match="saved to one pool; expected one storage host, found 2"),
         contextlib.closing(portus.PoolCheckpointer(named.path, "run")),

@@ -59,7 +59,7 @@ def opened(path: Path, *, mapped: bool = True) -> PoolWriter:
 def test_a_run_goes_on_beside_others_who_take_all_space(small: Path, tmp_path: Path) -> None:
     """The pool has room for what is saved; pointers need some too, and are on another disk."""
     run = tmp_path / "run"
-    pool = portus.Place.named(small / "run.portus")
+    pool = portus.Place.parse(small / "run.portus")
     files = portus.TrainingFiles(portus.Settings(on_error="raise", journal=False), pool=pool)
     files.begin("net", str(run / ".portus"), str(run))
     for step in range(12):

@@ -46,7 +46,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
 
 
 def begin(place: Path) -> None:
-    files = TrainingFiles(portus.Settings(), pool=portus.Place.named(place / "run.portus"))
+    files = TrainingFiles(portus.Settings(), pool=portus.Place.parse(place / "run.portus"))
     try:
         files.begin("default", str(place / ".portus"), str(place))
     finally:
@@ -56,7 +56,7 @@ def begin(place: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("whole")
-    files = TrainingFiles(portus.Settings(), pool=portus.Place.named(place / "run.portus"))
+    files = TrainingFiles(portus.Settings(), pool=portus.Place.parse(place / "run.portus"))
     files.save({"a": torch.zeros(10)}, str(place / "run.ckpt"), 1).wait()
     files.close()
     return place

@@ -15,7 +15,7 @@ def run_of(checkpoints: Path, *roots: Path, pool: Path | None = None, **more: st
         str(checkpoints),
         roots=map(str, roots),
         otherwise=str(checkpoints.parent),
-        pool=None if pool is None else portus.Place.named(pool),
+        pool=None if pool is None else portus.Place.parse(pool),
         **more,
     )
 

@@ -239,7 +239,7 @@ def test_units_of_a_big_source_are_hashed_each(engine: Engine) -> None:
     medium = Memory(case.sources[-1].extents[-1].end)
     stop = Stop()
     assert rows(copy(medium, case.sources, stop, engine=engine)) == case.expected
-    assert stop.done == len(case.memory)
+    assert stop.bytes_done == len(case.memory)
     assert rows(check(medium, case.sources, Stop(), engine=engine)) == case.expected
     back = case.elsewhere()
     assert rows(fetch(medium, back.sources, Stop(), engine=engine)) == case.expected
@@ -256,7 +256,7 @@ def test_two_threads_do_each_unit_once(engine: Engine, seed: int) -> None:
     assert len(case.memory) > native.SECOND_THREAD_MIN
     medium, stop = Memory(len(case.memory)), Stop()
     assert rows(copy(medium, case.sources, stop, engine=engine)) == case.expected
-    assert stop.done == len(case.memory)
+    assert stop.bytes_done == len(case.memory)
     assert np.array_equal(contents(medium), case.memory)
     assert rows(fetch(medium, case.elsewhere().sources, Stop(), engine=engine)) == case.expected
     medium.close()
@@ -321,7 +321,7 @@ class Unmapped:
 
     def __init__(self, size: int) -> None:
         self._memory = Memory(size)
-        self.info, self.size, self.poisoned = self._memory.info, size, False
+        self.info, self.size, self.is_poisoned = self._memory.info, size, False
         self.grow = self._memory.grow
         self.load: Callable[[int, memoryview], None] = self._memory.load
         self.persist, self.close = self._memory.persist, self._memory.close
@@ -411,13 +411,13 @@ def test_a_stop_in_the_middle_ends_a_call_soon(engine: Engine, call: str) -> Non
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not stop.done:
+    while not stop.bytes_done:
         time.sleep(0)
     asked = time.monotonic()
     stop.set()
     thread.join()
     assert ended[0] - asked < STOP_S_MAX
-    assert 0 < stop.done < LONG * REPEATED
+    assert 0 < stop.bytes_done < LONG * REPEATED
     medium.close()
 
 
@@ -427,7 +427,7 @@ def test_a_stop_set_before_moves_nothing(engine: Engine, call: str) -> None:
     stop.set()
     with pytest.raises(StoppedError):
         CALLS[call](medium, long_sources(memory), stop, engine)
-    assert stop.done == 0
+    assert stop.bytes_done == 0
     assert not contents(medium).any()
     assert memory.all()
     medium.close()
@@ -453,7 +453,7 @@ def test_an_engine_does_nothing_once_asked_to_stop(engine: Engine, length: int) 
         engine.move(segments, None, digests, stop)
     with pytest.raises(StoppedError):
         engine.same(segments, segments.address, stop)
-    assert stop.done == 0
+    assert stop.bytes_done == 0
     assert not digests.any()
 
 
@@ -466,11 +466,11 @@ def test_a_stop_is_seen_inside_a_segment(engine: Engine) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not stop.done:
+    while not stop.bytes_done:
         time.sleep(0)
     stop.set()
     thread.join()
-    assert 0 < stop.done < len(memory)
+    assert 0 < stop.bytes_done < len(memory)
 
 
 class Slow(Unmapped):
@@ -527,7 +527,7 @@ def test_an_error_of_the_medium_is_raised_whichever_thread_meets_it(
     with pytest.raises(MediumError, match=f"bad sector at {bad}"):
         CALLS[call](medium, long_sources(memory), stop, engine)
     assert threading.active_count() == before
-    assert stop.done < LONG * REPEATED // 10
+    assert stop.bytes_done < LONG * REPEATED // 10
     medium.close()
 
 

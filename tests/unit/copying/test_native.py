@@ -205,12 +205,12 @@ def test_a_thread_of_low_priority_works_until_somebody_waits_then_two() -> None:
     before = sorted(_started())
     thread = threading.Thread(target=run)
     thread.start()
-    _soon(lambda: stop.done > 64 << 20)
+    _soon(lambda: stop.bytes_done > 64 << 20)
     patient = _started()
     assert len(patient) <= len(before) + 1  # less, if one of an earlier test has just ended
     assert min(PATIENT, 19 - os.getpriority(os.PRIO_PROCESS, 0)) in patient
     assert not spent
-    stop.awaited = True
+    stop.is_awaited = True
     _soon(lambda: SECOND in _started())
     stop.set()
     thread.join()
@@ -245,16 +245,16 @@ def test_who_waits_goes_on_in_the_middle_of_what_the_patient_thread_did(seed: in
             waiter = threading.Thread(target=_wait_from, args=[stop, random_.integers(length)])
             waiter.start()
             helper.move(segments, copied.ctypes.data + starts, digests, stop)
-            handed_over += stop.awaited
-            stop.awaited = True
+            handed_over += stop.is_awaited
+            stop.is_awaited = True
             waiter.join()
             assert digests.tobytes() == b"".join(expected)
             assert np.array_equal(copied, data)
-            assert stop.done == length
+            assert stop.bytes_done == length
         assert handed_over > 2
 
 
 def _wait_from(stop: Stop, done: int) -> None:
-    while stop.done < done and not stop.awaited:
+    while stop.bytes_done < done and not stop.is_awaited:
         time.sleep(1e-4)
-    stop.awaited = True
+    stop.is_awaited = True

@@ -198,11 +198,11 @@ def test_what_is_done_is_counted_from_every_thread() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert stop.done == 8000
+    assert stop.bytes_done == 8000
 
 
 def test_a_helper_finds_asked_and_done_at_the_shared_address() -> None:
     stop = Stop()
     stop.add(7)
     stop.set()
-    assert list((ctypes.c_int64 * 2).from_address(stop.shared)) == [1, 7]
+    assert list((ctypes.c_int64 * 2).from_address(stop.flags_address)) == [1, 7]

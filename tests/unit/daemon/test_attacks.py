@@ -144,7 +144,7 @@ def announces(link: Link) -> None:
     model = os.urandom(8).hex()
     link.ask(said.Claim(model, os.urandom(16)))
     link.ask(said.Begin(model, 1, os.urandom(16), b""))
-    link._socket.sendall(link.connection._begun(said.Confirm.kind, 12 << 20))
+    link._socket.sendall(link.connection._begin_frame(said.Confirm.kind, 12 << 20))
     link._socket.sendall(bytes(11 << 20))
 
 

@@ -244,7 +244,7 @@ def attacked(place: Path, chance: random.Random, tries: int) -> int:
             honest.saves_and_loads()
             until(lambda: held() <= quiet)  # what a connection had went with it
             assert [str(each) for each in check(writer)] == []
-        until(lambda: server.house.budget.taken == 0)
+        until(lambda: server.house.budget.taken_bytes == 0)
     return committed
 
 

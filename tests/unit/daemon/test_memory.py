@@ -35,7 +35,7 @@ def save_many(url: str, model: str, count: int, first: int) -> None:
     lengths, alone = pack_column([SIZE]), pack_column([0])
     kept: list[int] = []
     try:
-        with pool.links.borrowed() as link:
+        with pool.links.lend() as link:
             for step in range(first, first + count):
                 data = (model.encode() + step.to_bytes(8, "little")).ljust(SIZE, b"x")
                 token = (model.encode() + step.to_bytes(8, "little")).ljust(16, b"\0")

@@ -28,7 +28,7 @@ class Coming:
         place = self.stranger(address)
         self.places.prove(place, tenant)
         if waits:
-            place.worked()
+            place.note_answer()
         return place
 
     def close(self) -> None:

@@ -81,11 +81,11 @@ def test_of_two_secrets_each_is_as_good_and_the_host_proves_the_same() -> None:
         return proof_of_client(secret.encode(), tenant, b"c", b"h")
 
     secrets = Secrets({"a": (OLD.encode(), NEW.encode()), "b": (OLD.encode(),)})
-    assert secrets.proved("a", proof(OLD), b"c", b"h") == OLD.encode()
-    assert secrets.proved("a", proof(NEW), b"c", b"h") == NEW.encode()
-    assert secrets.proved("b", proof(NEW, "b"), b"c", b"h") is None
-    assert secrets.proved("c", proof(OLD, "c"), b"c", b"h") is None
-    assert Secrets(None).proved("c", b"", b"c", b"h") == b""
+    assert secrets.match_proof("a", proof(OLD), b"c", b"h") == OLD.encode()
+    assert secrets.match_proof("a", proof(NEW), b"c", b"h") == NEW.encode()
+    assert secrets.match_proof("b", proof(NEW, "b"), b"c", b"h") is None
+    assert secrets.match_proof("c", proof(OLD, "c"), b"c", b"h") is None
+    assert Secrets(None).match_proof("c", b"", b"c", b"h") == b""
 
 
 def test_a_tenant_has_so_many_secrets_at_most(tmp_path: Path) -> None:

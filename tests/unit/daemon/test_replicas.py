@@ -130,7 +130,7 @@ def test_pointers_of_before_and_after_a_host_was_killed_lead_to_their_states(
         Host(tmp_path / "second") as second,
         Host(tmp_path / "first", "--replica", second.url) as first,
     ):
-        pool = portus.Place.named(f"{first.url}+127.0.0.1:{second.port}")
+        pool = portus.Place.parse(f"{first.url}+127.0.0.1:{second.port}")
         with contextlib.closing(portus.TrainingFiles(settings, pool=pool)) as files:
             files.begin("net", str(tmp_path / ".portus"), str(tmp_path))
             for step in (1, 2, 3, 4, 5):
@@ -152,7 +152,7 @@ def test_a_pointer_loads_from_the_second_host_when_the_first_one_is_gone(tmp_pat
     ):
         address, path = f"{first.url}+127.0.0.1:{second.port}", tmp_path / "a.ckpt"
         settings = portus.Settings(durable=2, journal=False, on_error="raise")
-        pool = portus.Place.named(address)
+        pool = portus.Place.parse(address)
         with contextlib.closing(portus.TrainingFiles(settings, pool=pool)) as files:
             files.begin("net", str(tmp_path / ".portus"), str(tmp_path))
             files.save(state(1), str(path), 1).wait()
@@ -234,7 +234,7 @@ def test_a_host_that_comes_back_is_used_again_once_what_does_not_count_is_let_go
         with pytest.raises(BusyError, match="another client saves model 'net' at portus"):
             portus.PoolCheckpointer(url(two.first), "net")
         before = copiers()
-        hosted.replica.changed(["net"])
+        hosted.replica.note_change(["net"])
         assert copiers() == before, "who was refused leads"
     with portus.PoolCheckpointer(two.both, "net", durable=2) as saver:
         assert_same(saver.load(), state(4))

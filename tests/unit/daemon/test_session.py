@@ -944,7 +944,7 @@ def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> N
         assert isinstance(link.hear(), said.Begun)
         first.close()
         link.close()
-        settled(server, lambda: budget.taken == 0)
+        settled(server, lambda: budget.taken_bytes == 0)
 
 
 def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
@@ -967,8 +967,10 @@ def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
     with client(server, model="hanging") as hanging, client(server) as link:
         asked(hanging, said.Begin("hanging", 1, TOKEN, LENGTHS), said.Begun)
         whole = server.house.budget.connection_max // 2 - 16 * said.DIGEST_SIZE
-        hanging._socket.sendall(hanging.connection._begun(said.Confirm.kind, whole) + bytes([0x95]))
-        settled(server, lambda: 0 < server.house.budget.taken <= 4 << 20)
+        hanging._socket.sendall(
+            hanging.connection._begin_frame(said.Confirm.kind, whole) + bytes([0x95])
+        )
+        settled(server, lambda: 0 < server.house.budget.taken_bytes <= 4 << 20)
         asked(link, said.Begin("m", 1, TOKEN, pack_column([0] * (1 << 18))), said.Begun)
 
 

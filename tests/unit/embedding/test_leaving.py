@@ -67,7 +67,7 @@ class Saved:
 def saved(tmp_path: Path, request: pytest.FixtureRequest) -> Saved:
     portus.register_reference_loader()
     is_pooled = request.param == "in a pool"
-    return Saved(tmp_path, Place.named(tmp_path / "run.portus") if is_pooled else None)
+    return Saved(tmp_path, Place.parse(tmp_path / "run.portus") if is_pooled else None)
 
 
 def test_a_checkpoint_file_with_the_tables_filled_in_loads_without_them(saved: Saved) -> None:

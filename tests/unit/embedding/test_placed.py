@@ -571,7 +571,7 @@ def test_a_flipped_byte_of_tables_in_place_is_found_or_does_no_harm(
         with torch.no_grad():
             small.weight[[2, 5]] = 77
         extent = next(iter(store.places.values())).extent
-        log = store._log.used
+        log = store._log.used_extent
     whole = durable(device)
     source, found = np.random.default_rng(seed), 0
     used = [range(extent.offset, extent.end), range(log.offset, log.end), range(32768, 200_000)]

@@ -155,11 +155,11 @@ def test_each_batch_is_in_the_log_at_the_price_of_its_rows(path: Path) -> None:
         tables.wait()
         log = tables._store._log
         assert log is not None
-        before = log.used.length
+        before = log.used_extent.length
         with tables.batch():
             training.step(4)
         tables.wait()
-        assert 0 < log.used.length - before < 60_000 < training.model.bags.weight.nbytes * 3
+        assert 0 < log.used_extent.length - before < 60_000 < training.model.bags.weight.nbytes * 3
 
 
 @pytest.mark.long

@@ -843,7 +843,7 @@ class Interrupted:
     """A medium that does something just before its n-th load."""
 
     def __init__(self, medium: Memory, place: int, act: Callable[[], None]) -> None:
-        self.info, self.poisoned = medium.info, False
+        self.info, self.is_poisoned = medium.info, False
         self.loads = 0
         self._medium, self._place, self._act = medium, place, act
 

@@ -87,9 +87,9 @@ def test_every_damaged_entry_but_the_last_is_found(medium: Memory) -> None:
     record = version()
     writer = appended(medium, record)
     assert record.log is not None
-    whole = np.frombuffer(bytearray(writer.used.length), np.uint8)
+    whole = np.frombuffer(bytearray(writer.used_extent.length), np.uint8)
     medium.load(record.log.extent.offset, whole.data)
-    size = writer.used.length // 4
+    size = writer.used_extent.length // 4
     for place in (0, 5, 40, 70, 90, 110, PAGE - 1, PAGE, PAGE + 49, size + 7, 3 * size - 1):
         medium.store(record.log.extent.offset + place, bytes([whole[place] ^ 4]))
         with pytest.raises(CorruptionError, match=f"entry {place // size + 1} of the log"):

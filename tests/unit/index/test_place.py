@@ -41,17 +41,17 @@ def test_a_place_is_a_file_a_directory_or_a_host(here: Path) -> None:
         ".portus": PlaceKind.DIRECTORY,
         "portus://store": PlaceKind.HOST,
     }
-    assert {name: Place.named(name).kind for name in kinds} == kinds
-    assert Place.named("portus://store").path == "portus://store:7117"
-    assert Place.named(None) == Place.named(here / ".portus")
+    assert {name: Place.parse(name).kind for name in kinds} == kinds
+    assert Place.parse("portus://store").path == "portus://store:7117"
+    assert Place.parse(None) == Place.parse(here / ".portus")
 
 
 def test_a_place_is_absolute_whatever_becomes_of_the_working_directory(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = [Place.named("pools"), Place.named(Path("pools")), Place.named(None)]
+    named = [Place.parse("pools"), Place.parse(Path("pools")), Place.parse(None)]
     monkeypatch.setenv("PORTUS_POOL", "by/variable")
-    named.append(Place.named(None))
+    named.append(Place.parse(None))
     (here / "other").mkdir()
     monkeypatch.chdir(here / "other")
     assert [os.path.relpath(place, here) for place in named] == [
@@ -61,9 +61,9 @@ def test_a_place_is_absolute_whatever_becomes_of_the_working_directory(
         "by/variable",
     ]
     assert pickle.loads(pickle.dumps(named[0])) == named[0]
-    assert Place.named(named[0]) is named[0]
+    assert Place.parse(named[0]) is named[0]
     monkeypatch.setenv("HOME", str(here / "me"))
-    assert Place.named("~/pools").path == str(here / "me" / "pools")
+    assert Place.parse("~/pools").path == str(here / "me" / "pools")
 
 
 def test_a_plugin_saves_where_it_was_made_not_where_training_starts(
@@ -96,14 +96,14 @@ FOREIGN = [
 @pytest.mark.parametrize("other", [5, 1.5, b"x", "\0", "a\0b", {"path": "x"}, {"x"}])
 def test_what_is_no_path_is_refused_as_it_was_given(other: Any, here: Path) -> None:
     with pytest.raises(UsageError, match="pool: expected a path") as caught:
-        Place.named(other)
+        Place.parse(other)
     assert repr(other) in str(caught.value)
 
 
 @pytest.mark.parametrize("url", FOREIGN)
 def test_a_url_that_is_none_of_ours_is_an_error_and_never_a_directory(url: str, here: Path) -> None:
     with pytest.raises(UsageError, match="expected") as caught:
-        Place.named(url)
+        Place.parse(url)
     assert url in str(caught.value)
     with pytest.raises(UsageError, match="expected a path"):
         local_path(url, "to")
@@ -135,7 +135,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "allow": lambda url: portus.allow(url),
     "check": lambda url: portus.check(url),
     "export": _exported,
-    "TrainingFiles": lambda url: portus.TrainingFiles(portus.Settings(), pool=Place.named(url)),
+    "TrainingFiles": lambda url: portus.TrainingFiles(portus.Settings(), pool=Place.parse(url)),
     "--pool": lambda url: find_pool(url),
 }
 

@@ -109,7 +109,7 @@ def test_a_pinned_version_keeps_its_space_after_it_was_retired() -> None:
     pool = PoolWriter(medium, ProcessLocks(table))
     first = save(pool, [b"first" * 1000])
     reader = PoolReader(medium, ProcessLocks(table))
-    with reader.pinned(first.info.id) as entry:
+    with reader.pin(first.info.id) as entry:
         record = reader.record(entry)
         last = [first.info.id]
         for step in range(6):
@@ -148,7 +148,7 @@ def test_a_writer_that_opens_leaves_alone_what_a_reader_pins_since_the_writer_be
     pool = PoolWriter(medium, ProcessLocks(table))
     first = save(pool, [b"first" * 1000])
     reader = PoolReader(medium, ProcessLocks(table))
-    with reader.pinned(first.info.id) as entry:
+    with reader.pin(first.info.id) as entry:
         record = reader.record(entry)
         pool.retire([first.info.id])
         save(pool, [b"second"])
@@ -170,7 +170,7 @@ def test_a_retired_version_cannot_be_pinned() -> None:
     pool.retire([record.info.id])
     with (
         pytest.raises(StaleError, match="load the newest again"),
-        reader_of(pool).pinned(record.info.id),
+        reader_of(pool).pin(record.info.id),
     ):
         pass
 
@@ -265,8 +265,8 @@ class Asked(ProcessLocks):
 
     act: Callable[[], object] = staticmethod(lambda: None)
 
-    def pinned(self, version: int) -> bool:
-        found = super().pinned(version)
+    def is_pinned(self, version: int) -> bool:
+        found = super().is_pinned(version)
         act, self.act = self.act, lambda: None
         act()
         return found
@@ -277,7 +277,7 @@ def test_who_holds_all_the_space_is_said_while_a_reader_lets_go() -> None:
     pool = PoolWriter(writer().medium, locks, max_bytes=DATA_START + (4 << 20))
     first = save(pool, [b"read"]).info.id
     reading = contextlib.ExitStack()
-    reading.enter_context(PoolReader(pool.medium, ProcessLocks(table)).pinned(first))
+    reading.enter_context(PoolReader(pool.medium, ProcessLocks(table)).pin(first))
     pool.retire([first])
     for _ in range(2):
         save(pool, [b"kept"])
@@ -454,7 +454,7 @@ def test_readers_of_a_busy_writer_never_see_wrong_bytes() -> None:
         while not done.is_set():
             (entry,) = reader.catalogue().entries()
             try:
-                with reader.pinned(entry.info.id) as pinned:
+                with reader.pin(entry.info.id) as pinned:
                     (data,) = stored(reader, reader.record(pinned))
             except StaleError:
                 stale[0] += 1

@@ -38,7 +38,7 @@ def pool(tmp_path: Path) -> Place:
     with PoolCheckpointer(path, keep=None) as run:
         for step in (1, 2):
             run.save(state(step), step).wait()
-    return Place.named(path)
+    return Place.parse(path)
 
 
 def size_of(pool: Place) -> int:
@@ -123,7 +123,7 @@ def test_a_version_that_is_retired_meanwhile_is_no_error_and_is_not_waited_for(
                 for step in steps:
                     run.save(state(step), step).wait()
 
-        assert scrub(Place.named(path), 1 << 40, CheckOptions(), wait=wait) == []
+        assert scrub(Place.parse(path), 1 << 40, CheckOptions(), wait=wait) == []
         assert len(waited) < 2 * SIZE // UNIT, "the retired version was not read"
         assert run.steps() == [7, 8]
 

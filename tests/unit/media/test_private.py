@@ -16,8 +16,8 @@ def committed(size: int, rng: np.random.Generator) -> Private:
     """Memory whose view is what was committed: all of it was written to once."""
     memory = Private(size)
     memory.view[:size] = rng.integers(0, 255, size, np.uint8)
-    for start, end in memory.changed():
-        memory.commit(start, memory.taken(start, end))
+    for start, end in memory.changes():
+        memory.commit(start, memory.copy(start, end))
     assert np.array_equal(memory.view, memory.committed)
     return memory
 
@@ -32,11 +32,11 @@ def test_every_changed_byte_is_in_a_run_and_runs_are_in_order(
     monkeypatch.setattr(private, "tells", lambda: way)
     rng = np.random.default_rng(size)
     memory = committed(size, rng)
-    assert not memory.changed()
+    assert not memory.changes()
     for count in (1, 3, size // 2):
         places = rng.integers(0, size, count)
         memory.view[places] += 1
-        runs = memory.changed()
+        runs = memory.changes()
         inside = np.zeros(size, bool)
         for start, end in runs:
             inside[start:end] = True
@@ -45,7 +45,7 @@ def test_every_changed_byte_is_in_a_run_and_runs_are_in_order(
         assert all(0 <= start < end <= size for start, end in runs)
         memory.revert()
         assert np.array_equal(memory.view, memory.committed)
-        assert not memory.changed()
+        assert not memory.changes()
 
 
 def test_of_a_large_array_the_pages_that_changed_are_told_and_no_more() -> None:
@@ -54,16 +54,16 @@ def test_of_a_large_array_the_pages_that_changed_are_told_and_no_more() -> None:
     memory.view[7 * PAGE + 4000] += 1  # not in the line that is compared first
     memory.view[8 * PAGE] += 1
     memory.view[300 * PAGE - 1] += 1
-    assert list(memory.changed()) == [(7 * PAGE, 9 * PAGE), (299 * PAGE, 300 * PAGE)]
+    assert list(memory.changes()) == [(7 * PAGE, 9 * PAGE), (299 * PAGE, 300 * PAGE)]
     memory.view[: 300 * PAGE : PAGE] += 1
     memory.view[350 * PAGE - 9] += 1
-    assert list(memory.changed()) == [(0, 300 * PAGE), (349 * PAGE, 350 * PAGE)]
+    assert list(memory.changes()) == [(0, 300 * PAGE), (349 * PAGE, 350 * PAGE)]
 
 
 def test_what_was_taken_stays_as_it_was() -> None:
     memory = Private(5000)
     memory.view[:] = 1
-    data = memory.taken(10, 20)
+    data = memory.copy(10, 20)
     memory.view[:] = 2
     assert bytes(data) == b"\1" * 10
     memory.commit(10, data)

@@ -127,7 +127,7 @@ def test_a_fresh_node_s_own_pool_is_filled_from_the_mirror_alone(tmp_path: Path)
     added = run.copy(1)
     run.reader.close()
     writer = new_pool()
-    with Mirror(run.bucket, MODEL).opened(added) as opened:
+    with Mirror(run.bucket, MODEL).open_version(added) as opened:
         record = fetch_version(opened, writer)
     assert record.info.token == added.token
     [entry] = writer.catalogue().entries()
@@ -162,7 +162,7 @@ def test_units_arrive_while_the_pool_grows_and_each_range_once(tmp_path: Path) -
     writer, store = new_pool(Growing(DATA_START)), Told(run.bucket.objects)
     advanced: list[int] = []
     asked: list[int] = []
-    with Mirror(store, MODEL).opened(added) as opened:
+    with Mirror(store, MODEL).open_version(added) as opened:
         arrived.clear()
         fetch_version(opened, writer, advanced.append)
     assert sum(asked) == sum(advanced) == added.size, "bytes were asked for more than once"
@@ -181,7 +181,7 @@ def test_a_unit_goes_to_several_places_where_a_pool_has_no_room_in_one(run: Run)
     for extents in taken[::2]:
         writer.release(extents)
     size = writer.medium.size
-    with Mirror(run.bucket, MODEL).opened(added) as opened:
+    with Mirror(run.bucket, MODEL).open_version(added) as opened:
         record = fetch_version(opened, writer)
     assert len(record.extents) > int((record.storages["length"] > 0).sum()), "nothing is split"
     assert writer.medium.size == size
@@ -199,7 +199,7 @@ def test_a_damaged_unit_is_not_stored_and_nothing_is_committed(run: Run) -> None
         run.bucket.objects[name] = damaged, modified
         writer = new_pool()
         with (
-            Mirror(run.bucket, MODEL).opened(added) as opened,
+            Mirror(run.bucket, MODEL).open_version(added) as opened,
             pytest.raises(CorruptionError, match="a unit is damaged"),
         ):
             fetch_version(opened, writer)
@@ -217,7 +217,10 @@ def test_a_pool_that_cannot_grow_ends_the_fetching(run: Run) -> None:
     added = run.copy(0)
     writer = new_pool()
     writer.max_bytes = writer.medium.size
-    with Mirror(run.bucket, MODEL).opened(added) as opened, pytest.raises(MediumError) as raised:
+    with (
+        Mirror(run.bucket, MODEL).open_version(added) as opened,
+        pytest.raises(MediumError) as raised,
+    ):
         fetch_version(opened, writer)
     assert raised.value.errno == errno.ENOSPC
     assert not list(writer.catalogue().entries())
@@ -363,7 +366,7 @@ def test_what_is_removed_is_deleted_a_day_later_and_what_is_shared_stays(run: Ru
     first, second = run.copy(0), run.copy(1)
     run.mirror.note([Removed(first.token)])
     assert run.mirror.collect().objects == 0
-    with run.mirror.opened(second):
+    with run.mirror.open_version(second):
         assert same(loaded_by(run, first), state_of(1)), "who began before finds it"
     run.bucket.now += 90_000
     run.mirror.note([Removed(bytes(16))])  # the time of the store is that of an entry
@@ -410,7 +413,7 @@ def test_of_what_is_gone_a_log_says_no_more_than_the_format_allows(run: Run) -> 
     assert [each.manifest for each in gone] == [each.manifest for each in first[2:]]
     run.bucket.now += 90_000
     run.mirror.note([Removed(bytes(16))])
-    assert run.mirror.unneeded().objects == run.mirror.collect().objects == 0
+    assert run.mirror.find_unneeded().objects == run.mirror.collect().objects == 0
     assert not Mirror(run.bucket, MODEL).read().gone
 
 
@@ -421,7 +424,7 @@ def test_what_is_mended_from_a_fresh_node_s_pool_keeps_its_place_in_the_history(
     added = [run.copy(index) for index in range(3)]
     writer = new_pool()
     other = Mirror(run.bucket, MODEL)
-    with other.opened(added[2]) as opened:
+    with other.open_version(added[2]) as opened:
         fetch_version(opened, writer)
     for name in list(run.bucket.objects):
         if added[2].manifest in name:
@@ -526,14 +529,14 @@ def test_a_shelf_which_changes_in_place_is_refused(tmp_path: Path) -> None:
 def test_what_is_damaged_is_found_and_sent_again_and_nothing_else(run: Run) -> None:
     run.claim()
     added = run.copy(0)
-    assert run.mirror.damaged(added, Stop()) == frozenset()
+    assert run.mirror.find_damage(added, Stop()) == frozenset()
     names = bucket_pieces(run.bucket)
     big = max(names, key=lambda name: len(run.bucket.objects[name][0]))
     small = min(names, key=lambda name: len(run.bucket.objects[name][0]))
     del run.bucket.objects[big]
     data, modified = run.bucket.objects[small]
     run.bucket.objects[small] = data[:-1] + bytes([data[-1] ^ 1]), modified
-    damaged = run.mirror.damaged(added, Stop())
+    damaged = run.mirror.find_damage(added, Stop())
     assert len(damaged) == 2
     with pytest.raises(CorruptionError):
         loaded_by(run, added)
@@ -541,7 +544,7 @@ def test_what_is_damaged_is_found_and_sent_again_and_nothing_else(run: Run) -> N
     mended = run.mirror.copy(run.reader, version, Stop(), damaged=damaged)
     sizes = run.mirror.manifest(added).manifest.object_sizes()
     assert mended.put_bytes == sum(sizes[name] for name in damaged)
-    assert run.mirror.damaged(mended.added, Stop()) == frozenset()
+    assert run.mirror.find_damage(mended.added, Stop()) == frozenset()
     assert same(loaded_by(run, mended.added), state_of(1))
     assert run.mirror.read().versions == (mended.added,)
 
@@ -576,7 +579,7 @@ def test_a_host_gives_each_piece_by_one_request_and_whatever_happens_to_one_is_n
         mirror = Mirror(to, MODEL)
         mirror.claim("a test", run.reader.superblock.uuid, 0)
         added = mirror.copy(run.reader, run.entries[0].info.id, Stop()).added
-        assert mirror.damaged(added, Stop()) == frozenset()
+        assert mirror.find_damage(added, Stop()) == frozenset()
         mirror.check(added, lambda _: None)
         assert caplog.text == "", "nothing is refused, which would count as damage at the host"
         pieces = (tmp_path / "host").rglob("pieces/*")
@@ -584,7 +587,7 @@ def test_a_host_gives_each_piece_by_one_request_and_whatever_happens_to_one_is_n
         data = path.read_bytes()
         for damaged in (data[:-1] + b"x", data[:-1], data + b"x", b"", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            assert mirror.damaged(added, Stop()) == {f"pieces/{path.name}"}
+            assert mirror.find_damage(added, Stop()) == {f"pieces/{path.name}"}
             with pytest.raises(CorruptionError, match=path.name):
                 mirror.check(added, lambda _: None)
             assert mirror.mend(added, run.reader, run.entries[0].info.id, Stop()) == 1

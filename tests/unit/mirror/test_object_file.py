@@ -96,7 +96,7 @@ def test_thousands_of_small_tensors_are_asked_for_once_by_few_requests(tmp_path:
     assert store.asked == [(0, added.size)]
     store.asked.clear()
     writer = new_pool()
-    with Mirror(store, MODEL).opened(added) as opened:
+    with Mirror(store, MODEL).open_version(added) as opened:
         fetch_version(opened, writer)
     assert store.asked == [(0, added.size)]
     [entry] = writer.catalogue().entries()
@@ -232,7 +232,7 @@ def test_a_version_without_files_is_pulled_and_an_error_says_so(of_tables: Mirro
         load_version(of_tables, added)
     of_tables.check(added, lambda _: None)
     writer = new_pool()
-    with of_tables.opened(added) as opened_:
+    with of_tables.open_version(added) as opened_:
         record = fetch_version(opened_, writer)
     [third] = record.storage_extents(2)
     found = np.zeros(3_000_000, np.int64)

@@ -65,7 +65,7 @@ class Scene:
         self.root = root
         checkpoints = root / "ckpt"
         settings = portus.Settings(journal=False, on_error="raise")
-        pool = portus.Place.named(root / "run.portus")
+        pool = portus.Place.parse(root / "run.portus")
         with contextlib.closing(TrainingFiles(settings, pool=pool)) as files:
             files.begin(MODEL, str(root / ".portus"), str(checkpoints))
             files.save(state(1), str(checkpoints / "step=1.ckpt"), 1).wait()
@@ -137,7 +137,7 @@ def test_a_fresh_pool_gets_all_of_it(scene: Scene, in_pieces: bool) -> None:
     writer = new_pool()
     for added in scene.copy():
         assert len(scene.objects()) == (0 if in_pieces else 4) or added.step < 3
-        with scene.of_mirror().opened(added) as opened:
+        with scene.of_mirror().open_version(added) as opened:
             fetch_version(opened, writer)
     assert portus.check(writer) == []
     first, second, third = writer.catalogue().entries()
@@ -177,7 +177,7 @@ def test_whatever_happens_to_a_file_is_found_and_mended_and_nothing_else_is_sent
     whole = {each: each.read_bytes() for each in scene.bucket.rglob("*") if each.is_file()}
     for what, damage in damages(path).items():
         damage()
-        hurt = [each for each in versions if scene.mirror.damaged(each, Stop())]
+        hurt = [each for each in versions if scene.mirror.find_damage(each, Stop())]
         [added] = hurt
         with pytest.raises(CorruptionError, match=str(path.name).removesuffix(DIGEST_SUFFIX)):
             scene.of_mirror().check(added, lambda _: None)
@@ -187,7 +187,7 @@ def test_whatever_happens_to_a_file_is_found_and_mended_and_nothing_else_is_sent
         number = next(each.info.id for each in entries if each.info.token == added.token)
         assert scene.mirror.mend(added, scene.reader, number, Stop()) == 1, what
         versions = [*scene.mirror.read().versions]
-        assert not any(scene.mirror.damaged(each, Stop()) for each in versions), what
+        assert not any(scene.mirror.find_damage(each, Stop()) for each in versions), what
         files = {each: each.read_bytes() for each in whole if VERSIONS in str(each)}
         assert files == {each: data for each, data in whole.items() if VERSIONS in str(each)}
 
@@ -200,7 +200,7 @@ def test_what_is_removed_goes_with_its_files_once_nobody_reads_them(scene: Scene
     scene.mirror.claim("another", scene.reader.superblock.uuid, 0)
     scene.mirror.collect(0.0)
     assert [*scene.objects()] == ["step=2.ckpt"]
-    assert not scene.mirror.damaged(second, Stop())
+    assert not scene.mirror.find_damage(second, Stop())
 
 
 def test_a_file_that_arrived_is_not_sent_again_after_a_failure(
@@ -278,7 +278,7 @@ def test_of_many_bytes_around_storages_a_few_units_are_in_memory(
         [entry] = reader.catalogue().entries()
         with peak() as copying:
             added = mirror.copy(reader, entry.info.id, Stop()).added
-        with mirror.opened(added) as opened, peak() as fetching:
+        with mirror.open_version(added) as opened, peak() as fetching:
             fetch_version(opened, writer)
         [there] = writer.catalogue().entries()
         assert restore.load(writer, there)["text"] == text  # type: ignore[index]
@@ -301,7 +301,7 @@ def test_a_file_that_is_called_as_what_is_beside_another_has_an_object_of_its_ow
     tmp_path: Path,
 ) -> None:
     states = {f"a.pt{more}": {"of": more} for more in ("", DIGEST_SUFFIX)}
-    pool = portus.Place.named(tmp_path / "run.portus")
+    pool = portus.Place.parse(tmp_path / "run.portus")
     settings = portus.Settings(journal=False, on_error="raise")
     with contextlib.closing(TrainingFiles(settings, pool=pool)) as files:
         files.begin(MODEL, str(tmp_path / ".portus"), str(tmp_path / "ckpt"))
@@ -311,7 +311,7 @@ def test_a_file_that_is_called_as_what_is_beside_another_has_an_object_of_its_ow
     with contextlib.closing(open_reader(str(tmp_path / "run.portus"))) as reader:
         [entry] = reader.catalogue().entries()
         added = mirror.copy(reader, entry.info.id, Stop()).added
-    assert mirror.damaged(added, Stop()) == frozenset()
+    assert mirror.find_damage(added, Stop()) == frozenset()
     assert_same(load_version(mirror, added), states)
 
 
@@ -338,4 +338,4 @@ def test_collecting_again_after_it_was_given_up_deletes_nothing_of_who_took_over
     added = other.copy(scene.reader, second.info.id, Stop()).added
     with pytest.raises(SupersededError):
         scene.mirror.collect(grace_s=-10.0)
-    assert other.damaged(added, Stop()) == frozenset()
+    assert other.find_damage(added, Stop()) == frozenset()

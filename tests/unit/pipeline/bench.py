@@ -174,9 +174,9 @@ class Owner(SaveOwner):
     def torn(self, addresses: Sequence[int]) -> None:
         self.bench.guilty.extend(addresses)
 
-    def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
+    def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(version, Before)
         self.bench.before, self.bench.steady = version, steady
 
-    def ended(self, save: Save) -> None:
+    def note_end(self, save: Save) -> None:
         self.bench.ended.append(save)

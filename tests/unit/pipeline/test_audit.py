@@ -109,7 +109,7 @@ def stored(data: np.ndarray) -> Stored:
         pieces = zip(offset.tolist(), length.tolist(), strict=True)
         return np.concatenate([data[at : at + size] for at, size in pieces])
 
-    draft = cast(Draft, SimpleNamespace(stored=bytes_of))
+    draft = cast(Draft, SimpleNamespace(read_back=bytes_of))
     return Stored(np.zeros(1, np.int64), np.zeros((0, 16), np.uint8), draft)
 
 
@@ -163,7 +163,7 @@ def test_every_page_that_is_written_is_told_and_no_other(
         assert watch is not None
         touched = np.unique(rng.integers(0, memory.nbytes, rng.integers(1, 2000)))
         memory[touched] += 1
-        told = {page for start, end in watch.written().tolist() for page in pages(start, end)}
+        told = {page for start, end in watch.written_runs().tolist() for page in pages(start, end)}
         assert told == set(((touched + memory.ctypes.data) // write_watch.PAGE).tolist())
         watch.close()
 
@@ -210,14 +210,14 @@ def test_a_forked_child_watches_its_own_memory_and_leaves_its_parents(
                 mine = watched(own)
                 memory[:] += 1  # its own copy
                 own[5] = 7
-                left = 98 if mine is None else len(mine.written())
+                left = 98 if mine is None else len(mine.written_runs())
             finally:
                 os._exit(left)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code == 1, "runs of pages; 98 if the child could not watch, 99 if it raised"
-        assert not len(watch.written())
+        assert not len(watch.written_runs())
         memory[12345] += 1
-        assert len(watch.written()) == 1
+        assert len(watch.written_runs()) == 1
 
 
 def test_memory_that_was_unmapped_meanwhile_is_no_error(kernel: None) -> None:

@@ -34,8 +34,8 @@ def frames(
     if kind.is_payload:
         head = connection.send_payload(kind, len(payload))
         middle = len(payload) // 2
-        assert connection.sent(payload[:middle]) == b""
-        return head + payload + connection.sent(payload[middle:])
+        assert connection.note_sent(payload[:middle]) == b""
+        return head + payload + connection.note_sent(payload[middle:])
     return connection.send(examples[kind])
 
 
@@ -54,7 +54,7 @@ def heard(connection: Connection, data: bytes, splits: Iterator[int]) -> list[He
             else:
                 events.append(data[:taken])
         else:
-            taken = min(connection.wanted, next(splits), len(data))
+            taken = min(connection.wanted_bytes, next(splits), len(data))
             assert taken
             event = connection.feed(data[:taken])
             events += [event] if event is not None else []
@@ -108,7 +108,7 @@ def test_a_frame_is_never_asked_beyond_its_end() -> None:
             fed += len(payload)
             listener.took(payload)
         else:
-            wanted = listener.wanted
+            wanted = listener.wanted_bytes
             listener.feed(data[fed : fed + wanted])
             fed += wanted
             assert fed % (HEADER.size + 7 + said.DIGEST_SIZE) in (0, HEADER.size)
@@ -172,7 +172,7 @@ def test_a_stranger_can_make_the_host_take_little_memory() -> None:
         assert kind.body_size_max <= 512
     listener = end(Phase.READY, is_client=False)
     listener.feed(header(said.Begin.kind.body_size_max, said.Begin.kind.number))
-    assert listener.wanted <= 1 << 20  # memory is taken as bytes arrive
+    assert listener.wanted_bytes <= 1 << 20  # memory is taken as bytes arrive
 
 
 @pytest.mark.parametrize(("state", "kind"), NEXT, ids=lambda each: each.name)

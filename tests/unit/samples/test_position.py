@@ -37,8 +37,8 @@ def test_what_portus_did_not_say_is_refused(changes: dict[str, object], message:
 
 
 def test_a_dataset_that_changed_is_told() -> None:
-    assert HERE.changed(50, "a") == ""
-    assert HERE.changed(49, "a") == "the dataset had 50 samples, and has 49 now"
-    assert "fingerprint was 'a', and is None now" in HERE.changed(50, None)
+    assert HERE.describe_change(50, "a") == ""
+    assert HERE.describe_change(49, "a") == "the dataset had 50 samples, and has 49 now"
+    assert "fingerprint was 'a', and is None now" in HERE.describe_change(50, None)
     silent = Position(batches=0, delivered=0, ranks=1, batch=None, samples=None, data=None)
-    assert silent.changed(3, "b") == ""
+    assert silent.describe_change(3, "b") == ""

@@ -193,19 +193,19 @@ def test_a_commit_writes_what_changed(tmp_path: Path) -> None:
         shelf.big = np.zeros(32 << 20, np.uint8)
         log = shelf._store._log
         assert log is not None
-        before = log.used.length
+        before = log.used_extent.length
         for place in (5, 20 << 20):
             shelf.big[place] = 1
         shelf.step = 3
         shelf.sync()
         assert log is shelf._store._log
-        assert log.used.length - before <= 4 * PAGE + PAGE
+        assert log.used_extent.length - before <= 4 * PAGE + PAGE
 
 
 def test_arrays_that_nobody_looked_at_are_not_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, asked, right = tmp_path / "a.portus", list[int](), private.Private.changed
+    path, asked, right = tmp_path / "a.portus", list[int](), private.Private.changes
     with Shelf(path) as shelf:
         shelf.small, shelf.big, shelf.state = np.zeros(3), np.ones(1 << 20), {"w": torch.ones(9)}
 
@@ -213,7 +213,7 @@ def test_arrays_that_nobody_looked_at_are_not_asked_about(
         asked.append(memory.size)
         return right(memory)
 
-    monkeypatch.setattr(private.Private, "changed", noted)
+    monkeypatch.setattr(private.Private, "changes", noted)
     with Shelf(path) as shelf:
         with shelf.transaction():
             shelf.small[1] = 5

@@ -35,7 +35,7 @@ def test_the_system_calls_that_file_a_device_and_no_other(device: str, tmp_path:
     other.write_bytes(b"x")
     assert device_facts(str(other)) is None
     assert os.stat(other).st_size == 1
-    assert Place.named(device).kind is PlaceKind.DEVICE
+    assert Place.parse(device).kind is PlaceKind.DEVICE
 
 
 def test_what_is_stored_and_persisted_is_in_the_file(device: str) -> None:

@@ -68,7 +68,7 @@ def test_a_dmabuf_has_whole_pages_and_says_where_the_bytes_begin() -> None:
         (ADDRESS - 0x200, PAGE, ADDRESS - 0x200, PAGE),
         (ADDRESS + PAGE - 0x200, 3 * PAGE + 1, ADDRESS - 0x200 + PAGE, 4 * PAGE),
     ):
-        descriptor, offset = driver.exported(1, address, size)
+        descriptor, offset = driver.export(1, address, size)
         os.close(descriptor)
         assert library.ranges[-1] == (start, length)
         assert offset == address - start
@@ -78,10 +78,10 @@ def test_a_dmabuf_has_whole_pages_and_says_where_the_bytes_begin() -> None:
 def test_what_the_driver_refuses_is_an_error_that_leaves_no_context() -> None:
     library = Library(refused)
     with pytest.raises(TransportError, match="cuMemGetHandleForAddressRange failed with CUresult"):
-        library.driver().exported(0, ADDRESS, PAGE)
+        library.driver().export(0, ADDRESS, PAGE)
     assert (library.retained, library.pushed) == (0, [])
     with pytest.raises(TransportError, match="cuDeviceGet failed with CUresult 101"):
-        library.driver().exported(2, ADDRESS, PAGE)
+        library.driver().export(2, ADDRESS, PAGE)
 
 
 def test_a_driver_that_is_old_or_not_there_is_said() -> None:
@@ -120,20 +120,20 @@ def test_a_device_that_is_refused_all_ways_is_staged_for_good_and_others_are_not
         for _ in range(2):
             with pytest.raises(StagedError):
                 taken(regions, 0)
-    assert regions.staged() == [0]
+    assert regions.staged_devices() == [0]
     [line] = caplog.messages
     assert "there is no CUDA driver" in line
     assert "Bad address" in line
     taken(regions, HERE, 1500)
     taken(regions, 1, 1600)
     assert regions.way(1) is DeviceAccess.PEER
-    assert regions.staged() == [0]
+    assert regions.staged_devices() == [0]
 
 
 def test_a_device_that_brought_other_bytes_is_staged() -> None:
     regions = Regions(Registry(), Library(memfd).driver)
     taken(regions, 0)
     regions.distrust({0}, "the bytes that arrived are not those that were sent")
-    assert regions.staged() == [0]
+    assert regions.staged_devices() == [0]
     with pytest.raises(StagedError):
         taken(regions, 0)

@@ -63,7 +63,7 @@ class Card:
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
         self._post(target, source, length, (source, local_key), remote_key)
 
-    def completed(self) -> int:
+    def poll(self) -> int:
         assert not self.closed
         count = self._chance.randint(0, len(self._queue))
         for _ in range(count):
@@ -167,7 +167,7 @@ class Host:
         """A fresh one, as each transfer has it."""
         if isinstance(self._medium, MappedMedium) and is_pinnable(self._medium):
             return Straight(PoolRegions(self.registry, self._medium))
-        with self._rings.borrowed(nobody) as ring:
+        with self._rings.borrow(nobody) as ring:
             return Bounced(self._medium, ring)
 
 
@@ -263,7 +263,7 @@ def test_a_pull_that_fails_anywhere_closes_the_pair_first(
 
 def test_the_watch_ends_a_pull(medium: Medium, host: Host) -> None:
     class Stuck(Card):
-        def completed(self) -> int:
+        def poll(self) -> int:
             return 0
 
     def watch(_since_s: float) -> None:
@@ -302,11 +302,11 @@ def test_rings_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 
     registry = Registry()
     rings = Rings(registry)
-    with rings.borrowed(nobody) as ring:
+    with rings.borrow(nobody) as ring:
         assert ring.region.length == one_sided.AHEAD * UNIT
-        with pytest.raises(EnoughError), rings.borrowed(watch):
+        with pytest.raises(EnoughError), rings.borrow(watch):
             pass
-    with rings.borrowed(watch) as again:
+    with rings.borrow(watch) as again:
         assert again is ring
     assert registry.made == 1
 

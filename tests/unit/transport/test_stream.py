@@ -215,15 +215,15 @@ def test_a_message_has_memory_for_what_came_and_one_piece_until_it_ends(
     clock: Clock, listener: Listener
 ) -> None:
     listener.announce()
-    settled(lambda: listener.budget.taken > 0)
+    settled(lambda: listener.budget.taken_bytes > 0)
     part = PIECE // 3  # one byte of each piece is left over
     for came in range(0, 8 * part, part):
-        assert 2 * came <= listener.budget.taken <= 2 * (came + PIECE)
+        assert 2 * came <= listener.budget.taken_bytes <= 2 * (came + PIECE)
         listener.say(bytes(part))
     listener.say(bytes(100))
-    assert listener.budget.taken == 2 * BODY, "the last piece is no longer than what is left"
+    assert listener.budget.taken_bytes == 2 * BODY, "the last piece is no longer than what is left"
     listener.ended()
-    assert listener.budget.taken == 0
+    assert listener.budget.taken_bytes == 0
 
 
 def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
@@ -235,11 +235,11 @@ def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
     assert first.take(250, 0), "nobody could go on"
     with pytest.raises(UsageError, match="a connection may have 500 at most"):
         first.could(501)
-    first.passed()
+    first.give_back()
     assert second.take(350, 0), "it is the first now"
     assert third.take(250, 0)
     assert not third.take(1, 0)
-    assert budget.taken == 750
+    assert budget.taken_bytes == 750
 
 
 def test_a_tenant_that_takes_all_that_it_may_leaves_enough_to_the_others() -> None:
@@ -254,10 +254,10 @@ def test_a_tenant_that_takes_all_that_it_may_leaves_enough_to_the_others() -> No
     with pytest.raises(TransportError, match="those of this tenant"):
         greedy[3].keep(2 * FREE)
     assert not greedy[3].take(1, 0)
-    assert budget.taken == budget.tenant_max
+    assert budget.taken_bytes == budget.tenant_max
     honest.keep(6 * FREE)
     assert honest.take(20 * FREE, 0)
-    assert budget.taken == budget.size
+    assert budget.taken_bytes == budget.size
     for each in (*greedy, honest):
         each.close()
-    assert budget.taken == 0
+    assert budget.taken_bytes == 0

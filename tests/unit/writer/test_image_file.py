@@ -196,7 +196,7 @@ def test_what_an_audit_asks_for_is_what_was_stored(
     storage, offset, length = (np.array(column, np.int64) for column in zip(*places, strict=True))
     for each in of.storages:  # the source is not what is asked for
         ctypes.memset(each.data_ptr(), 0, each.nbytes())
-    found = file.stored(storage, offset, length)
+    found = file.read_back(storage, offset, length)
     assert found is not None
     assert found.tobytes() == expected
     file.close()
@@ -272,7 +272,7 @@ def test_nobody_goes_on_while_a_write_is_in_flight(
 
     monkeypatch.setattr(staged_way, "write_all", late)
     number, file = opened(tmp_path / "file", "fresh", of, ring)
-    if not isinstance(file._opened(), StagedWay):
+    if not isinstance(file._open_way(), StagedWay):
         pytest.skip("no direct writes here")
     file.copy(np.array([0]), addresses(of), Stop())
     assert not written.is_set()
@@ -316,7 +316,7 @@ def test_a_write_in_flight_that_fails_is_told_by_the_next_call(
     monkeypatch.setattr(staged_way, "write_all", fail)
     of = state((UNIT,))
     descriptor, file = opened(tmp_path / "file", "fresh", of, ring)
-    if not isinstance(file._opened(), StagedWay):
+    if not isinstance(file._open_way(), StagedWay):
         pytest.skip("no direct writes here")
     file.copy(np.array([0]), addresses(of), Stop())
     with pytest.raises(MediumError, match=os.strerror(number)):
@@ -385,10 +385,10 @@ def test_what_cannot_be_read_of_a_spare_is_written(
     number = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
     fill(number, of, ring)
     way = CachedWay(number, of.image("run.pt"), ring, volatile=False, is_spare=True)
-    monkeypatch.setattr(ImageFile, "_chosen", lambda _: way)
+    monkeypatch.setattr(ImageFile, "_choose_way", lambda _: way)
     fill(number, of, ring)
     os.close(number)
-    assert way.kept == 0
+    assert way.kept_bytes == 0
     assert bytes(torch.load(tmp_path / "file")[0].numpy()) == content(of, 0)
 
 
@@ -457,7 +457,7 @@ def test_a_file_system_in_memory_is_written_through_the_cache(ring: StagingRing)
     of = state((1000, UNIT))
     try:
         number, file = opened(path, "fresh", of, ring)
-        assert isinstance(file._opened(), CachedWay)
+        assert isinstance(file._open_way(), CachedWay)
         file.copy(np.arange(2), addresses(of), Stop())
         file.finish()
         file.close()

@@ -103,7 +103,7 @@ class Moments:
         starts = [each.data_ptr() for each in flat.storages]
         address, length = np.array(starts, np.int64), flat.lengths
         index = {start: place for place, start in enumerate(starts)}
-        places, digests = ({}, {}) if mapped is None else mapped.placed(index)
+        places, digests = ({}, {}) if mapped is None else mapped.locate(index)
         rows = _copy_changes(self._training.tables, index, places)
         copied = _copy_storages(flat, address, length, rows)
         counter = index[self._counter.data_ptr()]

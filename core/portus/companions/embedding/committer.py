@@ -44,7 +44,7 @@ class Committer:
         with self._changed:
             assert self._moment is None
             self._moment = moment
-            self._stop.awaited = True
+            self._stop.is_awaited = True
             self._changed.notify_all()
 
     def settle(self) -> None:
@@ -65,19 +65,19 @@ class Committer:
         """Wait, and have the store for this thread. Raises as ``wait``."""
         self.wait()
         with self._changed:
-            self._is_held = self._stop.awaited = True
+            self._is_held = self._stop.is_awaited = True
             try:
                 self._changed.wait_for(lambda: not self._is_beside)
                 if self._error is not None:
                     raise self._error
             except BaseException:
-                self._is_held = self._stop.awaited = False
+                self._is_held = self._stop.is_awaited = False
                 raise
         try:
             yield
         finally:
             with self._changed:
-                self._is_held = self._stop.awaited = False
+                self._is_held = self._stop.is_awaited = False
                 self._changed.notify_all()
 
     def end(self) -> None:
@@ -86,7 +86,7 @@ class Committer:
             self.wait()
         finally:
             with self._changed:
-                self._ended = self._stop.awaited = True
+                self._ended = self._stop.is_awaited = True
                 self._changed.notify_all()
             self._thread.join()
 
@@ -101,11 +101,11 @@ class Committer:
                     return
                 # What is behind comes first: else a batch would have to wait for all of it at once.
                 self._is_beside = moment is None or self._store.is_behind
-            error = self._raised()
+            error = self._error_of()
             with self._changed:
                 if not self._is_beside or error is not None:
                     self._moment = None
-                    self._stop.awaited = False
+                    self._stop.is_awaited = False
                 self._is_beside = False
                 self._error = error
                 self._changed.notify_all()
@@ -115,7 +115,7 @@ class Committer:
             return True
         return self._store.has_more and not self._is_held
 
-    def _raised(self) -> PortusError | None:
+    def _error_of(self) -> PortusError | None:
         try:
             if self._is_beside:
                 self._store.go_on(self._stop)

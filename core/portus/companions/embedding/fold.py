@@ -119,7 +119,7 @@ class Fold:
             self.done += sum(source.length for source in piece)
         elif stored:
             self._pool.medium.persist(stored)
-        self._persisted = self._log.used.length
+        self._persisted = self._log.used_extent.length
 
     def version(self, model: str, stop: Stop) -> tuple[NewVersion, list[Extent]]:
         """The version that it makes, and what of it is to be persisted yet. Copies all that is
@@ -142,7 +142,7 @@ class Fold:
             log=replace(self._log.log, entries=self._log.count),
             has_bunches=True,
         )
-        return new, self._unpersisted()
+        return new, self._unpersisted_extents()
 
     def log(self, committed: VersionLog) -> LogWriter:
         """The log, to go on with, as the version that was committed has it."""
@@ -158,7 +158,7 @@ class Fold:
 
     def _add(self, bunches: list[Bunch], alive: object) -> bool:
         size = entry_size([], 0, [each.data.shape for each in bunches])
-        if self._log.used.length + self._queued + size > self._log.log.extent.length:
+        if self._log.used_extent.length + self._queued + size > self._log.log.extent.length:
             return False
         self._waiting.append((bunches, alive))
         self._queued += size
@@ -169,10 +169,10 @@ class Fold:
             self._log.advance(self._log.store([], b"", self._born, bunches))
         self._waiting.clear()
         self._queued = 0
-        return self._unpersisted()
+        return self._unpersisted_extents()
 
-    def _unpersisted(self) -> list[Extent]:
-        used = self._log.used
+    def _unpersisted_extents(self) -> list[Extent]:
+        used = self._log.used_extent
         rest = Extent(used.offset + self._persisted, used.length - self._persisted)
         return [rest] if rest.length else []
 

@@ -100,7 +100,7 @@ class Hooks:
             owner = known()
             if owner is not None:
                 table = owner._training.table_of(module)
-                state.update(owner._states.filled(state, resumes=table is not None))
+                state.update(owner._states.fill(state, resumes=table is not None))
                 if table is not None and prefix + "weight" in state:
                     owner._batches.before_others_write(table)
                     owner._states.go_on_from(about)
@@ -125,7 +125,7 @@ class Hooks:
 
         def taken_by(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
             owner = known()
-            return None if owner is None else owner._states.filled(state)
+            return None if owner is None else owner._states.fill(state)
 
         def loaded(_: Optimizer) -> None:
             owner = known()

@@ -316,7 +316,7 @@ class PlacedStore(TableStore):
         if before is not None:
             before.look()
         try:
-            groups, stored = self._grouped(moment, held, slices)
+            groups, stored = self._group(moment, held, slices)
             [area] = self.pool.reserve(self._log_length(moment), contiguous=True)
             held.append([area])
             storages, extents, units = rows_of(groups, moment.length)
@@ -337,7 +337,7 @@ class PlacedStore(TableStore):
                     has_bunches=True,
                 ),
                 stored,
-                self._superseded(),
+                self._superseded_versions(),
             )
         finally:
             for each in held:
@@ -357,7 +357,7 @@ class PlacedStore(TableStore):
             self.pool.release([area])
         self._reserved.clear()
 
-    def _grouped(
+    def _group(
         self, moment: PlacedMoment, held: list[list[Extent]], slices: Slices | None
     ) -> tuple[list[StorageRows], list[Extent]]:
         """Where the storages are: those that are not placed, nor in ``slices``, in new extents,

@@ -50,7 +50,7 @@ class Mapped:
         Raises ``MediumError``.
         """
         missing = [
-            (table, key, self._copied(table, key, tensor))
+            (table, key, self._copy(table, key, tensor))
             for table in self._tables
             for key, tensor in _tensors(table)
             if tensor.data_ptr() not in self._places or tensor.is_meta
@@ -62,7 +62,7 @@ class Mapped:
     def exchange(self, table: Table) -> None:
         """Have a table somewhere else in the pool, as something is about to write all of it, and
         what is committed stays where it is. Raises ``MediumError``."""
-        self._put(table, None, self._copied(table, None, table.weight.detach()))
+        self._put(table, None, self._copy(table, None, table.weight.detach()))
 
     def load(self) -> Any:
         """The state that is committed, whose tables are where they are, and verified; and the
@@ -93,7 +93,7 @@ class Mapped:
             self._put(table, None, rest.pop(name))
         return rest
 
-    def placed(self, index: Mapping[int, int]) -> tuple[dict[int, TensorLocation], dict[int, int]]:
+    def locate(self, index: Mapping[int, int]) -> tuple[dict[int, TensorLocation], dict[int, int]]:
         """Return the places of the storages that are in the pool, and the storages of their
         digests. Both are keyed by storage; ``index`` gives the storage at each address."""
         places: dict[int, TensorLocation] = {}
@@ -159,7 +159,7 @@ class Mapped:
             # (decision 0178).
             self._medium.close_but(list(kept.values()))
 
-    def _copied(self, table: Table, key: str | None, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy(self, table: Table, key: str | None, tensor: torch.Tensor) -> torch.Tensor:
         place = self._store.place(tensor.nbytes, tensor.nbytes // tensor.shape[0])
         made = self._tensor(place, tensor.shape, tensor.dtype)
         if tensor.is_meta:

@@ -74,7 +74,7 @@ class OtherStates:
         }
         return {**state, "state": kept}
 
-    def filled(self, state: Any, *, resumes: bool = True) -> Any:
+    def fill(self, state: Any, *, resumes: bool = True) -> Any:
         """A state with what is elsewhere filled in; ``resumes``: training continues from there."""
         places: list[Elsewhere] = []
 

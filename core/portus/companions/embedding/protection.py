@@ -97,7 +97,7 @@ def protect(
     ``BusyError``, which names the process that has the pool open; ``CorruptionError``,
     ``MediumError``.
     """
-    place = Place.named(pool)
+    place = Place.parse(pool)
     if place.local_pool is None:
         raise UsageError(f"{place}: expected a pool file or a DAX device for tables")
     sizes = {"max_bytes": max_bytes, "log_bytes": log_bytes, "timeout_s": timeout_s}
@@ -246,9 +246,9 @@ class Protected:
         self._training.check_usable()
         if self._ids_of is None:
             raise UsageError("ahead: expected a function ids_of, found none; pass it to `protect`")
-        return look_ahead(self._announced(batches))
+        return look_ahead(self._announce_each(batches))
 
-    def _announced(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _announce_each(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         assert self._ids_of is not None
         for batch in batches:
             self._batches.announce(self._ids_of(batch))

@@ -145,7 +145,9 @@ class TableStore:
         if fold is None or log is None or fold.is_whole:
             return False
         begin = log.log.extent.length * self._fold_from
-        filled = log.used.length + self._entry_bytes - begin  # when the next one is there too
+        filled = (
+            log.used_extent.length + self._entry_bytes - begin
+        )  # when the next one is there too
         return fold.done * (log.log.extent.length - begin) < fold.size * filled
 
     def go_on(self, stop: Stop) -> None:
@@ -281,7 +283,7 @@ class TableStore:
                     has_bunches=True,
                 ),
                 (),
-                self._superseded(),
+                self._superseded_versions(),
             )
         finally:
             self._give_up_slices()
@@ -303,7 +305,7 @@ class TableStore:
         log = self._log
         if log is None or self._has_no_room:
             return False
-        return log.used.length > log.log.extent.length * self._fold_from
+        return log.used_extent.length > log.log.extent.length * self._fold_from
 
     def _begin_fold(self, moment: Moment) -> None:
         """Fold in what is committed, ``moment`` included, beside what follows; not if there is no
@@ -321,7 +323,7 @@ class TableStore:
             self._log.look()
         try:
             new, stored = fold.version(MODEL, Stop())
-            record = self.pool.commit(new, stored, self._superseded())
+            record = self.pool.commit(new, stored, self._superseded_versions())
         finally:
             self._give_up_fold()
         assert record is not None
@@ -336,7 +338,7 @@ class TableStore:
             self._fold.release()
             self._fold = None
 
-    def _superseded(self) -> list[int]:
+    def _superseded_versions(self) -> list[int]:
         model = self.pool.catalogue().models.get(MODEL)
         return [] if model is None else [entry.info.id for entry in model.versions]
 
@@ -358,7 +360,7 @@ class TableStore:
                     f"checkpoints of {', '.join(others)[:200]}; use a separate pool for the tables"
                 )
             return
-        with self.pool.pinned(newest.info.id) as entry:
+        with self.pool.pin(newest.info.id) as entry:
             record = self.pool.record(entry)
             if record.log is None:
                 raise UsageError(

@@ -119,7 +119,7 @@ class Cadence:
         weakref.finalize(self, self._clock.close)
 
     @classmethod
-    def made_for(
+    def create(
         cls,
         framework: Framework,
         every: str | int,
@@ -151,7 +151,7 @@ class Cadence:
         if self._clock.steps < self._next:
             return False
         if isinstance(self.every, float):
-            left = self._told(self._steps_left)
+            left = self._broadcast(self._steps_left)
             if left > 0:
                 self._next = self._clock.steps + left
                 return False
@@ -216,10 +216,10 @@ class Cadence:
         """Steps from here to the next save, or to the next look at the clock, the same on all
         ranks."""
         measured = self._clock.take()  # on every rank, so that none keeps them for ever
-        told = self._told(lambda: self._decide(measured))
+        told = self._broadcast(lambda: self._decide(measured))
         return self.every if isinstance(self.every, int) else told
 
-    def _told(self, decide: Callable[[], int]) -> int:
+    def _broadcast(self, decide: Callable[[], int]) -> int:
         """What rank 0 decides, on all ranks."""
         # Times are noisy: ranks that decide by themselves decide differently, and a save that only
         # some of them begin hangs.

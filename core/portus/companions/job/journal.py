@@ -180,7 +180,7 @@ class Journal(Companion):
             with contextlib.suppress(ValueError):  # closed meanwhile
                 heartbeat.beat(page, steps, at_ns, self._work_ns)
 
-    def begun(self, path: str, save: Save) -> None:
+    def note_start(self, path: str, save: Save) -> None:
         costs = self._clock.take()
         if costs is not None:
             self._step_s = costs.step_s
@@ -196,7 +196,7 @@ class Journal(Companion):
             with contextlib.suppress(ValueError):
                 heartbeat.ask(page, self._number, asked)
 
-    def decided(self, decision: Decision) -> None:
+    def note_decision(self, decision: Decision) -> None:
         """An interval was chosen for what follows."""
         costs = decision.costs
         self._waiting.append(
@@ -244,7 +244,7 @@ class Journal(Companion):
                 resumed=None if resumed is None else resumed[0].hex(),
                 resumed_step=None if resumed is None else resumed[1],
             )
-            with self._reported():
+            with self._report_errors():
                 make_directory(os.path.dirname(directory))
                 os.makedirs(directory, exist_ok=True)
                 self._make_page(begun)
@@ -255,11 +255,11 @@ class Journal(Companion):
     def over(self, save: Save) -> None:
         self._begin()
         if save.error is None:
-            self._committed(save.token, save.stats)
+            self._note_commit(save.token, save.stats)
         else:
-            self._failed(save.token, save.step, str(save.error))
+            self._note_failure(save.token, save.step, str(save.error))
 
-    def _committed(self, token: bytes, stats: SaveStats) -> None:
+    def _note_commit(self, token: bytes, stats: SaveStats) -> None:
         found = self._asked.pop(token.hex(), None)
         if found is None or self._begun is None:
             return
@@ -273,15 +273,15 @@ class Journal(Companion):
             at_s=now_ns() / 1e9,
             token=asked.token,
             work_s=found.work_s,
-            file=self._seen_from_here(found.file),
+            file=self._relative_path(found.file),
             step_s=self._clock.step_s or self._step_s,
         )
         line = _price(line, stats, None)
-        with self._reported():
-            self._write(*self._settled(), line)
+        with self._report_errors():
+            self._write(*self._take_lines(), line)
         self._written, self._cost_s = (line, stats), None
 
-    def _failed(self, token: bytes, step: int, why: str) -> None:
+    def _note_failure(self, token: bytes, step: int, why: str) -> None:
         found = self._asked.pop(token.hex(), None)
         steps = self._steps if found is None else found.asked.steps
         if self._begun is None:
@@ -289,7 +289,7 @@ class Journal(Companion):
         line = Failed(
             session=self._session, step=step, steps=steps, at_s=now_ns() / 1e9, why=_short(why)
         )
-        with self._reported():
+        with self._report_errors():
             self._write(line)
 
     # The end.
@@ -314,8 +314,8 @@ class Journal(Companion):
                 at_s=now_ns() / 1e9,
                 work_s=self._work_ns / 1e9,
             )
-            with self._reported():
-                self._write(*self._settled(), ended)
+            with self._report_errors():
+                self._write(*self._take_lines(), ended)
         if page is not None:
             page.close()
         if self._page_path:
@@ -340,14 +340,14 @@ class Journal(Companion):
         assert self._directory is not None
         return lines_path(self._directory, self._model)
 
-    def _seen_from_here(self, file: str) -> str:
+    def _relative_path(self, file: str) -> str:
         if not file or self._directory is None:
             return ""
         seen = os.path.relpath(file, self._directory)
         data = seen.encode("utf-8", "replace")
         return seen if data == os.fsencode(seen) and len(data) <= FILE_MAX else ""
 
-    def _settled(self) -> Iterator[Line]:
+    def _take_lines(self) -> Iterator[Line]:
         """The newest version's line again, if more is known of what it cost; and what waits."""
         if self._written is not None:
             line, stats = self._written
@@ -437,7 +437,7 @@ class Journal(Companion):
         return {each.session for each in found.lines if isinstance(each, SessionBegun)}
 
     @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _report_errors(self) -> Iterator[None]:
         """What goes wrong is said once, and training goes on."""
         try:
             yield
@@ -458,7 +458,7 @@ _open: tuple[Journal, ...] = ()
 def note_decision(decision: Decision) -> None:
     """A cadence of this process chose an interval."""
     for journal in _open:
-        journal.decided(decision)
+        journal.note_decision(decision)
 
 
 def _leave_in_child() -> None:

@@ -34,7 +34,7 @@ class Placing:
         """A save of this model has begun."""
         self._newest = save
 
-    def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
+    def note_copy(self, timeline: Timeline, first: Any, second: Any) -> None:
         """Memory was copied on the device between these moments, which may be still to come."""
         self._copying = (timeline, first, second)
 

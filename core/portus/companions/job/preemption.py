@@ -225,7 +225,7 @@ class Preemption:
         """The signals that have a handler of this object."""
         return self._before
 
-    def forked(self) -> None:
+    def restore_in_child(self) -> None:
         """Restore the handlers from before in a forked child. It is not part of the training, so a
         signal ends it as usual."""
         watch, self._watch = self._watch, None
@@ -261,7 +261,7 @@ def _in_child() -> None:
     global _open
     still_open, _open = _open, ()
     for each in still_open:
-        each.forked()
+        each.restore_in_child()
     _after_fork()
 
 

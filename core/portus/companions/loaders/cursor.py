@@ -137,14 +137,14 @@ class DataCursor:
             resume = self._newest.resume
         if resume is None or resume.deal is None:
             return len(self.stock)
-        return resume.position.batches * self._at_once + self._left_of(resume.deal)
+        return resume.position.batches * self._at_once + self._remaining_batches(resume.deal)
 
     @property
     def newest(self) -> Iteration | None:
         """The iteration that began last."""
         return self._newest
 
-    def passed_over(self, batches: int) -> Any:
+    def sampler_after(self, batches: int) -> Any:
         """The loader's index sampler for somebody who passes over the first ``batches`` of it
         himself: what was delivered before a restart is among them."""
         return _Followed(self, batches)
@@ -175,8 +175,8 @@ class DataCursor:
         return {
             "position": self._position(delivered, is_over, running).state(),
             "start": None if start is None else start.state(),
-            "now": self._noted(no_randomness()).state(),
-            "asked": 0 if running is None else running.asked,
+            "now": self._note_start(no_randomness()).state(),
+            "asked": 0 if running is None else running.request_count,
             "random": no_randomness() if start is None else start.random,
         }
 
@@ -198,7 +198,7 @@ class DataCursor:
         """
         position = Position.of(state["position"])
         batch = self._batch_for(position)
-        reason = position.changed(length(self.loader.dataset), self._fingerprint())
+        reason = position.describe_change(length(self.loader.dataset), self._fingerprint())
         self._waiting = self._over = None
         if not reason and position.is_over:
             self._over = state
@@ -247,7 +247,7 @@ class DataCursor:
         self._newest = kind(self, self._waiting, passed_over, self._at_once)
         return self._newest
 
-    def begun(
+    def start(
         self, resume: _Resume | None, order: DeliveredOrder
     ) -> tuple[_Start, Iterator[Any] | None]:
         """The first numbers are asked for. What their order follows from; what is left, if that is
@@ -270,15 +270,15 @@ class DataCursor:
                 self._put(resume.now)  # where the whole order was drawn: the next epoch's follows
                 return resume.start, self._dealt(resume.start, resume.deal)
             self._put(resume.start)
-            return resume.start, self._passed_over(resume, order)
+            return resume.start, self._skip(resume, order)
         finally:
             restore_randomness(now, _CPU)
 
     def note(self) -> _Start:
         """What the order of an epoch that begins now follows from."""
-        return self._noted(capture_randomness(_CPU))
+        return self._note_start(capture_randomness(_CPU))
 
-    def _passed_over(self, resume: _Resume, order: DeliveredOrder) -> Iterator[Any]:
+    def _skip(self, resume: _Resume, order: DeliveredOrder) -> Iterator[Any]:
         """What is left of the stock sampler. It was asked for more than was delivered where batches
         are fetched ahead: so it is now, and then its generators stand where they did, though other
         loaders may have drawn from the same ones since the epoch began."""
@@ -396,7 +396,7 @@ class DataCursor:
         batch = batch_of_ranks(position.ranks * position.batch, self._ranks)
         return None if batch == self._batch else batch
 
-    def _noted(self, random: torch.Tensor) -> _Start:
+    def _note_start(self, random: torch.Tensor) -> _Start:
         own = samplers.chain(self.stock)
         return _Start(
             loader=samplers.generators_of(self.loader),
@@ -440,7 +440,7 @@ class DataCursor:
         if kept is not None and hasattr(kept, "_index_sampler"):
             kept._index_sampler = sampler  # workers that persist keep what they were made with
 
-    def _left_of(self, deal: Deal) -> int:
+    def _remaining_batches(self, deal: Deal) -> int:
         """Batches that the loader still gives."""
         assert self._way is not None
         own, rank = self._way.of_loader(deal)
@@ -508,7 +508,7 @@ class _Asking(DataCursor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         position = Position.of(state["position"])
-        reason = position.changed(self._data, self._fingerprint())
+        reason = position.describe_change(self._data, self._fingerprint())
         if not reason and state.get("own") is None:
             reason = f"its {_name(self._asked)} was not asked for its position"
         if not reason:
@@ -579,7 +579,7 @@ class Iteration(Iterator[Any]):
     def __next__(self) -> Any:
         if not self.has_begun:
             self.has_begun = True
-            self.start, left = self._cursor.begun(self.resume, self.order)
+            self.start, left = self._cursor.start(self.resume, self.order)
             if left is not None:
                 self._left = chain(repeat([], self._passed_over), left)
                 self._stock = left.rest if isinstance(left, _Ahead) else None
@@ -593,7 +593,7 @@ class Iteration(Iterator[Any]):
         return given
 
     @property
-    def asked(self) -> int:
+    def request_count(self) -> int:
         """How often the sampler was asked for what comes next, over all restarts."""
         if self.resume is None or self.resume.start is None:
             return self._asked

@@ -87,12 +87,12 @@ class Private:
         self._places: Final = self.view.ctypes.data, self.committed.ctypes.data
         self._bytes: Final = self.view.data
 
-    def loaded(self) -> None:
+    def refresh(self) -> None:
         """``committed`` was filled: the view, to which nobody wrote yet, shows it from now on."""
         if not self.mapped:
             self.view[:] = self.committed
 
-    def changed(self) -> Sequence[Run]:
+    def changes(self) -> Sequence[Run]:
         """Where the view differs from what was committed, by pages, in order."""
         if not self.size:
             return ()
@@ -105,7 +105,7 @@ class Private:
             return ((0, self.size),)
         return self._differing([(0, len(self.view))])
 
-    def taken(self, start: int, end: int) -> memoryview:
+    def copy(self, start: int, end: int) -> memoryview:
         """A copy of what the view has there."""
         return memoryview(self._bytes[start:end].tobytes())
 
@@ -119,7 +119,7 @@ class Private:
 
     def revert(self) -> None:
         """Make the view what was committed again."""
-        for start, end in self.changed():
+        for start, end in self.changes():
             self.view[start:end] = self.committed[start:end]
 
     def _differing(self, runs: Sequence[Run]) -> Sequence[Run]:

@@ -65,7 +65,7 @@ class Position:
                 raise UsageError(f"the position in the data: {each.name} cannot be {value!r}")
         return cls(**values)  # type: ignore[arg-type]
 
-    def changed(self, data: int | None, fingerprint: str | None) -> str:
+    def describe_change(self, data: int | None, fingerprint: str | None) -> str:
         """What changed of the dataset since; nothing if nothing is known to have."""
         if self.data is not None and data is not None and self.data != data:
             return f"the dataset had {self.data} samples, and has {data} now"

@@ -94,7 +94,7 @@ class Array:
             self._own = self._over(self.memory.view)
         return self._own
 
-    def changed(self) -> Sequence[Run]:
+    def changes(self) -> Sequence[Run]:
         """Return what changed in the memory, which is not looked at while nobody has had a view of
         it. What a view holds that torch moved elsewhere is copied there first. Raises
         ``UsageError`` if that view has another shape or dtype by now."""
@@ -103,7 +103,7 @@ class Array:
         if self._has_moved():
             self._check_fit()
             self._copy(self._view, self.own)
-        return self.memory.changed()
+        return self.memory.changes()
 
     def revert(self) -> None:
         """Make the view what was committed again, wherever it is."""
@@ -156,7 +156,7 @@ class Array:
         its pages is a copy."""
         if self.size:
             self._copy(value, self._over(self.memory.committed))
-            self.memory.loaded()
+            self.memory.refresh()
 
     def _copy(self, value: Any, target: Any) -> None:
         if self.shape is not None:
@@ -197,7 +197,7 @@ class Array:
         if len(sizes) == len(self.sizes) and made.size:
             both = tuple(slice(0, min(pair)) for pair in zip(sizes, self.sizes, strict=True))
             target[both] = self.own[both]
-            made.memory.loaded()
+            made.memory.refresh()
         return made
 
     def node(self, storage: int) -> object:

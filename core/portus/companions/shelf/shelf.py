@@ -88,7 +88,7 @@ class Shelf:
         ``CorruptionError`` for damage, ``UsageError`` if the file holds something else,
         ``MediumError``.
         """
-        place = Place.named(path)
+        place = Place.parse(path)
         if place.local_pool is None:
             raise UsageError(
                 f"{place}: a shelf is a file whose name ends with .portus, or a DAX device"

@@ -93,8 +93,8 @@ class ShelfStore:
         After an interrupt, or any other exception of a signal handler, nothing can be committed any
         more before the shelf is opened again. ``items`` belong to the store from now on.
         """
-        contents, arrays = self._said(items)
-        dirty = {each: runs for each in changed if (runs := each.changed())}
+        contents, arrays = self._encode(items)
+        dirty = {each: runs for each in changed if (runs := each.changes())}
         same = arrays is self._arrays
         if same and not dirty and contents == self._contents:
             self.items = items
@@ -110,7 +110,7 @@ class ShelfStore:
             self._pool.medium.poison("a commit of this shelf was interrupted; open it again")
             raise
 
-    def _said(self, items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
+    def _encode(self, items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
         """The contents and the arrays of ``items``; the very list, if they are those of the
         version."""
         there = self._record is not None
@@ -184,7 +184,7 @@ class ShelfStore:
         log, entry = self._log, None
         pieces = self._pieces(logged)
         size = entry_size([each.length for each, _, _ in pieces], 0) if pieces else 0
-        fold = log is None or log.used.length + size > log.log.extent.length // 2
+        fold = log is None or log.used_extent.length + size > log.log.extent.length // 2
         if fold:
             afresh |= {each for each in arrays if each in self._logged or each in dirty}
             pieces = []
@@ -335,7 +335,7 @@ class ShelfStore:
             if others:
                 raise self._no_shelf(others)
             return
-        with self._pool.pinned(model.versions[-1].info.id) as entry:
+        with self._pool.pin(model.versions[-1].info.id) as entry:
             record = self._pool.record(entry)
             if record.log is None:
                 raise self._no_shelf([MODEL])
@@ -351,7 +351,7 @@ class ShelfStore:
                 self._logged.update(_patch(places, last, arrays))
                 contents = last.contents or contents
         for each in arrays:
-            each.memory.loaded()
+            each.memory.refresh()
             each.is_read_only = not isinstance(self._pool, PoolWriter)
         self.items = decode(contents, made)
         self._is_at(record, arrays, contents)
@@ -454,8 +454,7 @@ def _pieces_of(array: Array, runs: Sequence[Run], extents: Sequence[Extent]) -> 
 def _copy_views(pieces: Sequence[Piece]) -> list[Patch]:
     """What the views have there now, copied once."""
     return [
-        (extent, array.memory.taken(start, start + extent.length))
-        for extent, array, start in pieces
+        (extent, array.memory.copy(start, start + extent.length)) for extent, array, start in pieces
     ]
 
 

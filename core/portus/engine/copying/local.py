@@ -190,7 +190,7 @@ def copy(
 
     crcs: a row for each digest, which is filled with the CRC32 of the same bytes. The bytes count
     as stored, not as persisted. Blocks; the helper works in a thread of low priority until
-    ``stop.awaited``, then here and for big totals in a second one. Raises ``StoppedError``, and
+    ``stop.is_awaited``, then here and for big totals in a second one. Raises ``StoppedError``, and
     what the medium raises. ``engine`` is for tests; by default the best.
     """
     segments, digests = cut(_columns(sources).require(addresses=True, extents=True))

@@ -110,7 +110,7 @@ class Helper:
             None if crcs is None else crcs.ctypes.data,
             file,
             None if kept is None else ctypes.addressof(kept),
-            stop.shared,
+            stop.flags_address,
         )
         if result < -1:
             raise OSError(-1 - result, os.strerror(-1 - result))
@@ -124,7 +124,7 @@ class Helper:
         equal = self._library.portus_same(
             len(segments),
             *(_pointer(column) for column in (segments.address, target, segments.length)),
-            stop.shared,
+            stop.flags_address,
         )
         stop.check()
         return bool(equal == len(segments))

@@ -46,9 +46,9 @@ class StoppedError(AbandonedError):
 class Stop:
     """Asks a running call to end, from any thread, and tells how far it is.
 
-    It may be given to several calls; ``done`` then counts the bytes of all of them.
-    ``awaited``: somebody waits for the call, so it may take processors from others; it may be set
-    and cleared while the call runs.
+    It may be given to several calls; ``bytes_done`` then counts the bytes of all of them.
+    ``is_awaited``: somebody waits for the call, so it may take processors from others; it may be
+    set and cleared while the call runs.
     """
 
     def __init__(self, *, awaited: bool = True) -> None:
@@ -66,19 +66,19 @@ class Stop:
     def check(self) -> None:
         """Raise ``StoppedError`` if asked."""
         if self.is_set():
-            raise StoppedError(f"stopped by request after {self.done} bytes")
+            raise StoppedError(f"stopped by request after {self.bytes_done} bytes")
 
     @property
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         """True if somebody waits for the call."""
         return self._shared[2] != 0
 
-    @awaited.setter
-    def awaited(self, awaited: bool) -> None:
+    @is_awaited.setter
+    def is_awaited(self, awaited: bool) -> None:
         self._shared[2] = awaited
 
     @property
-    def done(self) -> int:
+    def bytes_done(self) -> int:
         """Bytes that were copied, hashed or compared so far."""
         return self._shared[1]
 
@@ -88,7 +88,7 @@ class Stop:
             self._shared[1] += length
 
     @property
-    def shared(self) -> int:
+    def flags_address(self) -> int:
         """The address of three int64, (asked, bytes done, awaited), for a helper that looks by
         itself."""
         return ctypes.addressof(self._shared)
@@ -263,7 +263,7 @@ class Segments:
             yield self.part(start, int(ends[unit - 1]))
             start, done = int(ends[unit - 1]), int(bytes_before[unit - 1])
 
-    def laid(self, place: Column) -> Sources:
+    def sources_at(self, place: Column) -> Sources:
         """The segments as they lie at ``place``, as sources that go to their extents: a source for
         each unit. The segments of one unit lie end to end there."""
         first = np.flatnonzero(np.diff(self.row, prepend=-1))

@@ -113,7 +113,7 @@ class HiddenFolder(Generic[File]):
         """True once something in it is to be recovered that this process left."""
 
     @property
-    def hidden(self) -> File | None:
+    def folder(self) -> File | None:
         """The hidden folder, if it is there."""
         if self._hidden is None:
             self._hidden = self.system.open_folder(self.base, FOLDER, create=False)
@@ -121,7 +121,7 @@ class HiddenFolder(Generic[File]):
 
     def make(self) -> File:
         """Return the hidden folder; create it if it is not there."""
-        hidden = self.hidden
+        hidden = self.folder
         if hidden is None:
             hidden = self.system.open_folder(self.base, FOLDER, create=True)
             assert hidden is not None
@@ -156,7 +156,7 @@ class HiddenFolder(Generic[File]):
     def in_flight(self) -> dict[str, list[bytes]]:
         """Return the saves that any process has in flight here: the files that each is to make, by
         their paths below ``base``, by its token."""
-        hidden = self.hidden
+        hidden = self.folder
         found: dict[str, list[bytes]] = {}
         if hidden is None:
             return found
@@ -177,10 +177,10 @@ class HiddenFolder(Generic[File]):
                 found[token] = target.split(b"\0")
         return found
 
-    def abandoned(self) -> Iterator[list[str]]:
+    def abandoned_saves(self) -> Iterator[list[str]]:
         """Yield the names of what each process that ended has left of a save. They are locked while
         the caller has them, and the record is the last one."""
-        hidden = self.hidden
+        hidden = self.folder
         if hidden is None:
             return
         found: dict[str, list[str]] = {}
@@ -195,7 +195,7 @@ class HiddenFolder(Generic[File]):
             # Without a record each file speaks for itself: a living process keeps its spare locked.
             # A path is a symbolic link, which cannot be locked.
             locked = [record] if record in names else [name for name in names if PATH not in name]
-            files = self._locked(hidden, locked) if locked else []
+            files = self._lock_all(hidden, locked) if locked else []
             if files is None:
                 continue
             try:
@@ -206,7 +206,7 @@ class HiddenFolder(Generic[File]):
 
     def remove_if_empty(self) -> None:
         """Remove the hidden folder if nothing is in it."""
-        if self.hidden is not None and self.system.remove_folder(self.base, FOLDER):
+        if self.folder is not None and self.system.remove_folder(self.base, FOLDER):
             self.forget()
 
     def sync_hidden(self) -> None:
@@ -238,7 +238,7 @@ class HiddenFolder(Generic[File]):
         """Return the path of the directory, for messages."""
         return self.system.path_of(self.base) or "a deleted directory"
 
-    def _locked(self, hidden: File, names: list[str]) -> list[File] | None:
+    def _lock_all(self, hidden: File, names: list[str]) -> list[File] | None:
         """Open and lock all of some files; None if another process has one of them, or this one,
         or all are gone."""
         files: list[File] = []

@@ -591,12 +591,12 @@ class Publisher(Generic[File]):
             except MediumError:
                 self._drop_spare(spare)
                 raise
-            draft.opened(spare.file, is_spare=True)
+            draft.note_file(spare.file, is_spare=True)
             self._written.discard(spare.status.identity)
         else:
             if spare is not None:
                 self._drop_spare(spare)
-            draft.opened(system.create(folder.make(), draft.hidden), is_spare=False)
+            draft.note_file(system.create(folder.make(), draft.hidden), is_spare=False)
             system.lock(draft.file)
         # As after ``torch.save``: the mode of the file that is replaced, else what the umask says.
         if there is not None and there.is_regular:
@@ -688,7 +688,7 @@ class UnpublishedFile(Generic[File]):
         """True once its file is open."""
         return self._file is not None
 
-    def opened(self, file: File, *, is_spare: bool) -> None:
+    def note_file(self, file: File, *, is_spare: bool) -> None:
         """Note the file."""
         self._file, self.is_spare = file, is_spare
 

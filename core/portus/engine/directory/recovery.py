@@ -29,7 +29,7 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
     """Put back what belongs at a path, and remove the rest of what processes that ended left.
     Raises ``MediumError``; what another user left stays."""
     system = folder.system
-    for names in folder.abandoned():
+    for names in folder.abandoned_saves():
         hidden = folder.make()
         # First: if there is a marker, the save counts, and what look like drafts are its files.
         is_published = redo.finish(folder, names)
@@ -37,7 +37,7 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
         # one the save was over, or had hardly begun: what is missing was removed on purpose.
         is_unfinished = not is_published and any(f".{DRAFT}" in name for name in names)
         for name in names if is_unfinished else ():
-            path = system.noted(hidden, path_name(name)) if f".{HOLD}" in name else None
+            path = system.read_link(hidden, path_name(name)) if f".{HOLD}" in name else None
             here = folder.path_of_base()
             if path is not None and here is not None:
                 there = os.path.normpath(os.path.join(here, FOLDER, os.fsdecode(path)))

@@ -98,7 +98,7 @@ class System(Protocol[File]):
         """Create a symbolic link that says ``text``. Unlike the bytes of a file, a file system has
         them in its journal, in order with changes of names."""
 
-    def noted(self, directory: File, name: str) -> bytes | None:
+    def read_link(self, directory: File, name: str) -> bytes | None:
         """Return what a symbolic link says; None if it is not there."""
 
     def rename(self, source: tuple[File, str], target: tuple[File, str]) -> None:
@@ -206,7 +206,7 @@ class Linux:
         with _translate(_join(directory, name)):
             os.symlink(text, name, dir_fd=directory.number)
 
-    def noted(self, directory: Descriptor, name: str) -> bytes | None:
+    def read_link(self, directory: Descriptor, name: str) -> bytes | None:
         with _translate(_join(directory, name)):
             try:
                 return os.fsencode(os.readlink(name, dir_fd=directory.number))

@@ -137,7 +137,7 @@ class CopyChoice(Protocol):
     def begins(self, save: Save) -> None:
         """Note that a save has begun, whose storages were copied as this said."""
 
-    def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
+    def note_copy(self, timeline: Timeline, first: Any, second: Any) -> None:
         """Record when the copy started and when it ended, as marks of ``timeline``."""
 
 
@@ -151,7 +151,7 @@ class WhereItFits:
     def begins(self, save: Save) -> None:
         """Do nothing: what a save costs does not matter here."""
 
-    def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
+    def note_copy(self, timeline: Timeline, first: Any, second: Any) -> None:
         """Do nothing: how long a copy takes does not matter here."""
 
 
@@ -206,7 +206,7 @@ def _clone(
         cloned = {index: storage.clone() for index, storage in storages.items()}
     except torch.OutOfMemoryError:
         return {}
-    choice.copied(timeline, first, timeline.mark())
+    choice.note_copy(timeline, first, timeline.mark())
     return cloned
 
 

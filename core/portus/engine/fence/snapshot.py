@@ -77,7 +77,9 @@ class CopyPlanner:
             feeds, copies = feeds_of(joined.storages, self._choice() if is_late else None)
         suspects = self._suspects.turn() if is_late else None
         pointers = frozenset(map(pointer, fenced)) - {0}
-        return copy_order(joined.storages, copies | joined.owned, feeds, suspects, pointers)
+        return copy_order(
+            joined.storages, copies | joined.owned_storages, feeds, suspects, pointers
+        )
 
     def has_stepped(self) -> bool:
         """Return whether any optimizer of this process stepped since the last call."""

@@ -85,7 +85,7 @@ def _find_stable(cover: _Cover, guilty: Collection[int]) -> None:
     for optimizer in (*barred, *around.optimizers()):
         for tensor in _tensors_written_by(optimizer):
             cover.bar(pointer(tensor))
-    for weight in around.renormalised():
+    for weight in around.renormalised_weights():
         cover.bar(pointer(weight))
     for address in guilty:
         cover.bar(address)
@@ -347,7 +347,7 @@ class _Surroundings:
                 self._modules.append(weakref.ref(thing))
         self.took_s: Final = time.perf_counter() - start
 
-    def renormalised(self) -> Iterator[torch.Tensor]:
+    def renormalised_weights(self) -> Iterator[torch.Tensor]:
         """Weights that a forward renormalises: now, for ``max_norm`` may be set at any time."""
         for ref in self._modules:
             module = ref()

@@ -145,9 +145,10 @@ class Queue:
         self._see_to_it()
         with self._lock:
             self._hurry()
-            asked = self._left()
+            asked = self._outstanding()
             return self._changed.wait_for(
-                lambda: not any(each is work for each in self._left() for work in asked), timeout_s
+                lambda: not any(each is work for each in self._outstanding() for work in asked),
+                timeout_s,
             )
 
     def put_all(self, saver: object, timeout_s: float) -> bool:
@@ -239,10 +240,10 @@ class Queue:
 
     def _hurry(self, first: int | None = None) -> None:
         """Tell work that somebody waits for it: the ``first`` so many, all by default."""
-        for work in self._left()[:first]:
+        for work in self._outstanding()[:first]:
             work.hurry()
 
-    def _left(self) -> list[Work]:
+    def _outstanding(self) -> list[Work]:
         """What is not over: the first of it runs, perhaps."""
         running = [] if self._running is None else [self._running]
         return [*running, *(work for work, _ in self._waiting)]

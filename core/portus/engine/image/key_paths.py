@@ -121,7 +121,7 @@ class StoragePlace(NamedTuple):
         return "".join(f"[{key!r}]" for key in self.keys) or "the state itself"
 
     @property
-    def dotted(self) -> str:
+    def pattern_path(self) -> str:
         """The keys as patterns write them: ``model.layer.weight``."""
         return ".".join(map(str, self.keys))
 
@@ -135,7 +135,7 @@ class StoragePlace(NamedTuple):
                 dtype = named or _STORED.get(kinds[0], "")
                 if dtype and all(type(each) is int for each in (*sizes, *strides)):
                     number = int(self.storage)
-                    return TensorSpec(self.dotted, dtype, sizes, strides, number, offset)
+                    return TensorSpec(self.pattern_path, dtype, sizes, strides, number, offset)
         return None
 
 

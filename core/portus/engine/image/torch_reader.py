@@ -115,7 +115,7 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
     offset, length, crc = (np.ascontiguousarray(column) for column in columns.T)
     digests = None
     if DIGESTS in records:
-        digests = directory.verified(
+        digests = directory.verify(
             by_name[f"{archive}/{DIGESTS}"], records[DIGESTS], offset, length
         )
     return TorchFile(
@@ -174,7 +174,7 @@ class _Directory:
         self._name = name
         self._start, length, count = self._end()
         raw = exactly(read, self._start, length, name)
-        self.entries = list(self._parsed(raw, count))
+        self.entries = list(self._parse(raw, count))
         if not self.entries:
             raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
 
@@ -221,7 +221,7 @@ class _Directory:
             self.bad(until, "entries of the directory", f"{length} bytes at most", count)
         return start, length, count
 
-    def _parsed(self, raw: bytes, count: int) -> Iterator[_Central]:
+    def _parse(self, raw: bytes, count: int) -> Iterator[_Central]:
         place = 0
         for _ in range(count):
             at = self._start + place
@@ -310,7 +310,7 @@ class _Directory:
             self.bad(entry.at, f"where {entry.name} ends", f"{self._start} at most", end)
         return data
 
-    def verified(
+    def verify(
         self, central: _Central, record: ZipRecord, offset: Column, length: Column
     ) -> Digests:
         """The digests of all units, after everything but the storages was verified."""

@@ -278,18 +278,18 @@ class _Writing:
 
     def record(self, name: str, data: bytes) -> None:
         """A record of which all bytes are known."""
-        entry = self._begun(name, zlib.crc32(data))
+        entry = self._begin_record(name, zlib.crc32(data))
         self._bytes += data + entry.descriptor()
 
     def storage(self, name: str, crc: int) -> None:
         """A record whose data somebody else writes."""
-        self._skipped(self._begun(name, crc))
+        self._skip_data(self._begin_record(name, crc))
 
     def digests(self, name: str) -> None:
         """The record of the digests, which is filled at the end."""
         central_at = len(self._directory)
-        entry = self._begun(name, 0)
-        self._skipped(entry)
+        entry = self._begin_record(name, 0)
+        self._skip_data(entry)
         self._crcs_at[:] = DESCRIPTOR_CRC, central_at + CENTRAL_CRC
 
     def end(self, lengths: Column, units: Digests) -> list[Literal]:
@@ -315,7 +315,7 @@ class _Writing:
             _CRC.pack_into(block, place, zlib.crc32(digests))
         return [*self._literals, Literal(self._begin - len(digests), digests + bytes(block))]
 
-    def _begun(self, name: str, crc: int) -> _Entry:
+    def _begin_record(self, name: str, crc: int) -> _Entry:
         """The header of the next record is among the bytes."""
         size, header_at, data_at = next(self._places)
         entry = _Entry((self._prefix + name).encode(), size, crc, header_at)
@@ -323,7 +323,7 @@ class _Writing:
         self._directory += entry.central()
         return entry
 
-    def _skipped(self, entry: _Entry) -> None:
+    def _skip_data(self, entry: _Entry) -> None:
         """The data of a record is not among the bytes; its descriptor is."""
         if not entry.size:
             return

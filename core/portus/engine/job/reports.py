@@ -37,11 +37,11 @@ class Reports:
         """True once a save was committed."""
         return self._commits > 0
 
-    def committed(self) -> None:
-        """A save was."""
+    def note_commit(self) -> None:
+        """Count a committed save."""
         self._commits += 1
 
-    def failed(self, save: Save | RefusedSave) -> None:
+    def note_failure(self, save: Save | RefusedSave) -> None:
         """Note a failed save, to be reported unless whoever holds its handle hears of it first."""
         self._failed.append(save)
 

@@ -48,7 +48,7 @@ class StoredState(Stored, Protocol):
         """The state, whose plain tensors have memory that nobody has filled."""
 
     @property
-    def walked(self) -> Walked:
+    def contents(self) -> Walked:
         """What is in it; storages are those of this."""
 
     @property
@@ -93,12 +93,12 @@ def restore_over(
     # All of it, before anything is copied: after an error the state is untouched (V4).
     stored.check(wanted[wanted >= 0])
     if keep is not None:
-        for path, _ in stored.walked.others:
+        for path, _ in stored.contents.others:
             keep(path)
         keep.complain(stored.where)
     _check_shared(stored, pairs.found)
     _fill(stored, pairs.found)
-    Merge(complete=complete, keep=keep).merged(state, stored.outline)
+    Merge(complete=complete, keep=keep).merge(state, stored.outline)
     return tuple(pairs.missing), tuple(pairs.unexpected)
 
 
@@ -134,9 +134,9 @@ class _Pairs:
         self.found: list[tuple[TensorSpec, torch.Tensor]] = []
         self.unexpected: list[str] = []
         self._misshapen: list[str] = []
-        self._elsewhere: Final = _places_in(stored.walked), _places_in(here)
+        self._elsewhere: Final = _places_in(stored.contents), _places_in(here)
         seen = set()
-        for spec in stored.walked.tensors:
+        for spec in stored.contents.tensors:
             if keep is not None and not keep(spec.name):
                 continue
             name = _rename(spec.name, rename)

@@ -52,9 +52,9 @@ class StoredBytes:
         wrong = rows[(stored != self._stored.digests[rows]).any(axis=1)]
         if len(wrong):
             index = int(np.searchsorted(self._first, wrong[0], "right")) - 1
-            raise self._damaged(index, int(wrong[0] - self._first[index]))
+            raise self._damage(index, int(wrong[0] - self._first[index]))
 
-    def _damaged(self, index: int, unit: int) -> CorruptionError:
+    def _damage(self, index: int, unit: int) -> CorruptionError:
         found = self._stored
         offset, length, _ = list(found.units(index))[unit]
         places = found.places_of(found.keys[index])

@@ -140,7 +140,7 @@ def _keys_to_read(found: TorchFile, keep: Matcher) -> set[str]:
     torch may not even make what they are in."""
     places = storage_places(found.pickle)
     followed = {place.storage for place in places}
-    return {place.storage for place in places if not place.is_plain or keep(place.dotted)} | {
+    return {place.storage for place in places if not place.is_plain or keep(place.pattern_path)} | {
         key for key in found.keys if key not in followed
     }
 
@@ -235,8 +235,8 @@ class _FileState:
     def __init__(self, where: str, outline: object, verified: _Verified | None) -> None:
         self.where: Final = where
         self.outline: Final = outline
-        self.walked: Final = walk(outline)
-        self._storages: Final = self.walked.storages
+        self.contents: Final = walk(outline)
+        self._storages: Final = self.contents.storages
         self.lengths: Final = np.array([each.nbytes() for each in self._storages], np.int64)
         self._verified: Final = verified
         at = {} if verified is None else verified.filled_at

@@ -70,7 +70,7 @@ class Medium(Protocol):
         """Bytes that can be addressed now. A reader sees growth by another process."""
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """True once it accepts no more writes; see 4."""
 
     def grow(self, size: int) -> None:
@@ -93,22 +93,22 @@ class Medium(Protocol):
 
 
 class ReadOnlyMedium(abc.ABC):
-    """What a medium refuses that is loaded from and no more. ``_refused``: what it says."""
+    """What a medium refuses that is loaded from and no more. ``_refusal``: what it says."""
 
     def grow(self, size: int) -> None:
-        raise self._refused()
+        raise self._refusal()
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
-        raise self._refused()
+        raise self._refusal()
 
     def persist(self, ranges: Sequence[Extent]) -> None:
-        raise self._refused()
+        raise self._refusal()
 
     def poison(self, reason: str) -> None:
-        raise self._refused()
+        raise self._refusal()
 
     @abc.abstractmethod
-    def _refused(self) -> MediumError: ...
+    def _refusal(self) -> MediumError: ...
 
 
 @runtime_checkable

@@ -41,7 +41,7 @@ class ReadFile(ReadOnlyMedium):
         return self._status().st_size
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """Return False: nothing is written."""
         return False
 
@@ -59,13 +59,13 @@ class ReadFile(ReadOnlyMedium):
                 "load", self.path, error, f"{target.nbytes} bytes at {offset}"
             ) from error
         if found < target.nbytes:
-            raise self._truncated(offset + target.nbytes)
+            raise self._truncation(offset + target.nbytes)
 
     def close(self) -> None:
         """Close the descriptor. Nobody may be inside another call."""
         self._descriptor.close()
 
-    def _refused(self) -> MediumError:
+    def _refusal(self) -> MediumError:
         return MediumError(errno.EBADF, f"{self.path}: opened for reading")
 
     def _check_range(self, offset: int, length: int) -> None:
@@ -78,7 +78,7 @@ class ReadFile(ReadOnlyMedium):
                 f"{self.path}: bytes {offset} to {end} are outside the file of {self._known} bytes"
             )
 
-    def _truncated(self, expected: int) -> MediumError:
+    def _truncation(self, expected: int) -> MediumError:
         found = self._status().st_size
         return MediumError(
             errno.EIO,

@@ -53,9 +53,9 @@ class WriteWatch:
         for run in self._runs:
             self._kernel.protect(run)
 
-    def written(self) -> Column:
+    def written_runs(self) -> Column:
         """The runs of pages that were written, in order: (n, 2). Raises ``OSError``."""
-        runs = [each for run in self._runs for each in self._kernel.written(run)]
+        runs = [each for run in self._runs for each in self._kernel.written_runs(run)]
         return np.array(runs, np.int64).reshape(-1, 2)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class _Kernel:
         with contextlib.suppress(OSError):
             linux.protect_pages(self._watch, *_span(run), on=False)
 
-    def written(self, run: Run) -> list[Run]:
+    def written_runs(self, run: Run) -> list[Run]:
         """Return the runs of pages in ``run`` that were written since they were protected."""
         return linux.dirty_pages(self._pagemap.number, *_span(run))
 

@@ -58,14 +58,14 @@ class Destination:
         assert files is not None, "there are files at the paths"
         return files
 
-    def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
+    def note_commit(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         """Note that ``draft`` was committed. steady: which storages equalled those before."""
 
     def remove(self, path: str, publisher: Publisher[Descriptor]) -> None:
         """Remove the file at ``path``, and what it alone leads to."""
         publisher.remove(path)
 
-    def failed(self, save: Save) -> None:
+    def note_failure(self, save: Save) -> None:
         """Note that a save failed. Raises nothing."""
 
     def close(self) -> None:

@@ -119,7 +119,7 @@ class DirectoryCheckpointer(Checkpointer):
 
     def load(self, step: int | None = None, names: Patterns = None, **settings: Any) -> Any:
         verify = self.settings.verify
-        return self._used(step, lambda path: load_file(path, names, verify=verify, **settings))[1]
+        return self._use(step, lambda path: load_file(path, names, verify=verify, **settings))[1]
 
     @calls.entry
     def restore_into(
@@ -133,7 +133,7 @@ class DirectoryCheckpointer(Checkpointer):
         weights_only: bool | None = None,
     ) -> Restored:
         before_write()  # a save of this process may be reading these tensors
-        info, (missing, unexpected) = self._used(
+        info, (missing, unexpected) = self._use(
             step,
             lambda path: restore_file(
                 path,
@@ -150,7 +150,7 @@ class DirectoryCheckpointer(Checkpointer):
     def versions(self) -> list[VersionInfo]:
         self._check_usable()
         with PENDING.exempt():
-            return self._files.found()
+            return self._files.versions()
 
     @property
     def path(self) -> str:
@@ -161,14 +161,14 @@ class DirectoryCheckpointer(Checkpointer):
             return self._files.newest_ns()
         return 0
 
-    def _used(self, step: int | None, use: Callable[[str], Result]) -> tuple[VersionInfo, Result]:
+    def _use(self, step: int | None, use: Callable[[str], Result]) -> tuple[VersionInfo, Result]:
         """What ``use`` gives for the file of a step, or for the newest that verifies."""
         self._check_usable()
         self._await_saves()
         for _ in range(_TRIES):
             # Listed anew each time: what was found may be removed before it is opened.
             with PENDING.exempt(), contextlib.suppress(FileNotFoundError):
-                found = self._chosen(step)
+                found = self._choose(step)
                 return self._newest_of(found, use)
         raise StaleError(f"{printable(self.path)}: checkpoints are removed faster than they load")
 
@@ -191,8 +191,8 @@ class DirectoryCheckpointer(Checkpointer):
         assert failure is not None, "there was no checkpoint to load"
         raise failure
 
-    def _chosen(self, step: int | None) -> list[VersionInfo]:
-        found = self._files.found()
+    def _choose(self, step: int | None) -> list[VersionInfo]:
+        found = self._files.versions()
         path = None if step is None else self._files.path_of(step)
         chosen = [info for info in found if step in (None, info.step)]
         if chosen:
@@ -215,8 +215,8 @@ class DirectoryCheckpointer(Checkpointer):
 
     # On the worker.
 
-    def _committed(self, step: int, note: bytes) -> None:
-        self._files.committed(step, note)
+    def _note_commit(self, step: int, note: bytes) -> None:
+        self._files.note_commit(step, note)
         if self._keep is None:
             return
         try:
@@ -236,9 +236,9 @@ class _StepRequest(AccompaniedRequest):
 
     checkpointer: DirectoryCheckpointer
 
-    def committed(self, save: Save) -> None:
-        AccompaniedRequest.committed(self, save)
-        self.checkpointer._committed(self.step, self.note)
+    def note_commit(self, save: Save) -> None:
+        AccompaniedRequest.note_commit(self, save)
+        self.checkpointer._note_commit(self.step, self.note)
 
 
 def _refuse_names(path: str, model: str) -> None:

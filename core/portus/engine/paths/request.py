@@ -38,7 +38,7 @@ class SaveRequest:
         """Remove something from a full disk. Return whether that was done."""
         return False
 
-    def begun(self, save: Save) -> None:
+    def note_start(self, save: Save) -> None:
         """Note, in the call, that the save is sure to end."""
 
     def ready(self) -> None:
@@ -49,7 +49,7 @@ class SaveRequest:
         """Return the ids of versions in a pool that go with the commit. On the worker."""
         return ()
 
-    def committed(self, save: Save) -> None:
+    def note_commit(self, save: Save) -> None:
         """Note that the files are there, before anybody is told. On the worker."""
 
     def over(self, save: Save) -> None:
@@ -67,13 +67,13 @@ class AccompaniedRequest(SaveRequest):
     def make_room(self) -> bool:
         return any(each.yield_space() for each in self.companions)
 
-    def begun(self, save: Save) -> None:
+    def note_start(self, save: Save) -> None:
         for each in self.companions:
-            each.begun(self.path, save)
+            each.note_start(self.path, save)
 
-    def committed(self, save: Save) -> None:
+    def note_commit(self, save: Save) -> None:
         for each in self.companions:
-            each.committed(self.path, save)
+            each.note_commit(self.path, save)
 
     def over(self, save: Save) -> None:
         for each in self.companions:

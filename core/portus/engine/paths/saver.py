@@ -123,7 +123,7 @@ class FileSaver:
     ) -> SaveHandle:
         new = _new_files(files, targets_of(files, follows_links=request.follows_links))
         written = WrittenFile(new, request.note, name_of(new), request.step, base_of(new, request))
-        self.reports.committed()
+        self.reports.note_commit()
         return SaveHandle(written)
 
     @calls.entry_or(_save_nested)
@@ -144,7 +144,7 @@ class FileSaver:
             if not self.goes_on_after(error):
                 raise
             return self.refuse(error, time.perf_counter() - start)
-        return self._saved(_new_files(files, targets), request, fenced, start)
+        return self._save(_new_files(files, targets), request, fenced, start)
 
     def _refuse_nested(self, name: str, state: object, request: SaveRequest) -> SaveHandle:
         raise calls.refusal(f"save of step {request.step} to a pool")
@@ -155,9 +155,9 @@ class FileSaver:
         a pointer. Raises as ``portus.save``."""
         start = time.perf_counter()
         self._tell(is_save=True)
-        return self._saved([NewFile(name, "", _contents_of(state))], request, (), start)
+        return self._save([NewFile(name, "", _contents_of(state))], request, (), start)
 
-    def _saved(
+    def _save(
         self,
         new: Sequence[NewFile],
         request: SaveRequest,
@@ -175,7 +175,7 @@ class FileSaver:
             if self._is_closed:  # by another thread, meanwhile
                 raise UsageError("this Checkpointer is closed")
             with PENDING.exempt():
-                save = self._begun(new, request, fenced, start)
+                save = self._begin_save(new, request, fenced, start)
                 if not save.over:
                     queue.put(save, turn)
         except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
@@ -273,14 +273,14 @@ class FileSaver:
     def refuse(self, error: PortusError, waited_s: float = 0.0) -> SaveHandle:
         """A save that could not be begun, told as one that failed later is."""
         refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
-        self.reports.failed(refused)
+        self.reports.note_failure(refused)
         return SaveHandle(refused)
 
     def _first_may_commit(self) -> None:
         if not self.shared.queue.on_worker():
             self.shared.queue.catch_up(self._fence_timeout)
 
-    def _begun(
+    def _begin_save(
         self,
         new: Sequence[NewFile],
         request: SaveRequest,
@@ -312,7 +312,7 @@ class FileSaver:
             for path in paths:
                 # From here on the save is sure to end, so others may wait for it.
                 PENDING.add(path, save.join)
-            request.begun(save)
+            request.note_start(save)
             save.copy_now()
             self._fence.guard(save)
         except (MediumError, TransportError, StaleError, CorruptionError) as error:
@@ -354,7 +354,7 @@ class FileSaver:
     ) -> FileDraft:
         """Begin the files at the paths."""
         has_made_room = partial(self._has_made_room, request)
-        unpublished = self._unpublished(new, request)
+        unpublished = self._begin_publication(new, request)
         try:
             files = [
                 ImageFile(
@@ -374,7 +374,7 @@ class FileSaver:
             self.shared.publisher.abandon(unpublished)
             raise
 
-    def _unpublished(
+    def _begin_publication(
         self, files: Sequence[NewFile], request: SaveRequest
     ) -> Publication[Descriptor]:
         while True:  # ends: there is nothing left to give back
@@ -421,17 +421,17 @@ class _Owner(SaveOwner):
     def torn(self, addresses: Sequence[int]) -> None:
         self.saver.planner.accuse(addresses)
 
-    def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
+    def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
         if save.inexact:
             self.saver.reports.inexact(save.step, self.name(save.inexact[0]), len(save.inexact))
-        self.saver.destination.committed(save.draft, version, steady)
-        self.request.committed(save)
+        self.saver.destination.note_commit(save.draft, version, steady)
+        self.request.note_commit(save)
 
-    def ended(self, save: Save) -> None:
+    def note_end(self, save: Save) -> None:
         PENDING.remove(save.join)
         saver, shared = self.saver, self.saver.shared
         if save.error is None:
-            saver.reports.committed()
+            saver.reports.note_commit()
             observers.note_commit(save.result(0))
             # Between two saves, not in one: with huge pages the next audit is nearly free
             # (decision 0051).
@@ -439,8 +439,8 @@ class _Owner(SaveOwner):
                 if shared.queue.has_more():
                     break
         else:
-            saver.reports.failed(save)
-            saver.destination.failed(save)
+            saver.reports.note_failure(save)
+            saver.destination.note_failure(save)
             # The disk is full, and a spare is as large as a checkpoint.
             if isinstance(save.error, MediumError) and save.error.errno in OUT_OF_SPACE:
                 shared.publisher.drop_spare()

@@ -46,7 +46,7 @@ class StepFiles:
         """Return what a file is to note of its save."""
         return msgspec.json.encode(_Note(time_ns, metrics))
 
-    def committed(self, step: int, note: bytes) -> None:
+    def note_commit(self, step: int, note: bytes) -> None:
         """A file with ``note`` was just put there: it need not be read for that."""
         path = self.path_of(step)
         with contextlib.suppress(OSError):
@@ -54,24 +54,24 @@ class StepFiles:
             noted = msgspec.json.decode(note, type=_Note)
             self._known[_mark(step, status)] = self._info(step, noted, status.st_size)
 
-    def found(self) -> list[VersionInfo]:
+    def versions(self) -> list[VersionInfo]:
         """Return what is there, oldest save first; files that are cut off too, by the times of the
         files. Raises ``MediumError``."""
-        return [info for info, _ in self._listed()]
+        return [info for info, _ in self._list_files()]
 
     def surplus(self, keep: Keep) -> list[str]:
         """Return the files that ``keep`` lets go of. Files that are cut off do not count, and stay.
         Raises ``MediumError``."""
         # A file that is cut off must not push a good one out, and it is evidence (decision 0206).
-        sound = [info for info, is_sound in self._listed() if is_sound]
+        sound = [info for info, is_sound in self._list_files() if is_sound]
         staying = {info.step for info in keep.staying(sound)}
         return [self.path_of(info.step) for info in sound if info.step not in staying]
 
     def newest_ns(self) -> int:
         """Return the time of the newest save; 0 without any. Raises ``MediumError``."""
-        return max((info.time_ns for info, _ in self._listed()), default=0)
+        return max((info.time_ns for info, _ in self._list_files()), default=0)
 
-    def _listed(self) -> list[tuple[VersionInfo, bool]]:
+    def _list_files(self) -> list[tuple[VersionInfo, bool]]:
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:

@@ -109,7 +109,7 @@ class Stored:
 
     def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Bytes at ``offset`` of some of them, end to end; None if they are out of sight."""
-        return self.draft.stored(self.index[row], offset, length)
+        return self.draft.read_back(self.index[row], offset, length)
 
 
 class Audit(Protocol):
@@ -172,7 +172,7 @@ class Watched:
         self._rest: Final = Hashed(late.part(self._small), stop)
 
     def torn(self, stored: Stored) -> Flags:
-        digests, runs = stored.digests, self._watch.written()
+        digests, runs = stored.digests, self._watch.written_runs()
         torn = np.zeros(len(self._units), np.bool_)
         torn[self._small] = self._rest.differ(digests[self._rows_of(self._small)])
         inside = write_watch.meet(runs, self._inner_start, self._inner_end)
@@ -181,7 +181,7 @@ class Watched:
             write_watch.meet(runs, self._start, self._end) & ~inside
         ).tolist():
             row = self._big[number : number + 1]
-            torn[row] = not self._held(number, digests[self._rows_of(row)])
+            torn[row] = not self._is_unchanged(number, digests[self._rows_of(row)])
         return torn
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Watched:
     def _rows_of(self, storages: Column) -> Column:
         return ranges((np.cumsum(self._units) - self._units)[storages], self._units[storages])
 
-    def _held(self, number: int, stored: Digests) -> bool:
+    def _is_unchanged(self, number: int, stored: Digests) -> bool:
         """True if the units at the ends of a big storage were stored as they were. Its pages
         inside are as they were."""
         start, end = int(self._start[number]), int(self._end[number])
@@ -273,11 +273,11 @@ class Auditor:
         hash_s = late.size / self._bytes_per_s
         watch_s = self._watch_s(late, big)
         if len(big) and watch_s <= min(hash_s, limit_s):
-            watched = self._watched(late, stop, big)
+            watched = self._watch(late, stop, big)
             if watched is not None:
                 return watched
         if hash_s <= limit_s:
-            return self._hashed(late, stop)
+            return self._hash(late, stop)
         self._say(since_s, hash_s)
         self._make_huge_soon(late.part(big))
         return Probed(late)
@@ -299,7 +299,7 @@ class Auditor:
         small = late.size - late.part(big).size
         return small / self._bytes_per_s + late.part(big).size * self._watch_s_per_byte
 
-    def _watched(self, late: Late, stop: Stop, big: Column) -> Watched | None:
+    def _watch(self, late: Late, stop: Stop, big: Column) -> Watched | None:
         part = late.part(big)
         start = time.perf_counter()
         watch = write_watch.watch(part.address, part.length)
@@ -317,7 +317,7 @@ class Auditor:
         if known != self._made_huge and write_watch.can_watch():
             self._made_huge, self._dear = known, part
 
-    def _hashed(self, late: Late, stop: Stop) -> Hashed:
+    def _hash(self, late: Late, stop: Stop) -> Hashed:
         start = time.perf_counter()
         audit = Hashed(late, stop)
         if late.size >= _TIMED_MIN:

@@ -16,10 +16,10 @@ class Companion:
     def begin(self) -> None:
         """Prepare for a save. Raises ``PortusError`` if that save must not be."""
 
-    def begun(self, path: str, save: Save) -> None:
+    def note_start(self, path: str, save: Save) -> None:
         """Note that a save to ``path``, absolute, is sure to end; empty: it has no path."""
 
-    def committed(self, path: str, save: Save) -> None:
+    def note_commit(self, path: str, save: Save) -> None:
         """Note that what is at ``path`` was committed, before anybody is told. On the worker."""
 
     def removing(self, path: str) -> None:

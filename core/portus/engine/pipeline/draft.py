@@ -69,7 +69,9 @@ class Draft(Protocol):
         """Let the version reach the bytes that ``before`` has for these storages, if they are
         still there and are those at ``address``. False: nothing changed; copy them."""
 
-    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+    def read_back(
+        self, storage: Column, offset: Column, length: Column
+    ) -> NDArray[np.uint8] | None:
         """Bytes of storages that were copied or shared, a short piece at each offset, end to end;
         None if they are out of sight."""
 

@@ -72,11 +72,11 @@ class SaveOwner:
     def torn(self, addresses: Sequence[int]) -> None:
         """Note the addresses of storages that an audit found torn. On the worker."""
 
-    def committed(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
+    def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
         """Note a commit, before anybody who waits is told. steady: which storages equalled those of
         the version before, or the hint that was given, if there was none. On the worker."""
 
-    def ended(self, save: Save) -> None:
+    def note_end(self, save: Save) -> None:
         """Note that a save has ended, and how, after those who waited for it were told."""
 
 
@@ -130,7 +130,7 @@ class Save:
         if self._comparable() is not None:
             self._steady = np.zeros(len(late), np.bool_)
         # The caller waits for this, so the copier may take a second processor.
-        self._stop.awaited = True
+        self._stop.is_awaited = True
         try:
             # First: it notes the state at the call, and copying the early storages takes time.
             self._audit = self._begin_audit()
@@ -140,7 +140,7 @@ class Save:
             self.fail(error)
             raise
         finally:
-            self._stop.awaited = False
+            self._stop.is_awaited = False
 
     # The worker's thread.
 
@@ -184,24 +184,24 @@ class Save:
             if self._has_told:
                 return
             self._has_told = True
-        self._owner.ended(self)
+        self._owner.note_end(self)
 
     # Any thread.
 
     def hurry(self) -> None:
         """Note that somebody waits: the save may take a second processor from the training."""
-        self._stop.awaited = True
+        self._stop.is_awaited = True
 
     def release(self, timeout_s: float) -> bool:
         """Wait until the sources may change; False if time ran out and the save was given up: it
         never reads them again, nor commits."""
         start = time.perf_counter()
         try:
-            return self._released(timeout_s)
+            return self._wait_for_copy(timeout_s)
         finally:
             self._stats.fence_s += time.perf_counter() - start
 
-    def _released(self, timeout_s: float) -> bool:
+    def _wait_for_copy(self, timeout_s: float) -> bool:
         with self._lock:
             self.hurry()
             if self._copied.wait_for(lambda: self._stage >= Stage.COPIED, timeout_s):
@@ -209,7 +209,7 @@ class Save:
             self._stage = Stage.FAILED
             self._error = AbandonedError(
                 f"save of step {self._snapshot.step} given up: its copy did not finish within "
-                f"the fence_timeout of {timeout_s:g} s ({self._stop.done} of "
+                f"the fence_timeout of {timeout_s:g} s ({self._stop.bytes_done} of "
                 f"{self._stats.state_bytes} bytes done). Older versions are untouched; check "
                 f"the medium {self.draft.name}"
             )
@@ -429,7 +429,7 @@ class Save:
         self._stats.total_s = time.perf_counter() - self._asked_s
         self._let_go()
         # Before waiters wake: they find everything that follows from the commit in order.
-        self._owner.committed(self, committed, self._steady)
+        self._owner.note_commit(self, committed, self._steady)
         with self._lock:
             self._info = committed.info
             self._stage = Stage.COMMITTED

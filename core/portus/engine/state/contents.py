@@ -14,16 +14,16 @@ from portus.engine.image.image import Column, Image
 class FileContents(Protocol):
     """A state at the moment of the call, in the format of a file.
 
-    ``storages``: one for each storage of the image; holding it keeps its memory. ``owned``: indices
-    of those that nobody else has. ``lengths``: bytes of each. ``has_devices``: some are not on the
-    CPU.
+    ``storages``: one for each storage of the image; holding it keeps its memory.
+    ``owned_storages``: indices of those that nobody else has. ``lengths``: bytes of each.
+    ``has_devices``: some are not on the CPU.
     """
 
     @property
     def storages(self) -> Sequence[torch.UntypedStorage]: ...
 
     @property
-    def owned(self) -> Set[int]: ...
+    def owned_storages(self) -> Set[int]: ...
 
     @property
     def lengths(self) -> Column: ...
@@ -51,10 +51,10 @@ class JoinedStorages:
         self.storages: Final[tuple[torch.UntypedStorage, ...]] = tuple(
             storage for each in self._contents for storage in each.storages
         )
-        self.owned: Final = {
+        self.owned_storages: Final = {
             first + index
             for first, each in zip(self._first, self._contents, strict=True)
-            for index in each.owned
+            for index in each.owned_storages
         }
         self.has_devices: Final = any(each.has_devices for each in self._contents)
 

@@ -39,7 +39,7 @@ class Merge:
         self._complete: Final = complete
         self._keep: Final = keep
 
-    def merged(self, old: object, value: object, path: str = "") -> object:
+    def merge(self, old: object, value: object, path: str = "") -> object:
         """What goes in the place of ``old``, at a key path."""
         if is_plain(value):
             return old
@@ -53,7 +53,7 @@ class Merge:
             self._merge_dict(vars(old), vars(value), path)
         elif is_dataclass(old) and type(value) is type(old):
             for name, new in fields_of(value).items():
-                merged = self.merged(getattr(old, name, None), new, below(path, name))
+                merged = self.merge(getattr(old, name, None), new, below(path, name))
                 object.__setattr__(old, name, merged)
         else:
             return value if self._is_whole(value, path) else old
@@ -62,19 +62,19 @@ class Merge:
     def _merge_dict(self, old: dict[Any, Any], value: dict[Any, Any], path: str) -> None:
         for key, new in value.items():
             if key in old:
-                old[key] = self.merged(old[key], new, below(path, key))
+                old[key] = self.merge(old[key], new, below(path, key))
             elif self._complete:
-                added = self._added(new, below(path, key))
+                added = self._add(new, below(path, key))
                 if added is not _NOTHING:
                     old[key] = added
 
-    def _added(self, value: object, path: str) -> object:
+    def _add(self, value: object, path: str) -> object:
         """What comes into a state that lacks it: all but tensors, whose places are elsewhere."""
         if self._is_whole(value, path):
             return value
         if not isinstance(value, dict) or type(value) not in (dict, OrderedDict):
             return _NOTHING
-        parts = ((key, self._added(each, below(path, key))) for key, each in value.items())
+        parts = ((key, self._add(each, below(path, key))) for key, each in value.items())
         kept = type(value)((key, each) for key, each in parts if each is not _NOTHING)
         return kept or _NOTHING
 
@@ -90,7 +90,7 @@ class Merge:
         rest = news if is_taken else items
         paths = [path if is_leaf else below(path, each) for each in names]
         before = items
-        items = [*map(self.merged, items[:both], news[:both], paths[:both]), *rest[both:]]
+        items = [*map(self.merge, items[:both], news[:both], paths[:both]), *rest[both:]]
         if isinstance(old, tuple):
             is_same = len(items) == len(before) and all(map(is_, items, before))
             return old if is_same else _tuple_like(old, items)

@@ -63,7 +63,7 @@ class PickledState:
     has_devices: bool
 
     @property
-    def owned(self) -> frozenset[int]:
+    def owned_storages(self) -> frozenset[int]:
         """None: they are the caller's."""
         return frozenset()
 
@@ -158,7 +158,7 @@ def _pickle(state: object, shortcut: bool, reducers: Reducers | None = None) -> 
         pickler.dispatch_table = {**copyreg.dispatch_table, **reducers}
     try:
         pickler.dump(state)
-        data = pickler.finished(file.getvalue())
+        data = pickler.finish(file.getvalue())
     except _NotPlainError:
         return _pickle(state, False, reducers)
     # Held, not copied: this keeps their memory where it is.
@@ -214,7 +214,7 @@ class _Collecting(pickle.Pickler):
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
 
-    def finished(self, data: bytes) -> bytes:
+    def finish(self, data: bytes) -> bytes:
         """The pickle, of what was dumped. Raises ``_NotPlainError``."""
         return data
 
@@ -283,7 +283,7 @@ class _Pickler(_Collecting):
     question for each object of a state.
 
     A pickler with ``persistent_id`` asks about every object. This one has none: what stands for a
-    storage is pickled as the tuple that it is, with a sign behind it, which ``finished`` replaces
+    storage is pickled as the tuple that it is, with a sign behind it, which ``finish`` replaces
     by the opcode.
     """
 
@@ -291,7 +291,7 @@ class _Pickler(_Collecting):
         super().__init__(file)
         self._signs = 0
 
-    def finished(self, data: bytes) -> bytes:
+    def finish(self, data: bytes) -> bytes:
         # The state contains these bytes itself, so the signs cannot be told from them.
         if data.count(_SIGNED) != self._signs:
             raise _NotPlainError

@@ -38,7 +38,7 @@ _SPARSE: Final = 4
 
 class CachedWay:
     """The way into the open file ``number``. volatile: it is in memory alone. is_spare: it has old
-    bytes. ``kept``: how many of these were what was to be written, and are left alone."""
+    bytes. ``kept_bytes``: how many of these were what was to be written, and are left alone."""
 
     kind: Final = Way.CACHED
 
@@ -53,7 +53,7 @@ class CachedWay:
         self._kept: Final = ctypes.c_int64(0)
 
     @property
-    def kept(self) -> int:
+    def kept_bytes(self) -> int:
         """See the class."""
         return self._kept.value
 

@@ -80,7 +80,7 @@ class ImageFile:
         self._spent_s = 0.0
         self.kept_bytes = 0
         """Bytes of storages that the spare had already, and that were not written again."""
-        with self._translated():
+        with self._translate_errors():
             self._kind: Final = Kind(os.fstat(fd).st_dev, is_spare)
         self._way: CachedWay | StagedWay | None = None
         units = unit_counts(image.length)
@@ -92,29 +92,31 @@ class ImageFile:
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         """Copy storages from their addresses; the digests of what was stored. Returns when the
         sources are not needed any more. Raises ``StoppedError``."""
-        with self._translated():
+        with self._translate_errors():
             length, offset = self.image.length[indices], self.image.offset[indices]
-            digests, crcs = self._moved(np.ascontiguousarray(address), length, offset, stop)
+            digests, crcs = self._copy(np.ascontiguousarray(address), length, offset, stop)
             self._note(indices, digests, crcs)
             return digests
 
     def copy_units(self, index: int, units: Iterable[tuple[int, int]], stop: Stop) -> Digests:
         """Copy a storage that comes as the addresses and lengths of its units, each valid until
         the next one is asked for."""
-        with self._translated():
+        with self._translate_errors():
             offset, parts = int(self.image.offset[index]), []
             for address, length in units:
                 source, size, place = np.array([[address], [length], [offset]], np.int64)
-                parts.append(self._moved(source, size, place, stop))
+                parts.append(self._copy(source, size, place, stop))
                 offset += length
             digests, crcs = (np.concatenate(column) for column in zip(*parts, strict=True))
             self._note(np.array([index]), digests, crcs)
             return digests
 
-    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+    def read_back(
+        self, storage: Column, offset: Column, length: Column
+    ) -> NDArray[np.uint8] | None:
         """Short pieces of what was stored, end to end; None if they are out of sight."""
-        with self._translated():
-            return self._opened().bytes_at(self.image.offset[storage] + offset, length)
+        with self._translate_errors():
+            return self._open_way().bytes_at(self.image.offset[storage] + offset, length)
 
     def finish(self) -> None:
         """Write the rest of the image; return when all of it is on the medium."""
@@ -127,8 +129,8 @@ class ImageFile:
         ]
         # Only now: they contain the digests and CRCs of what was stored.
         literals = self.image.literals(self._digests, np.array(crcs, np.uint32))
-        with self._translated():
-            way = self._opened()
+        with self._translate_errors():
+            way = self._open_way()
             for literal in (*literals, *self._zeros(literals)):
                 way.put(literal)
             way.finish()
@@ -143,18 +145,18 @@ class ImageFile:
         if way is not None:
             way.close()
 
-    def _moved(
+    def _copy(
         self, address: Column, length: Column, offset: Column, stop: Stop
     ) -> tuple[Digests, Crcs]:
         """Copy storages to their offsets; the digests and the CRCs of their units."""
-        way, (begin, size) = self._opened(), unit_spans(offset, length)
+        way, (begin, size) = self._open_way(), unit_spans(offset, length)
         places, lengths = way.cut(begin[size > 0], size[size > 0])
         segments, digests = cut(
             Sources(address=address, length=length, extent_offset=places, extent_length=lengths)
         )
         crcs = np.zeros(len(digests), np.uint32)
         way.move(best_engine(), segments, digests, crcs, stop)
-        self.kept_bytes = way.kept
+        self.kept_bytes = way.kept_bytes
         return digests, crcs
 
     def _note(self, indices: Column, digests: Digests, crcs: Crcs) -> None:
@@ -162,12 +164,12 @@ class ImageFile:
         self._digests[row] = digests
         self._crcs[row] = crcs
 
-    def _opened(self) -> CachedWay | StagedWay:
+    def _open_way(self) -> CachedWay | StagedWay:
         if self._way is None:
-            self._way = self._chosen()
+            self._way = self._choose_way()
         return self._way
 
-    def _chosen(self) -> CachedWay | StagedWay:
+    def _choose_way(self) -> CachedWay | StagedWay:
         """The way for this file."""
         traits, is_in_place = file_system_of(self._fd, self._path)
         if not self._is_spare:  # a spare has its blocks
@@ -175,7 +177,7 @@ class ImageFile:
         if not traits.volatile and self._ways.choose(self._kind, self.image.size) is Way.DIRECT:
             if set_direct(self._fd, on=True):
                 return StagedWay(self._fd, self.image, self._ring)
-            self._ways.refused(self._kind.device)  # O_DIRECT is not tried there again
+            self._ways.note_refusal(self._kind.device)  # O_DIRECT is not tried there again
         # Two threads that write to one file wait for each other; stores to its pages do not. Where
         # blocks are copied on write, a store may find no block, and end in SIGBUS.
         if self._is_spare and is_in_place and not traits.volatile:
@@ -217,7 +219,7 @@ class ImageFile:
             yield Literal(reached, bytes(image.size - reached))
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -303,9 +305,11 @@ class FileDraft:
         """False: two files share no bytes."""
         return False
 
-    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+    def read_back(
+        self, storage: Column, offset: Column, length: Column
+    ) -> NDArray[np.uint8] | None:
         found = [
-            file.stored(storage[part] - first, offset[part], length[part])
+            file.read_back(storage[part] - first, offset[part], length[part])
             for file, first, part in self._by_file(storage)
         ]
         seen = [each for each in found if each is not None]

@@ -68,7 +68,7 @@ class StagingRing:
                 if self._free:
                     return self._free.pop()
                 # While a fence waits, memory is spent: the copy is faster than the disk.
-                if self._made < (self._slots_max if stop.awaited else FEW):
+                if self._made < (self._slots_max if stop.is_awaited else FEW):
                     self._made += 1
                     break
                 self._changed.wait(_LOOK_S)  # for a moment: ``stop`` changes without a notification

@@ -62,7 +62,7 @@ class StagedWay:
     """
 
     kind: Final = Way.DIRECT
-    kept: Final = 0
+    kept_bytes: Final = 0
     """Nothing is compared with what the file had."""
 
     def __init__(self, number: int, image: Image, ring: StagingRing) -> None:

@@ -68,16 +68,16 @@ class Ways:
             if kind.device in self._refused or (kind, size) in self._had_most:
                 return Way.CACHED
             if size < MEASURED_MIN:  # too little to tell, so it does not count as a try
-                return self._preferred(kind)
+                return self._preferred_way(kind)
             number = self._files[kind] = self._files.get(kind, 0) + 1
-            preferred = self._preferred(kind)
+            preferred = self._preferred_way(kind)
             tried = [len(self._took.get((kind, way), ())) for way in kind.ways]
             if min(tried) < TRIES:
                 return kind.ways[tried[1] < tried[0]]
             # Disks and neighbours change, so the other way is measured again now and then.
             return preferred if number % AGAIN else kind.ways[preferred is kind.ways[0]]
 
-    def refused(self, device: int) -> None:
+    def note_refusal(self, device: int) -> None:
         """Nothing is written directly on this file system."""
         with self._lock:
             self._refused.add(device)
@@ -94,10 +94,10 @@ class Ways:
                 times = self._took.setdefault((kind, way), deque(maxlen=_REMEMBERED))
                 times.append(seconds / size)
 
-    def preferred(self, kind: Kind) -> Way:
+    def preferred_way(self, kind: Kind) -> Way:
         """Return the faster way so far."""
         with self._lock:
-            return Way.CACHED if kind.device in self._refused else self._preferred(kind)
+            return Way.CACHED if kind.device in self._refused else self._preferred_way(kind)
 
     def speeds(self, kind: Kind) -> dict[Way, int]:
         """Return what was measured of each way, in bytes per second: medians, the preferred way
@@ -105,10 +105,10 @@ class Ways:
         with self._lock:
             took = {way: self._took[kind, way] for way in Way if (kind, way) in self._took}
             speeds = {way: int(1 / statistics.median(times)) for way, times in took.items()}
-            preferred = self._preferred(kind)
+            preferred = self._preferred_way(kind)
         return dict(sorted(speeds.items(), key=lambda each: each[0] is not preferred))
 
-    def _preferred(self, kind: Kind) -> Way:
+    def _preferred_way(self, kind: Kind) -> Way:
         if any((kind, way) not in self._took for way in Way):
             return kind.ways[0]
         usual, other = (statistics.median(self._took[kind, way]) for way in kind.ways)

@@ -219,7 +219,7 @@ class Desk:
     def _answer(self, line: bytes) -> Answer:
         try:
             asked = msgspec.json.decode(line, type=Asked)
-            answer = self._done(asked)
+            answer = self._carry_out(asked)
         except msgspec.DecodeError as error:
             return RequestRefused(UsageError.__name__, f"unknown request: {error}")
         except PortusError as error:
@@ -230,7 +230,7 @@ class Desk:
             tell(logging.WARNING, "admin", f"by the operator: {asked}", request=what)
         return answer
 
-    def _done(self, asked: Asked) -> Answer:
+    def _carry_out(self, asked: Asked) -> Answer:
         server, pools = self._server, self._server.house.pools
         if isinstance(asked, Kick):
             return RequestDone(server.kick(asked.who))
@@ -280,13 +280,13 @@ class Desk:
                     pins=sum(each.pins for each in own),
                     saves=hosted.saves,
                     read_only=bool(hosted.standstill),
-                    poisoned=writer.medium.poisoned,
+                    poisoned=writer.medium.is_poisoned,
                     **_mirror_report(hosted),
                 )
             )
         return HostStatus(
             place=pools.place,
-            addresses=[door.reached for door in server.doors],
+            addresses=[door.public_address for door in server.doors],
             draining=pools.draining,
             tenants=sorted(tenants, key=lambda each: each.tenant),
             connections=sorted(connections, key=lambda each: (each.tenant, each.peer)),
@@ -294,7 +294,7 @@ class Desk:
 
 
 def _mirror_report(hosted: Hosted) -> _Mirrored:
-    mirror = hosted.copied
+    mirror = hosted.copier
     if mirror is None:
         return {}
     return {

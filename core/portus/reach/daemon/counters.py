@@ -72,7 +72,7 @@ class Counters:
         with self._guard:
             self._counts[name] += amount
 
-    def failed(self, fault: Fault) -> None:
+    def count_failure(self, fault: Fault) -> None:
         """Count a request that was refused."""
         with self._guard:
             self._failures[fault.name.lower()] += 1

@@ -134,7 +134,7 @@ class _Device:
         """Return the regions of a pool, or None if it has to be reached through a ring."""
         with self._guard:
             if hosted not in self._pools:
-                self._pools[hosted] = self._registered(hosted)
+                self._pools[hosted] = self._register(hosted)
             return self._pools[hosted]
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ class _Device:
         with self._guard:
             yield self._pools.get(hosted) is not None
 
-    def _registered(self, hosted: Hosted) -> PoolRegions | None:
+    def _register(self, hosted: Hosted) -> PoolRegions | None:
         medium = hosted.writer.medium
         if not is_pinnable(medium):
             return None
@@ -210,7 +210,7 @@ class HostLane:
                 self._device.give_up(self._hosted, error)
                 raise
             return
-        with self._device.rings.borrowed(self._watch) as ring:
+        with self._device.rings.borrow(self._watch) as ring:
             yield Bounced(self._hosted.writer.medium, ring)
 
     def _straight(self) -> Straight | None:

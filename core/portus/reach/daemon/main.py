@@ -89,7 +89,7 @@ def serve(options: ServeOptions) -> bool:
     desk, without_desk = _desk(options, server)
     server.start()
     for door in server.doors:
-        address = door.reached
+        address = door.public_address
         tell(
             logging.INFO,
             "serving",

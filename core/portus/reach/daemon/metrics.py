@@ -93,7 +93,7 @@ class HostCollector(Collector):
             "1: the pool accepts no more writes, after an error of its medium",
             labels=["tenant"],
         )
-        for tenant, is_ill in self._house.pools.poisoned().items():
+        for tenant, is_ill in self._house.pools.poisoned_pools().items():
             poisoned.add_metric([tenant], is_ill)
         yield poisoned
         bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
@@ -104,7 +104,7 @@ class HostCollector(Collector):
                 buckets=list(zip(bounds, accumulate(buckets), strict=True)),
                 sum_value=counted.seconds[name],
             )
-        yield from self._mirrored()
+        yield from self._mirror_metrics()
         hosted = self._house.pools.all()
         for name, kind, text, value in _STANDING:
             family = kind(f"portus_{name}", text, labels=["tenant"])
@@ -115,7 +115,7 @@ class HostCollector(Collector):
             "portus_connections_open", "connections there are", value=self._server.connections()
         )
 
-    def _mirrored(self) -> Iterator[Metric]:
+    def _mirror_metrics(self) -> Iterator[Metric]:
         lag = GaugeMetricFamily(
             "portus_mirror_lag_seconds",
             "since the first version was saved that is not in the mirror, or replica; 0: all are",
@@ -127,9 +127,9 @@ class HostCollector(Collector):
             labels=["tenant"],
         )
         for each in self._house.pools.all():
-            if each.copied is not None:
-                lag.add_metric([each.tenant], each.copied.lag_s)
-                missing.add_metric([each.tenant], len(each.copied.missing()))
+            if each.copier is not None:
+                lag.add_metric([each.tenant], each.copier.lag_s)
+                missing.add_metric([each.tenant], len(each.copier.missing()))
         if lag.samples:
             yield lag
             yield missing
@@ -144,7 +144,7 @@ def application(server: Server) -> WSGIApplication:
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if environ.get("PATH_INFO") != "/healthz":
             return numbers(environ, start)
-        ill = [tenant for tenant, is_ill in server.house.pools.poisoned().items() if is_ill]
+        ill = [tenant for tenant, is_ill in server.house.pools.poisoned_pools().items() if is_ill]
         lines = [f"{tenant}: accepts no more writes\n" for tenant in ill] or ["ok\n"]
         status = "503 Service Unavailable" if ill else "200 OK"
         start(status, [("Content-Type", "text/plain; charset=utf-8")])

@@ -127,10 +127,10 @@ class TenantMirror:
             text = f"{self._tenant}: {self.name} cannot be reached; retrying: "
             tell(logging.WARNING, "log", f"{text}{error}")
             for model in own:
-                self.claimed(model)
+                self.claim(model)
             return
         for model in sorted({*own, *there}):
-            copier = self._made(model, there.get(model, 0))
+            copier = self._make_copier(model, there.get(model, 0))
             try:
                 copier.begin()
             except UnwritableError:
@@ -141,17 +141,17 @@ class TenantMirror:
             else:
                 self._copiers[model] = copier
 
-    def claimed(self, model: str) -> None:
+    def claim(self, model: str) -> None:
         """Somebody is about to save it. Raises ``UsageError`` if it went on elsewhere."""
         why = self._refused.get(model)
         if why is not None:
             raise UsageError(why)
         with self._guard:
             if model not in self._copiers:
-                self._copiers[model] = self._made(model)
+                self._copiers[model] = self._make_copier(model)
                 self._copiers[model].wake()
 
-    def changed(self, changed: Collection[str]) -> None:
+    def note_change(self, changed: Collection[str]) -> None:
         """Something of these models was committed, or let go of, or what holds it."""
         for model in changed:
             copier = self._copiers.get(model)
@@ -160,7 +160,7 @@ class TenantMirror:
 
     def missing(self) -> list[VersionInfo]:
         """The versions that are in the pool alone."""
-        return [info for copier in self._all() for info in copier.unmirrored()]
+        return [info for copier in self._all() for info in copier.backlog()]
 
     @property
     def lag_s(self) -> float:
@@ -183,14 +183,14 @@ class TenantMirror:
             copier.end()
         self._store.close()
         for copier in copiers:
-            copier.ended()
+            copier.wait_for_end()
         self._writer.yields.remove(self._yield_space)
 
     def _all(self) -> list[Copier]:
         with self._guard:
             return list(self._copiers.values())
 
-    def _made(self, model: str, newest: int | None = None) -> Copier:
+    def _make_copier(self, model: str, newest: int | None = None) -> Copier:
         joined = Joined(model, self._writer)
         return Copier(self._store, self.name, joined, turn=self._turns, newest=newest)
 

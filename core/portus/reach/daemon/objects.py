@@ -119,14 +119,14 @@ class Objects:
     def size(self) -> int:
         """Bytes of all."""
         with self._guard:
-            self._known()
+            self._list_sizes()
             return self._size
 
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
         """See ``Store.create``, and ``Store.put``. Raises ``MediumError`` if there is no room."""
         with self._guard:
             # Counted before it is stored: two at once must not both fit into what is left.
-            if not (fresh and name in self._known()):
+            if not (fresh and name in self._list_sizes()):
                 self._reserve(name, len(data))
         if fresh:
             return self.store.create(name, data)
@@ -138,7 +138,7 @@ class Objects:
         self.store.delete(names)
         with self._guard:
             for name in names:
-                self._size -= self._known().pop(name, 0)
+                self._size -= self._list_sizes().pop(name, 0)
 
     def below(self, prefix: str) -> Store:
         """Return a store of the objects below ``prefix``, a segment, for this host's own use."""
@@ -146,7 +146,7 @@ class Objects:
 
     def _reserve(self, name: str, size: int) -> None:
         """What fails later stays counted until the host starts again: it may be there."""
-        size_max, more = self._writer.max_bytes, size - self._known().get(name, 0)
+        size_max, more = self._writer.max_bytes, size - self._list_sizes().get(name, 0)
         room = max(0, (size_max or 0) - self._writer.medium.size)
         if size_max is not None and self._size + more > room:
             raise MediumError(
@@ -154,10 +154,10 @@ class Objects:
                 f"{name}: {size} bytes; the quota leaves {room} for all, and "
                 f"{self._size} are taken",
             )
-        self._known()[name] = size
+        self._list_sizes()[name] = size
         self._size += more
 
-    def _known(self) -> dict[str, int]:
+    def _list_sizes(self) -> dict[str, int]:
         if self._sizes is None:
             self._sizes = {each.name: each.size for each in self.store.list("")}
             self._size = sum(self._sizes.values())

@@ -42,7 +42,7 @@ class ConnectionSlot:
         """Why it was ended."""
         self._socket = connected
 
-    def moved(self, connected: socket.socket) -> None:
+    def replace_socket(self, connected: socket.socket) -> None:
         """The connection goes on over another socket."""
         self._socket = connected
         if self.why:
@@ -54,7 +54,7 @@ class ConnectionSlot:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def worked(self) -> None:
+    def note_answer(self) -> None:
         """The request is answered."""
         self.since_s, self.waits = time.monotonic(), True
 

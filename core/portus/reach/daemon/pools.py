@@ -93,7 +93,7 @@ class Hosted:
         """True once a client that had claims said goodbye, and none has claimed anything since."""
 
     @property
-    def copied(self) -> TenantMirror | Replica | None:
+    def copier(self) -> TenantMirror | Replica | None:
         """What copies it to somewhere else; None if nothing does."""
         return self.mirror or (self.replica if self.replica.name else None)
 
@@ -137,8 +137,8 @@ class Hosted:
             self.refuse()
             self._saves += 1
 
-    def ended(self) -> None:
-        """One less."""
+    def end_save(self) -> None:
+        """Count one save less."""
         with self._changed:
             self._saves -= 1
             self._changed.notify_all()
@@ -198,7 +198,7 @@ class Pools:
         that ends the start, not the first save. So does a directory that another host serves:
         ``BusyError``."""
         in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
-        where = None if in_memory or not place else Place.named(place, "POOL")
+        where = None if in_memory or not place else Place.parse(place, "POOL")
         if not place or (where is not None and where.local_path is None):
             raise UsageError(
                 f"{place!r} cannot be served: expected a directory, a pool file, a DAX device or "
@@ -278,10 +278,10 @@ class Pools:
         with self._guard:
             return list(self._open.values())
 
-    def poisoned(self) -> dict[str, bool]:
+    def poisoned_pools(self) -> dict[str, bool]:
         """Whether they take no stores any more, by tenant: those that are open, or could not be
         opened again."""
-        found = {hosted.tenant: hosted.writer.medium.poisoned for hosted in self.all()}
+        found = {hosted.tenant: hosted.writer.medium.is_poisoned for hosted in self.all()}
         return {**found, **dict.fromkeys(self._shut, True)}
 
     def everywhere(self) -> list[tuple[str, Place | PoolReader]]:
@@ -346,7 +346,7 @@ class Pools:
         ``CorruptionError`` if it is damaged, and what opening it raises.
         """
         hosted = self._open.get(tenant)
-        if hosted is None or hosted.path is None or not hosted.writer.medium.poisoned:
+        if hosted is None or hosted.path is None or not hosted.writer.medium.is_poisoned:
             raise UsageError(
                 f"tenant {tenant!r} has no pool here, in a file or on a device, that accepts no "
                 "more writes"

@@ -104,9 +104,9 @@ class Replica:
         if other is not None:
             for model in writer.catalogue().models:
                 if not self._has_log(model):
-                    self._follow(self._made(model), model)
+                    self._follow(self._make_leader(model), model)
 
-    def claimed(self, model: str) -> None:
+    def claim(self, model: str) -> None:
         """A client is about to save it, over one connection more. When the first one does, the
         pool is brought up to the log of the model, if it has one or is to have one, and the term
         is taken. Blocks while versions are fetched. Raises as ``Leader.lead``."""
@@ -116,7 +116,7 @@ class Replica:
                 self._lead(model)
             self._claims[model] += 1
 
-    def disclaimed(self, model: str) -> None:
+    def release(self, model: str) -> None:
         """One connection less."""
         with self._lock_of(model):
             self._claims[model] -= 1
@@ -129,24 +129,24 @@ class Replica:
         if leader is not None:
             leader.require()
 
-    def committed(self, model: str, token: bytes) -> None:
+    def note_commit(self, model: str, token: bytes) -> None:
         """A version was committed: where the log is here, it is told once it is in that, for what
-        is not does not count when somebody else has led. Raises as ``told``."""
+        is not does not count when somebody else has led. Raises as ``wait_until_logged``."""
         leader = self._leaders.get(model)
         if leader is not None and leader.is_home:
-            leader.told(token)
+            leader.wait_until_logged(token)
 
-    def told(self, model: str, token: bytes) -> None:
-        """See ``Leader.told``. Raises ``UsageError`` if the model has no log."""
+    def wait_until_logged(self, model: str, token: bytes) -> None:
+        """See ``Leader.wait_until_logged``. Raises ``UsageError`` if the model has no log."""
         leader = self._leaders.get(model)
         if leader is None:
             raise UsageError(
                 f"model {model!r} is on this host alone: durable=2 takes one that is served with "
                 "--replica"
             )
-        leader.told(token)
+        leader.wait_until_logged(token)
 
-    def changed(self, changed: Collection[str]) -> None:
+    def note_change(self, changed: Collection[str]) -> None:
         """Something of these models was committed, or let go of, or what holds it."""
         for model in changed:
             leader = self._leaders.get(model)
@@ -186,7 +186,7 @@ class Replica:
 
     def missing(self) -> list[VersionInfo]:
         """The versions that are in the pool alone, of models that are copied from here."""
-        return [info for leader in self._all() for info in leader.unmirrored()]
+        return [info for leader in self._all() for info in leader.backlog()]
 
     def close(self, wait_s: float = 0.0) -> None:
         """Nothing is committed any more: copy what is not there, ``wait_s`` seconds at most, and
@@ -208,7 +208,7 @@ class Replica:
                 self._led.add(prefix_of(model))
         elif self._other is None:
             return
-        leader = self._made(model)
+        leader = self._make_leader(model)
         try:
             why_not = leader.lead()
         except BaseException:
@@ -223,7 +223,7 @@ class Replica:
             )
             tell(logging.ERROR, "replica_away", text, tenant=self._tenant, model=model)
 
-    def _made(self, model: str) -> Leader:
+    def _make_leader(self, model: str) -> Leader:
         joined = _Following(model, self._writer, self._tenant)
         if self._other is None or self._has_log(model):
             store, name = self._objects.below(REPLICA), "the log on this host"

@@ -25,7 +25,7 @@ class Secrets:
         self._nobodys: Final = [os.urandom(32) for _ in range(SECRETS_MAX)]
 
     @property
-    def wanted(self) -> bool:
+    def is_required(self) -> bool:
         """True if a proof is asked for."""
         return self._of is not None
 
@@ -43,7 +43,7 @@ class Secrets:
         """Return the tenants that have a secret, sorted."""
         return sorted(self._of or ())
 
-    def proved(
+    def match_proof(
         self, tenant: str, proof: bytes, nonce_client: bytes, nonce_host: bytes
     ) -> bytes | None:
         """The secret of which this is a proof; empty if none is asked for; None if it is wrong.

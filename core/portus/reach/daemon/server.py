@@ -53,7 +53,7 @@ class Door:
         return port
 
     @property
-    def reached(self) -> str:
+    def public_address(self) -> str:
         """The address that clients name."""
         if self.address.scheme is Scheme.UNIX:
             return str(self.address)
@@ -103,7 +103,7 @@ class Server:
     def __init__(self, doors: list[Door], house: House) -> None:
         """Raises ``UsageError`` if a door that others reach has no secret behind it."""
         for door in doors:
-            if not is_private(door.address) and not house.secrets.wanted:
+            if not is_private(door.address) and not house.secrets.is_required:
                 raise UsageError(
                     f"{door.address} can be reached from other machines: give a --secret-file "
                     f"(openssl rand -hex 32), or listen on 127.0.0.1 or a unix socket"
@@ -240,7 +240,7 @@ class Server:
         try:
             link = self._links[thread]
             if door.context is not None:
-                link = self._secured(door.context, plain, peer, thread, place)
+                link = self._secure(door.context, plain, peer, thread, place)
             session = ServedConnection(link, self._house, peer, place)
             with self._guard:
                 self._sessions[thread] = session
@@ -260,7 +260,7 @@ class Server:
         account = self._house.budget.account()
         return Link(connected, is_client=False, name=peer, silence_s=GREETING_S, account=account)
 
-    def _secured(
+    def _secure(
         self,
         context: ssl.SSLContext,
         plain: socket.socket,
@@ -271,7 +271,7 @@ class Server:
         plain.settimeout(GREETING_S)
         wrapped = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         # Before the handshake, so that its place ends a stranger that hangs in it.
-        place.moved(wrapped)
+        place.replace_socket(wrapped)
         try:
             wrapped.do_handshake()
         except BaseException:

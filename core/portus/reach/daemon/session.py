@@ -50,7 +50,7 @@ class ServedConnection:
         """Return the facts of this connection as they are now. From any thread."""
         seconds = time.perf_counter() - self._start_s
         facts = Facts(peer=self._peer, tenant=self._tenant, seconds=seconds)
-        return facts if self._requests is None else self._requests.added(facts)
+        return facts if self._requests is None else self._requests.add_facts(facts)
 
     def run(self) -> None:
         """Talk until the end. What goes wrong with the connection is logged, and ends it."""
@@ -58,13 +58,13 @@ class ServedConnection:
             hosted = self._greet()
             if hosted is not None:
                 self._serve(hosted)
-                self._ended("the client said goodbye")
+                self._log_end("the client said goodbye")
         except (TransportError, UsageError) as error:  # UsageError: the host closed it, at its end
-            self._ended(self._place.why or str(error))
+            self._log_end(self._place.why or str(error))
         finally:
             self._link.close()
 
-    def _ended(self, why: str) -> None:
+    def _log_end(self, why: str) -> None:
         told = tell if self._tenant is not None else self._house.strangers.tell
         told(
             logging.INFO,
@@ -89,10 +89,10 @@ class ServedConnection:
             return None
         # Fresh for each connection, so that a recorded proof proves nothing.
         nonce = os.urandom(NONCE_SIZE)
-        link.send(said.Challenge(nonce, house.secrets.wanted))
+        link.send(said.Challenge(nonce, house.secrets.is_required))
         given = link.receive()
         assert isinstance(given, said.ProofGiven)
-        secret = house.secrets.proved(hello.tenant, given.proof, hello.nonce, nonce)
+        secret = house.secrets.match_proof(hello.tenant, given.proof, hello.nonce, nonce)
         if secret is None:
             why = f"wrong secret for tenant {hello.tenant!r}, or no such tenant"
             self._turn_away(why, hello.tenant)
@@ -136,8 +136,8 @@ class ServedConnection:
         try:
             self._link.silence_s = self._house.patience.silent_s
             while True:
-                self._link.passed()
-                self._place.worked()
+                self._link.give_back()
+                self._place.note_answer()
                 try:
                     event = self._link.receive(requests.idle_s)
                 except UnreadError as unread:

@@ -149,7 +149,7 @@ class DirectoryWriter(StorageWriter):
         self._metadata: Metadata | None = None
         self._planned: _PlannedDirectory | None = None
         # Now, not at the first save: until an optimizer has stepped nobody knows what it steps.
-        self._opened(is_first=_rank() == 0).open()
+        self._open_files(is_first=_rank() == 0).open()
 
     # What a user calls.
 
@@ -181,9 +181,11 @@ class DirectoryWriter(StorageWriter):
         # None while it is under way: what raises leaves no plan that other ranks may not have.
         before, self._planned = self._planned, None
         # Always, for nobody knows whether the others have a planning of before.
-        word = Word(named=self._directory, id=self._next_id(), failed=self._failed())
+        word = Word(named=self._directory, id=self._next_id(), failed=self._take_failures())
         planned = None if before is None else before.planned
-        found, said = agree(planned, state, planner, partial(self._taken, before), word, ranks)
+        found, said = agree(
+            planned, state, planner, partial(self._reuse_contents, before), word, ranks
+        )
         self._hear(_failures(said))
         if before is not None and found is not None:
             self._save_as_before(before, *found)
@@ -208,17 +210,17 @@ class DirectoryWriter(StorageWriter):
         ``TrainingFiles.fetch``."""
         if _rank() == 0:
             name, place = self._run(os.path.realpath(checkpoints))
-            self._opened(is_first=True).fetch(name, place, os.path.realpath(checkpoints))
+            self._open_files(is_first=True).fetch(name, place, os.path.realpath(checkpoints))
 
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to the directory ``target`` once that is complete. On the rank that
         coordinates."""
-        self._opened().link(link, target)
+        self._open_files().link(link, target)
 
     def remove(self, directory: str) -> None:
         """Remove a directory as soon as the newest save so far, or a later one, is complete. Call
         it on the rank that coordinates."""
-        self._opened().remove(os.path.realpath(directory))
+        self._open_files().remove(os.path.realpath(directory))
 
     def fence(self) -> None:
         """Block until no save in flight reads a tensor of this rank."""
@@ -298,7 +300,7 @@ class DirectoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds what this rank has to say."""
         self._local = plan
-        return replace(plan, storage_data=_Word(self._directory, self._failed()))
+        return replace(plan, storage_data=_Word(self._directory, self._take_failures()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds the number of the save, and what ranks said."""
@@ -368,7 +370,7 @@ class DirectoryWriter(StorageWriter):
 
     def _begin(self, asked: _Asked, contents: ShardContents) -> None:
         """Begin to save this rank's file, on a rank that does not coordinate."""
-        asked.handle = self._begun().save_directory(
+        asked.handle = self._begin_files().save_directory(
             self._directory,
             {os.path.basename(asked.path): Laid(contents)},
             self._step(),
@@ -391,7 +393,7 @@ class DirectoryWriter(StorageWriter):
         self._refuse_node_local(others)
         older = self._older(start.save)
         pickled = metadata_image(pickle_metadata(metadata))
-        handle = self._begun().save_directory(
+        handle = self._begin_files().save_directory(
             self._directory,
             {own: Laid(contents), NAME: Laid(LiteralContents(pickled)), **more},
             step,
@@ -401,13 +403,15 @@ class DirectoryWriter(StorageWriter):
         asked.handle = handle
         # After the commit, by the queue: `.metadata` of before leads to them until then.
         for path in (*older, *self._surplus()):
-            self._begun().remove(path)
+            self._begin_files().remove(path)
         if not is_late:
             handle.wait()
 
     # Planned as before.
 
-    def _taken(self, before: _PlannedDirectory | None, values: list[Any]) -> ShardContents | None:
+    def _reuse_contents(
+        self, before: _PlannedDirectory | None, values: list[Any]
+    ) -> ShardContents | None:
         """What this rank saves, if it may be as ``before``. Raises ``UsageError`` for what cannot
         be saved."""
         is_new = self._is_coordinator and not self._has_claim()
@@ -440,7 +444,7 @@ class DirectoryWriter(StorageWriter):
 
     # Between saves.
 
-    def _opened(self, *, is_first: bool | None = None) -> TrainingFiles:
+    def _open_files(self, *, is_first: bool | None = None) -> TrainingFiles:
         if self._files is None:
             self._is_first = self._is_coordinator if is_first is None else is_first
             # One rank sees to the files of all, which are in one directory.
@@ -464,11 +468,11 @@ class DirectoryWriter(StorageWriter):
         name = self._name or os.path.basename(above) or "checkpoints"
         return name, self._links or os.path.join(above, DEFAULT_DIRECTORY)
 
-    def _begun(self) -> TrainingFiles:
+    def _begin_files(self) -> TrainingFiles:
         if self._files is not None and self._is_first != self._is_coordinator:
             self._files.close()  # it was made before the ranks were known
             self._files = None
-        files = self._opened()
+        files = self._open_files()
         if not self._has_begun:
             above = os.path.dirname(self._directory)
             files.begin(*self._run(above), above)
@@ -509,7 +513,7 @@ class DirectoryWriter(StorageWriter):
         tail = digits[len(digits.rstrip("0123456789")) :]
         return int(tail) if tail and len(tail) < 16 else self._count
 
-    def _failed(self) -> dict[int, str]:
+    def _take_failures(self) -> dict[int, str]:
         """The saves of this rank that failed since the last call."""
         failed, left = {}, []
         for each in self._asked:
@@ -532,7 +536,7 @@ class DirectoryWriter(StorageWriter):
             self._asked.remove(each)
             # The file of the rank that coordinates never became visible: it comes with `.metadata`.
             if each.handle is not None and not self._is_coordinator:
-                self._begun().remove(each.path)
+                self._begin_files().remove(each.path)
         for why in failed.values():
             text = f"portus: a sharded save was given up: {why}"
             if self._settings.on_error == "raise":

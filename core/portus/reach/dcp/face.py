@@ -237,9 +237,9 @@ class PortusStorageReader(StorageReader):
 
 def _host_of(place: PlaceName | None) -> Place | None:
     """The storage hosts that are named; None for a directory."""
-    found = Place.by_variable() if place is None else Place.named(place)
+    found = Place.by_variable() if place is None else Place.parse(place)
     return found if found is not None and found.is_shared else None
 
 
 def _path_of(place: PlaceName | None) -> str | None:
-    return None if place is None else Place.named(place).path
+    return None if place is None else Place.parse(place).path

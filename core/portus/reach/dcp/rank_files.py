@@ -193,7 +193,7 @@ class RankFiles:
         """Block until this rank's saves are over. Raises what nobody heard of."""
         self._files.wait()
 
-    def loaded(
+    def check_loaded(
         self, directory: str, names: Collection[str], problem: PortusError | None = None
     ) -> None:
         """Check the files ``names`` of ``directory``, which this rank loaded. Collective. Raises on

@@ -126,7 +126,7 @@ class HostPool(PoolReader):
             self._heed(before, uuid, found.root.sequence)
             return found
 
-    def committed(self, info: VersionInfo) -> None:
+    def note_commit(self, info: VersionInfo) -> None:
         """The host told of a commit."""
         self._newest = self.links.welcome.uuid, info.commit
         self._committed = self.links.welcome.uuid, info.token
@@ -201,7 +201,7 @@ class HostPool(PoolReader):
         entry = self.catalogue().of_token(token)
         if entry is None:
             return None
-        with self.pinned(entry.info.id) as current:
+        with self.pin(entry.info.id) as current:
             return self.record(current)
 
 
@@ -295,7 +295,7 @@ class HostDraft:
             self._stored.append((indices, share(before.record, indices).digests))
         return answer.same
 
-    def stored(self, storage: Column, offset: Column, length: Column) -> None:
+    def read_back(self, storage: Column, offset: Column, length: Column) -> None:
         """The host has them."""
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
@@ -330,7 +330,7 @@ class HostDraft:
         self._refuse_other(record, labels, before, confirm, uuid)
         if self._pool.durable > 1 and uuid == asked:
             self._tell_replica(link, labels)
-        self._pool.committed(record.info)
+        self._pool.note_commit(record.info)
         self.release()
         self._pool.tell()
         return Before(record, labels.contents)
@@ -405,7 +405,7 @@ class HostDraft:
         size = int(self._lengths[indices].sum())
         try:
             with link.under(stop):
-                digests, answer = self._pulled(link, indices, send, stop, parts)
+                digests, answer = self._pull(link, indices, send, stop, parts)
                 wrong = None if isinstance(answer, said.Full) else self._wrong(answer, digests)
                 if wrong is not None and isinstance(parts, _FedParts):
                     self._distrust(parts, wrong)
@@ -424,7 +424,7 @@ class HostDraft:
         self._stored.append((indices, digests))
         return digests
 
-    def _pulled(
+    def _pull(
         self,
         link: Link,
         indices: Column,
@@ -583,7 +583,7 @@ def _reach(links: Links, link: Link, snapshot: Snapshot) -> _Reached | None:
     memory = _Memory.of(snapshot)
     while True:
         try:
-            return memory.registered(lane, regions)
+            return memory.register(lane, regions)
         except StagedError:
             continue  # without that device
         except RegisterError as error:
@@ -614,9 +614,9 @@ class _Memory:
         exposed = snapshot.exposed
         return cls(owners, address, snapshot.length, snapshot.late, lasting, device, exposed)
 
-    def registered(self, lane: ClientLane, regions: Regions) -> _Reached:
+    def register(self, lane: ClientLane, regions: Regions) -> _Reached:
         """All but what is staged, and what others may write meanwhile. Raises ``RegisterError``."""
-        found = (self.address > 0) & ~np.isin(self.device, regions.staged())
+        found = (self.address > 0) & ~np.isin(self.device, regions.staged_devices())
         # These changed between pull and hash before; over the socket, what is sent is hashed.
         found &= ~np.isin(self.address, regions.unsteady())
         # Another process may write these between the pull and the hash.

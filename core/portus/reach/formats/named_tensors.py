@@ -26,7 +26,7 @@ class NamedTensors:
     named: Sequence[NamedTensor]
     tensors: Sequence[torch.Tensor]
     storages: Sequence[torch.UntypedStorage]
-    owned: frozenset[int]
+    owned_storages: frozenset[int]
     lengths: Column
     has_devices: bool
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def named_tensors(state: object, metadata: Mapping[str, str] | None = None) -> N
         named=named,
         tensors=tensors,
         storages=storages,
-        owned=frozenset(owned),
+        owned_storages=frozenset(owned),
         lengths=np.array([each.size for each in named], np.int64),
         has_devices=any(tensor.device.type != "cpu" for tensor in tensors),
         metadata=metadata,

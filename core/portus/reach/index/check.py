@@ -94,7 +94,7 @@ def check(
     look = CheckOptions(data=data, progress=progress or _to_nobody, only=only or _every)
     if isinstance(pool, PoolReader):
         return check_medium(pool.medium, pool.locks, look)
-    place = Place.named(pool)
+    place = Place.parse(pool)
     if place.local_path is None:
         raise UsageError(f"{place}: `portus verify --pool {place}` checks what a storage host has")
     if not os.path.isdir(place.path):
@@ -167,7 +167,7 @@ def _look(
     versions, found = Versions(subject, standing), []
     for entry in standing.entries.values():
         if only(entry.info):
-            with pins.held(entry) as there:
+            with pins.hold(entry) as there:
                 seen = versions.look(entry) if there else None
             if seen is not None:
                 found.append(seen)
@@ -187,7 +187,7 @@ def _read_bytes(
     progress(0, total)
     for each, some, size in todo:
         done = before
-        with pins.held(each.entry) as there:
+        with pins.hold(each.entry) as there:
             if there:
                 for length in verifier.verify(each, some):
                     done += length
@@ -207,7 +207,7 @@ class _Pins:
         self._locks: Final = locks
 
     @contextlib.contextmanager
-    def held(self, entry: VersionEntry) -> Iterator[bool]:
+    def hold(self, entry: VersionEntry) -> Iterator[bool]:
         """Pin a version; False if no root reaches it any more, or its id is impossible."""
         version = entry.info.id
         if not 0 < version < VERSION_ID_MAX:
@@ -215,7 +215,7 @@ class _Pins:
             return
         self._locks.pin(version)
         try:
-            # After the pin, as in ``PoolReader.pinned``: a writer that asked before has let go of
+            # After the pin, as in ``PoolReader.pin``: a writer that asked before has let go of
             # it in a slot by now.
             yield self._is_there(version)
         finally:
@@ -226,13 +226,13 @@ class _Pins:
             slots = load_slots(self._subject.medium, self._slots)
             if slots == self._slots:
                 return version in self._there
-            self._there, self._slots = self._reached(), slots
+            self._there, self._slots = self._reachable_ids(), slots
         raise StaleError(
             f"{self._subject.medium.info.name}: commits came faster than they could be read; "
             "try again"
         )
 
-    def _reached(self) -> frozenset[int]:
+    def _reachable_ids(self) -> frozenset[int]:
         """The ids in both catalogues; a damaged one was found already."""
         ids: set[int] = set()
         for root in read_roots(self._subject.medium, self._subject.uuid):

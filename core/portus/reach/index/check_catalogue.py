@@ -264,7 +264,7 @@ class _Listing:
         if self._root.table == NOWHERE:
             return
         where = "model table"
-        table = self._framed(self._root.table, RecordKind.MODEL_TABLE, where, self._root.sequence)
+        table = self._frame(self._root.table, RecordKind.MODEL_TABLE, where, self._root.sequence)
         if table is None:
             return
         try:
@@ -278,7 +278,7 @@ class _Listing:
 
     def _read_copies(self) -> None:
         where, pointer = "copies record", self._root.copies
-        found = self._framed(pointer, RecordKind.COPIES, where, self._root.sequence)
+        found = self._frame(pointer, RecordKind.COPIES, where, self._root.sequence)
         if found is None:
             return
         try:
@@ -318,7 +318,7 @@ class _Listing:
 
     def _read_index(self, name: str, pointer: Pointer, commit: int) -> None:
         where = f"model index of {name!r}"
-        index = self._framed(pointer, RecordKind.MODEL_INDEX, where, commit)
+        index = self._frame(pointer, RecordKind.MODEL_INDEX, where, commit)
         if index is None:
             return
         try:
@@ -360,7 +360,7 @@ class _Listing:
         bound = self._standing.bounds.get(info.id, root.size)
         self._standing.bounds[info.id] = min(bound, root.size)
 
-    def _framed(self, pointer: Pointer, kind: RecordKind, where: str, commit: int) -> Framed | None:
+    def _frame(self, pointer: Pointer, kind: RecordKind, where: str, commit: int) -> Framed | None:
         found = frame(self._subject, pointer, kind, where, Bounds(self._root.size, commit))
         if found is not None:
             reached = Reached(pointer.offset, pointer.length, found.commit, where)

@@ -298,7 +298,7 @@ class Bytes:
         for first, after in stream.batches(self._batch):
             size = int(stream.lengths[first:after].sum())
             self._reading(size)
-            damaged += self._damaged(stream, first, after)
+            damaged += self._find_damage(stream, first, after)
             yield size
 
     def _reading(self, size: int) -> None:
@@ -321,13 +321,15 @@ class Bytes:
                 damaged.append((index, seen.storage_name(index), str(error)))
         return damaged
 
-    def _damaged(self, stream: _Stream, first: int, after: int) -> list[Damage]:
+    def _find_damage(self, stream: _Stream, first: int, after: int) -> list[Damage]:
         try:
             found = digests_of(self._medium, stream.part(first, after), Stop())
         except MediumError as error:
             if after - first > 1:
                 middle = (first + after) // 2
-                return self._damaged(stream, first, middle) + self._damaged(stream, middle, after)
+                return self._find_damage(stream, first, middle) + self._find_damage(
+                    stream, middle, after
+                )
             return [(*stream.where(first), f"bytes that cannot be read: {error}")]
         bad = np.flatnonzero(np.any(found != stream.digests[first:after], axis=1))
         return [(*stream.where(first + index), "others") for index in bad.tolist()]

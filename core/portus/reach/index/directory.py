@@ -439,7 +439,7 @@ def note_failure(writer: PoolWriter | None, text: str, path: str | None) -> None
     writer: the pool, if it is open. path: where it is; None: in memory. Raises ``MediumError``.
     """
     with contextlib.suppress(PortusError):
-        if writer is not None and not writer.medium.poisoned:
+        if writer is not None and not writer.medium.is_poisoned:
             writer.look()  # that may be why
     if writer is not None and (writer.changed_by_others or not is_at(writer, path)):
         return

@@ -105,27 +105,27 @@ class FreeSpace:
         pages = wanted.pages + wanted.spare
         return pages if wanted.contiguous else pages - page_count(self.free())
 
-    def pinned(self) -> list[int]:
+    def pinned_versions(self) -> list[int]:
         """The versions that readers hold."""
         versions = list(self._reach)  # at once: a reservation in another thread forgets some
-        return [version for version in versions if self._locks.pinned(version)]
+        return [version for version in versions if self._locks.is_pinned(version)]
 
     def _free_now(self) -> Runs:
-        return without(self._unreached(), self._holes)
+        return without(self._unreached_runs(), self._holes)
 
     def _free_holes_now(self) -> Runs:
-        unreached = self._unreached()
+        unreached = self._unreached_runs()
         return without(unreached, without(unreached, self._holes))
 
-    def _unreached(self) -> Runs:
+    def _unreached_runs(self) -> Runs:
         """What nobody needs, holes too; under the guard."""
         alive = frozenset().union(*(catalogue.ids() for catalogue in self.roots))
         for version in [each for each in self._reach if each not in alive]:
             # Asked once the version is gone from both roots: a reader pins first and looks for it
             # in the root afterwards, so one of the two notices the other.
-            if not self._locks.pinned(version):
+            if not self._locks.is_pinned(version):
                 del self._reach[version]
-        self._strangers = {each for each in self._strangers if self._locks.pinned(each)}
+        self._strangers = {each for each in self._strangers if self._locks.is_pinned(each)}
         strange = [self._strange] if self._strangers else []
         records = [catalogue.record_runs for catalogue in self.roots]
         reached = np.concatenate([EMPTY, *self._reach.values(), *records, *self._held, *strange])
@@ -172,7 +172,7 @@ class FreeSpace:
             free = self._free_now()
             if at_most is None:
                 kept = choose(free, min(page_count(free), kept_pages)) or []
-                given = without(self._unreached(), extents_runs(kept))
+                given = without(self._unreached_runs(), extents_runs(kept))
             else:
                 given = extents_runs(choose(free, min(page_count(free), at_most)) or [])
             # Noted before they are punched: from now on nobody reserves them unfilled.

@@ -312,14 +312,14 @@ class LogWriter:
         return self.log.extent.end - self._tail
 
     @property
-    def used(self) -> Extent:
+    def used_extent(self) -> Extent:
         """The pages with entries."""
         return Extent(self.log.extent.offset, self._tail - self.log.extent.offset)
 
     def cut(self) -> None:
         """Make sure that what counts is durable, and that nothing behind it ever will. Durable on
         return. Raises ``CorruptionError`` and ``MediumError``."""
-        done = [self.used] if self.used.length else []
+        done = [self.used_extent] if self.used_extent.length else []
         if self._last is not None:  # those before it were persisted, or it would not be there
             self._store_again(self._last)
         if self.room:

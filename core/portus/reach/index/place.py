@@ -1,6 +1,6 @@
 """Where a pool is: what a user names, read once, by one parser, wherever it is said.
 
-``Place.named`` reads it at the boundary: the argument of a ``Checkpointer`` or an adapter,
+``Place.parse`` reads it at the boundary: the argument of a ``Checkpointer`` or an adapter,
 ``$PORTUS_POOL``, an option of the command, a line of YAML. From there on a place is a value: it is
 absolute, whatever becomes of the working directory, and nobody asks text again what it is.
 """
@@ -76,7 +76,7 @@ class PlaceClasses:
 
     def load_checkpointer(self) -> Any:
         """Return the class of checkpointers there. Raises ``UsageError`` if there is none."""
-        assert self.checkpointer is not None, "Place.named refuses what nothing is saved to"
+        assert self.checkpointer is not None, "Place.parse refuses what nothing is saved to"
         return _load(self.checkpointer)
 
     def load_home(self) -> Any:
@@ -121,7 +121,7 @@ class Place:
     path: str
 
     @classmethod
-    def named(cls, pool: PlaceName | None, what: str = "pool") -> Place:
+    def parse(cls, pool: PlaceName | None, what: str = "pool") -> Place:
         """The place that a user names: a pool file (it exists, or ends in ``.portus``), a DAX
         device, the address of a storage host, or of several (a list, or with commas between), else
         a pool directory, made later. None: ``$PORTUS_POOL``, else ``.portus`` in the working
@@ -155,7 +155,7 @@ class Place:
     def by_variable(cls) -> Place | None:
         """The place that ``$PORTUS_POOL`` names; None if it is not set, or empty."""
         text = os.environ.get(DIRECTORY_VARIABLE)
-        return cls.named(text, f"${DIRECTORY_VARIABLE}") if text else None
+        return cls.parse(text, f"${DIRECTORY_VARIABLE}") if text else None
 
     @classmethod
     def of_pool(cls, said: Place | None) -> Place | None:

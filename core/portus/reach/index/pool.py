@@ -215,7 +215,7 @@ class PoolWriter(PoolReader):
         ``MediumError``. A poisoned pool stays as it is, and so does one whose medium has all its
         space for good: a device, memory.
         """
-        if not isinstance(self.medium, SparseMedium) or self.medium.poisoned:
+        if not isinstance(self.medium, SparseMedium) or self.medium.is_poisoned:
             return 0
         with self._committing:
             self._settle()
@@ -255,7 +255,7 @@ class PoolWriter(PoolReader):
             for change in changes:
                 self._declare(0 if change.new is None else change.new.features)
             # Under the lock, since a draft builds on the newest root and takes the next number.
-            draft, area, apart = self._drafted(changes)
+            draft, area, apart = self._draft_commit(changes)
             try:
                 draft.place(area[0].offset, apart[0].offset if apart else None, self.medium.size)
                 self.medium.store(area[0].offset, draft.records())
@@ -551,14 +551,14 @@ class PoolWriter(PoolReader):
         return extents
 
     def _full(self, pages: int, why: str) -> str:
-        pinned = self._space.pinned()
+        pinned = self._space.pinned_versions()
         return (
             f"{self.medium.info.name}: {pages * PAGE} more bytes needed, "
             f"{self.free_bytes()} of {self.medium.size} free, {why}"
             + (f"; readers hold versions {pinned}" if pinned else "")
         )
 
-    def _drafted(
+    def _draft_commit(
         self, changes: Sequence[Change]
     ) -> tuple[CommitRecords, list[Extent], list[Extent]]:
         """A draft on the newest root, room for its records, and for their copies if there is any.
@@ -570,7 +570,7 @@ class PoolWriter(PoolReader):
         while True:  # ends: each turn but the last freed space that then stays free
             before = self._roots[0]
             draft = CommitRecords(
-                before, self.superblock.uuid, changes, self._kept(before, changes)
+                before, self.superblock.uuid, changes, self._plan_foundation(before, changes)
             )
             try:
                 area = self.reserve(draft.size, contiguous=True)
@@ -599,7 +599,7 @@ class PoolWriter(PoolReader):
         self._cramped = extents is None
         return extents or []
 
-    def _kept(self, before: Catalogue, changes: Sequence[Change]) -> Foundation:
+    def _plan_foundation(self, before: Catalogue, changes: Sequence[Change]) -> Foundation:
         """What a commit keeps of the catalogue before it, and what it writes afresh."""
         retire = set[int]().union(*(change.retire for change in changes))
         new = [change.new for change in changes if change.new is not None]
@@ -620,9 +620,9 @@ class PoolWriter(PoolReader):
         contents += [each.contents for each in new if isinstance(each.contents, Pointer)]
         wanted = dict.fromkeys(indices.values(), RecordKind.MODEL_INDEX)
         wanted |= dict.fromkeys(contents, RecordKind.CONTENTS)
-        return self._copied(before, models, indices, wanted)
+        return self._add_copies(before, models, indices, wanted)
 
-    def _copied(
+    def _add_copies(
         self,
         before: Catalogue,
         models: Mapping[str, list[VersionEntry]],

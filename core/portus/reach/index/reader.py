@@ -121,7 +121,7 @@ class PoolReader:
         return extents_runs([entry.pointer.extent])
 
     @contextlib.contextmanager
-    def pinned(self, version: int) -> Iterator[VersionEntry]:
+    def pin(self, version: int) -> Iterator[VersionEntry]:
         """Hold a version while it is read: its space is not reused before this ends (V1).
 
         Raises ``StaleError`` if it is not in the pool (any more).

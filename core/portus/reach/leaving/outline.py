@@ -78,7 +78,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
         lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
         places = [each for each in storage_places(found.pickle) if each.storage in lengths]
-        tensors = [OutlinedTensor(e.dotted, "", (), lengths[e.storage]) for e in places]
+        tensors = [OutlinedTensor(e.pattern_path, "", (), lengths[e.storage]) for e in places]
         leaves: list[tuple[str, Any]] = []
     else:
         leaves = leaves_of(state)

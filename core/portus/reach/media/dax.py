@@ -181,7 +181,7 @@ class SpaceMedium:
         return self._size
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """True since a persist failed, or since ``poison``."""
         return bool(self._poison)
 
@@ -366,7 +366,7 @@ class DaxFile(MappedFile):
                 flush(start + offset, length)
             self._cpu.drain()
         except OSError as error:
-            raise self._poisoned("persist", error) from error
+            raise self._poison_after("persist", error) from error
 
     def close_but(self, kept: Sequence[Extent]) -> None:
         """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the

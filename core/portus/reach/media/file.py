@@ -96,7 +96,7 @@ class PlainFile(ReadFile):
         return MediumInfo(self.kind, self.path, SECTOR, self._file_system.volatile, self._writable)
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """True since a persist, or the sync of a growth, failed; or since ``poison``."""
         return bool(self._poison)
 
@@ -115,7 +115,7 @@ class PlainFile(ReadFile):
             try:
                 os.fsync(self._descriptor.number)
             except OSError as error:
-                raise self._poisoned("sync of a growth", error) from error
+                raise self._poison_after("sync of a growth", error) from error
             try:
                 self._reach(size)
             except MediumError:
@@ -155,9 +155,9 @@ class PlainFile(ReadFile):
             # The sync of a file without a name succeeds, but its bytes end with this process.
             gone = self._is_gone()
         except OSError as error:
-            raise self._poisoned("persist", error) from error
+            raise self._poison_after("persist", error) from error
         if gone:
-            raise self._poisoned("persist", OSError(errno.ENOENT, "the file was deleted"))
+            raise self._poison_after("persist", OSError(errno.ENOENT, "the file was deleted"))
 
     def discard(self, ranges: Sequence[Extent]) -> int:
         """Punches holes. The size stays. 0 too where the file system has none."""
@@ -218,9 +218,9 @@ class PlainFile(ReadFile):
     def _check_length(self, end: int) -> None:
         """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
         if end > self._status().st_size:
-            raise self._truncated(end)
+            raise self._truncation(end)
 
-    def _poisoned(self, operation: str, error: OSError) -> MediumError:
+    def _poison_after(self, operation: str, error: OSError) -> MediumError:
         self._poison = (
             f"{self.path}: accepts no more writes: {operation} failed ({error.strerror}), so "
             "bytes stored since the previous persist may be lost; older bytes can still be "
@@ -250,7 +250,7 @@ class PlainFile(ReadFile):
         try:
             os.ftruncate(self._descriptor.number, size)
         except OSError as error:
-            raise self._poisoned("undoing a failed growth", error) from error
+            raise self._poison_after("undoing a failed growth", error) from error
 
     def _write_early(self, offset: int, length: int) -> None:
         """Count stored bytes, and start write-back on the hull of what was stored since the last

@@ -122,7 +122,7 @@ class FileLocks:
                 if _can_lock():
                     self._set(number, _NONE, byte)
 
-    def pinned(self, version: int) -> bool:
+    def is_pinned(self, version: int) -> bool:
         """Takes no lock: a pin that is being made is never in its way."""
         byte, number = _pin_byte(version), self._writer_file.number
         if not _can_lock():
@@ -249,7 +249,7 @@ class ProcessLocks:
             self._pins[version] -= 1
             self._table.pins[version] -= 1
 
-    def pinned(self, version: int) -> bool:
+    def is_pinned(self, version: int) -> bool:
         """Return whether anyone who shares the table pins ``version``."""
         self._check_open()
         return self._table.pins[version] > 0

@@ -55,7 +55,7 @@ class Memory:
         return self._size
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """True since a persist failed, or since ``poison``."""
         return bool(self._poison)
 

@@ -144,7 +144,7 @@ class Locks(Protocol):
     def unpin(self, version: int) -> None:
         """Take one pin back."""
 
-    def pinned(self, version: int) -> bool:
+    def is_pinned(self, version: int) -> bool:
         """True if any process, this one included, pins ``version``. Asked by the writer before
         it reuses space. A pin taken later finds the version gone from the root."""
 

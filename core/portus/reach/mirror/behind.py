@@ -82,18 +82,18 @@ class Behind(ABC):
         """Copy what is not there, until all is. On the thread."""
 
     @abstractmethod
-    def unmirrored(self) -> Sized:
+    def backlog(self) -> Sized:
         """What is not mirrored."""
 
     @abstractmethod
-    def _left(self) -> str:
+    def _describe_backlog(self) -> str:
         """The same in words; empty if all is."""
 
-    def _awaited(self) -> str:
+    def _describe_wait(self) -> str:
         """What the wait at the end is for, in words."""
-        return self._left() or "older versions are to be removed there"
+        return self._describe_backlog() or "older versions are to be removed there"
 
-    def _passed_by(self) -> None:  # noqa: B027
+    def _note_passing(self) -> None:  # noqa: B027
         """A command took the term for a moment: it will be claimed again."""
 
     def wake(self) -> None:
@@ -129,7 +129,7 @@ class Behind(ABC):
             raise
         self.end()
         self._store.close()  # which ends the request that is under way
-        self.ended()
+        self.wait_for_end()
 
     def finish(self, wait_s: float) -> None:
         """Nothing is committed any more: wait until all is mirrored, ``wait_s`` seconds at most."""
@@ -140,24 +140,24 @@ class Behind(ABC):
             self._wait_for(self._thread, wait_s)
 
     def end(self) -> None:
-        """End what is under way, once the store is closed. ``ended`` is to be called then."""
+        """End what is under way, once the store is closed. Call ``wait_for_end`` then."""
         with self._changed:
             self._closing = self._ended = True
             if self._copying is not None:
                 self._copying.set()
             self._changed.notify_all()
 
-    def ended(self) -> None:
+    def wait_for_end(self) -> None:
         """Return when the thread is over; say what is not mirrored."""
         if self._thread is not None:
             self._thread.join()
-        left = self._left()
+        left = self._describe_backlog()
         if left:
             _log.error("portus: the mirror is behind: %s. %s", left, self._failure)
 
     def _wait_for(self, thread: Beside, wait_s: float) -> None:
         """Wait until the thread has ended, ``wait_s`` seconds at most, with a bar at a terminal."""
-        until_s, total = time.monotonic() + wait_s, len(self.unmirrored())
+        until_s, total = time.monotonic() + wait_s, len(self.backlog())
         with bar("portus: mirror") as show:
             while thread.is_alive():
                 often_s = _SAY_S if show is None else _SHOW_S
@@ -170,10 +170,10 @@ class Behind(ABC):
     def _say_wait(self, show: Show | None, total: int) -> None:
         if show is None:
             text = "portus: waiting for the mirror, Ctrl-C ends that: %s. %s"
-            _log.warning(text, self._awaited(), self._failure)
+            _log.warning(text, self._describe_wait(), self._failure)
             return
-        copying, left = self._copying, len(self.unmirrored())
-        sent = f", {copying.done >> 20} MiB of the next" if copying else ""
+        copying, left = self._copying, len(self.backlog())
+        sent = f", {copying.bytes_done >> 20} MiB of the next" if copying else ""
         show(max(0, total - left), total, f"{sent}; Ctrl-C ends it. {self._failure}".rstrip())
 
     @contextlib.contextmanager
@@ -216,7 +216,7 @@ class Behind(ABC):
                 if not error.passing:
                     self._fail(error)
                     return
-                self._passed_by()
+                self._note_passing()
                 self._again(0.0)
             except ElsewhereError as error:
                 self._fail(error)

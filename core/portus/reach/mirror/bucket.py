@@ -98,10 +98,10 @@ class Bucket:
                 f"{address}: this needs obstore; pip install 'portus-checkpoint[mirror]'"
             ) from None
         self._obstore: Final = obstore
-        self._store: Final = self._opened(self._patience.retries)
+        self._store: Final = self._open(self._patience.retries)
         # For ``create``: if obstore repeated it after a lost answer, it would find its own object,
         # and report that another writer had won.
-        self._once: Final = self._opened(0)
+        self._once: Final = self._open(0)
         self._calls: Final = _Calls(str(address))
         self._end: Final = weakref.finalize(self, self._calls.close)
 
@@ -167,7 +167,7 @@ class Bucket:
         """Close it as ``Store.close`` does; calls of other threads end with ``TransportError``."""
         self._end()
 
-    def _opened(self, retries: int) -> ObjectStore:
+    def _open(self, retries: int) -> ObjectStore:
         from obstore import store as stores
 
         address, patience = self._address, self._patience
@@ -198,7 +198,7 @@ class Bucket:
                 },
             )
         except self._obstore.exceptions.BaseError as error:
-            failed = self._meant(error, "open", "")
+            failed = self._translate(error, "open", "")
         else:
             return opened
         raise failed
@@ -212,10 +212,10 @@ class Bucket:
         except PortusError:
             raise
         except (self._obstore.exceptions.BaseError, OSError, NotImplementedError) as error:
-            failed = self._meant(error, operation, name)
+            failed = self._translate(error, operation, name)
         raise failed  # here: what obstore said may hold what is not to be shown
 
-    def _meant(self, error: BaseException, operation: str, name: str) -> PortusError:
+    def _translate(self, error: BaseException, operation: str, name: str) -> PortusError:
         waited = self._patience.connect_s, self._patience.request_s
         return translate(error, FailedCall(self._address, operation, name, *waited))
 
@@ -339,7 +339,7 @@ class _Calls:
                 done.set_result(task.result())
 
         with self._guard:
-            loop = self._started()
+            loop = self._start()
             loop.call_soon_threadsafe(begin)
         try:
             concurrent.futures.wait([done])
@@ -364,7 +364,7 @@ class _Calls:
         if thread is not threading.current_thread():  # the garbage collector may be in any
             thread.join()
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> asyncio.AbstractEventLoop:
         if self._is_closed:
             raise UsageError(f"{self._name}: it is closed; open it again")
         if self._loop is None:

@@ -108,10 +108,10 @@ class Copier(Behind):
             self._say(error)
         else:
             # The first write: it shows whether the mirror may be written to at all.
-            self._written()
+            self._begin_writing()
         self.wake()
 
-    def _written(self) -> None:
+    def _begin_writing(self) -> None:
         """The first write to the mirror. Raises ``UsageError`` if that is not allowed. If the store
         does not answer, or is full, the thread tries again."""
         try:
@@ -179,14 +179,14 @@ class Copier(Behind):
                 self._collecting.set()  # the next run does that
         super().finish(wait_s)
 
-    def unmirrored(self) -> list[VersionInfo]:
+    def backlog(self) -> list[VersionInfo]:
         """The versions of the pool that are not mirrored, oldest commit first."""
         there = {each.token for each in self._mirror.state.versions}
         return [each for each in self._joined.infos() if each.token not in there]
 
-    def _left(self) -> str:
+    def _describe_backlog(self) -> str:
         """What is not mirrored, in words; nothing if all is."""
-        left = self.unmirrored()
+        left = self.backlog()
         if not left:
             return ""
         return (
@@ -200,7 +200,7 @@ class Copier(Behind):
         with self._turn:
             self._mirror_all()
 
-    def _passed_by(self) -> None:
+    def _note_passing(self) -> None:
         self._joined.since = self._joined.writer.catalogue().root.sequence
 
     def _mirror_all(self) -> None:
@@ -228,7 +228,7 @@ class Copier(Behind):
         now_s, stop = time.monotonic(), Stop()
         with self._changed:
             if self._collected_s is None:
-                self._collected_s = self._collected_before(now_s)
+                self._collected_s = self._last_collection_s(now_s)
             is_due = self._collected_s is None or now_s - self._collected_s >= _COLLECT_S
             # Whoever waits for the end does not wait for this; the next run does it.
             if self._closing or not is_due:
@@ -254,7 +254,7 @@ class Copier(Behind):
         # Also after a failure: without the right to delete, a try a day is enough.
         self._collected_s = now_s
 
-    def _collected_before(self, now_s: float) -> float | None:
+    def _last_collection_s(self, now_s: float) -> float | None:
         """When the log says that it was done last, as ``time.monotonic`` counts; None for more than
         a day ago, for never, and for a time to come: of two clocks one is wrong."""
         age_s = (time.time_ns() - self._mirror.state.collected_ns) / 1e9

@@ -85,7 +85,7 @@ def fill(
     done = []
     for each in wanted:
         try:
-            with mirror.opened(each) as opened:
+            with mirror.open_version(each) as opened:
                 fetch_version(opened, writer, advanced)
             done.append(each)
         except CorruptionError as error:
@@ -271,7 +271,7 @@ class _Arrival:
         place = address[target.row] + np.cumsum(target.length) - target.length - first[target.row]
         # A call of the medium for each small piece would cost more than to copy them together.
         if len(target) * _SMALL > target.size:
-            self._compare(rows, copy(medium, target.laid(place), self._stop))
+            self._compare(rows, copy(medium, target.sources_at(place), self._stop))
             return
         columns = (target.offset, place, target.length)
         for offset, at, size in zip(*(each.tolist() for each in columns), strict=True):

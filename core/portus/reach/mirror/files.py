@@ -52,7 +52,7 @@ class UploadedFile:
     is_same: Callable[[], bool]
 
     @classmethod
-    def opened(cls, number: int, path: str, time_ns: int) -> UploadedFile:
+    def from_descriptor(cls, number: int, path: str, time_ns: int) -> UploadedFile:
         """Return the open file ``number``, which nobody else writes to."""
         size = os.fstat(number).st_size
         return cls(

@@ -70,17 +70,17 @@ class Folder:
         self.put_stream(name, [data], len(data))
 
     def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
-        with self._translated():
+        with self._translate_errors():
             target = self._path(name)
-            with self._written(parts) as partial:
+            with self._write_partial(parts) as partial:
                 self._make_safe(os.path.dirname(target))
                 self._files.replace(partial, target)
                 self._files.sync(os.path.dirname(target))
 
     def create(self, name: str, data: bytes) -> bool:
-        with self._translated():
+        with self._translate_errors():
             target = self._path(name)
-            with self._written([data]) as partial:
+            with self._write_partial([data]) as partial:
                 self._make_safe(os.path.dirname(target))
                 is_ours = self._link(partial, target)
                 # Also if another writer won: it may have died before its sync.
@@ -88,7 +88,7 @@ class Folder:
                 return is_ours
 
     def get(self, name: str) -> bytes:
-        with self._translated(), self._opened(name) as (path, number):
+        with self._translate_errors(), self._open(name) as (path, number):
             data = bytearray(os.fstat(number).st_size)
             if self._fill(path, number, 0, memoryview(data)) < len(data):
                 raise TransportError(f"{path}: it became shorter while it was read; read it again")
@@ -96,7 +96,7 @@ class Folder:
 
     def get_range(self, name: str, start: int, into: memoryview) -> None:
         view = writable_bytes(into, start, self)
-        with self._translated(), self._opened(name) as (path, number):
+        with self._translate_errors(), self._open(name) as (path, number):
             found = self._fill(path, number, start, view)
         if found < len(view):
             raise short(f"{self}: {name}", start, len(view), found)
@@ -105,11 +105,11 @@ class Folder:
         self._check_open()
         below = check_prefix(prefix, self)
         directory = os.path.join(self._root, below) if below else self._root
-        with self._translated():
+        with self._translate_errors():
             yield from self._walk(directory, prefix, after)
 
     def delete(self, names: Sequence[str]) -> None:
-        with self._translated():
+        with self._translate_errors():
             paths = [self._path(name) for name in names]
             for path in paths:
                 with _absent_is_fine():
@@ -123,7 +123,7 @@ class Folder:
 
     def check_writable(self) -> None:
         """Raise what ``create`` would meet here. Makes the directory, and leaves nothing in it."""
-        with self._translated(), self._written([]) as partial:
+        with self._translate_errors(), self._write_partial([]) as partial:
             linked = f"{partial}-linked"
             try:
                 self._link(partial, linked)
@@ -131,7 +131,7 @@ class Folder:
                 self._files.remove(linked)
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """What became of a call of the system, in the words of a store."""
         try:
             yield
@@ -154,7 +154,7 @@ class Folder:
         return os.path.join(self._root, check_name(name, self))
 
     @contextlib.contextmanager
-    def _written(self, parts: Iterable[bytes]) -> Iterator[str]:
+    def _write_partial(self, parts: Iterable[bytes]) -> Iterator[str]:
         """A file of ``parts``, synced, under a name that is gone at the end."""
         home = os.path.join(self._root, PARTIAL)
         is_first = home not in self._safe
@@ -220,7 +220,7 @@ class Folder:
                 self._files.remove(path)
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[str, int]]:
+    def _open(self, name: str) -> Iterator[tuple[str, int]]:
         path = self._path(name)
         try:
             number = os.open(path, os.O_RDONLY)

@@ -85,7 +85,7 @@ class HostStore:
     def delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), said.LISTED_MAX):
             some = names[start : start + said.LISTED_MAX]
-            self._ask(said.Delete([self._named(name) for name in some]))
+            self._ask(said.Delete([self._full_name(name) for name in some]))
 
     def close(self) -> None:
         with self._guard:
@@ -104,26 +104,26 @@ class HostStore:
                 f"{self._address}: {name} has {len(data)} bytes; an object on a storage host has "
                 f"{said.OBJECT_SIZE_MAX} at most: mirror a state of so many tensors to a bucket"
             )
-        answer = self._ask(said.Put(self._named(name), fresh, data))
+        answer = self._ask(said.Put(self._full_name(name), fresh, data))
         if not isinstance(answer, said.Placed):
             raise error_of(answer)
         return answer.made
 
     def _got(self, name: str, start: int, length: int) -> bytes:
         try:
-            answer = self._ask(said.Get(self._named(name), start, length))
+            answer = self._ask(said.Get(self._full_name(name), start, length))
         except StaleError as error:
             raise MissingError(f"{self._address}: there is no {name}") from error
         if not isinstance(answer, said.Object):
             raise error_of(answer)
         return answer.data
 
-    def _named(self, name: str) -> str:
+    def _full_name(self, name: str) -> str:
         return self._prefix + check_name(name, self._address)
 
     def _ask(self, message: Said) -> Said:
-        links = self._connected()
-        with links.borrowed() as link, self._using(link):
+        links = self._connect()
+        with links.lend() as link, self._using(link):
             answer = link.ask(message, self._answer_s)
         if isinstance(answer, said.Refused):
             raise error_of(answer)
@@ -142,7 +142,7 @@ class HostStore:
             with self._guard:
                 self._used.discard(link)
 
-    def _connected(self) -> Links:
+    def _connect(self) -> Links:
         with self._guard:
             if self._closed:
                 raise UsageError(f"{self._address}: this store is closed")

@@ -83,7 +83,7 @@ class Leader(Copier):
             self._store.close()
             raise
 
-    def told(self, token: bytes) -> None:
+    def wait_until_logged(self, token: bytes) -> None:
         """Return when the version of that token is in the log; of 16 zeros: when the term is this
         one's. Raises ``StaleError`` if it never will be, ``TransportError`` if it is not there yet
         though that was tried, or took too long."""

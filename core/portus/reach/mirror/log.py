@@ -100,7 +100,7 @@ class MirrorLog:
         """What is known of it. Others may have appended since."""
 
     @property
-    def known(self) -> KnownLog | None:
+    def last_known(self) -> KnownLog | None:
         """What it said when it was read or claimed last; None if it never was."""
         return self._known
 
@@ -117,7 +117,7 @@ class MirrorLog:
     def require(self) -> None:
         """Raise ``SupersededError`` unless this writer has the term, as far as it knows."""
         if self._term is None:
-            raise self._superseded()
+            raise self._superseded_error()
 
     def read(self) -> Steps[State]:
         """What it says now. Entries that are damaged are passed over, with an error in the log.
@@ -174,9 +174,9 @@ class MirrorLog:
             # An entry in this place is no defeat by itself: it may be one that does not count.
             if self.state.term != self._term or self.state.writer != entry.writer:
                 self._term = None
-                raise self._superseded()
+                raise self._superseded_error()
 
-    def _superseded(self) -> SupersededError:
+    def _superseded_error(self) -> SupersededError:
         state = self.state
         what = "was passing by" if state.passing else "goes on with it"
         return SupersededError(
@@ -250,7 +250,7 @@ class MirrorLog:
             data = yield from get(entry_name(state.number + 1))
             if data is None:
                 return KnownLog(state, lost)
-            found = self._decoded(state.number + 1, data)
+            found = self._decode(state.number + 1, data)
             lost += found is None
             state = fold(state, state.number + 1, found)
         return None
@@ -273,7 +273,7 @@ class MirrorLog:
             numbers = range(max(first, 1), after)
             found = yield from get_all([entry_name(number) for number in numbers])
             for number, data in zip(numbers, found, strict=True):
-                entries[number] = self._decoded(number, data)
+                entries[number] = self._decode(number, data)
             whole = entries.get(first)
             if whole is not None and whole.state is not None:
                 state = whole.state
@@ -285,7 +285,7 @@ class MirrorLog:
             state = fold(state, number, entries[number])
         return state, lost
 
-    def _decoded(self, number: int, data: bytes | None) -> LogEntry | None:
+    def _decode(self, number: int, data: bytes | None) -> LogEntry | None:
         """None for one that is damaged."""
         try:
             if data is None:

@@ -87,7 +87,7 @@ class OpenMirrored:
 
 class Mirror:
     """See the module. Whoever made the store closes it. One thread at a time, but for ``read`` and
-    ``opened``; an object that reads may be another one than the object that writes.
+    ``open_version``; an object that reads may be another one than the object that writes.
 
     All raise what the store raises, and ``UsageError`` if the mirror needs a key, or a newer Portus
     wrote it.
@@ -130,7 +130,7 @@ class Mirror:
         are passed over, with an error in the log of Python."""
         log = MirrorLog(self.model, self._seal, self._known, self._newest)
         state = self._perform(log.read())
-        self._known = log.known
+        self._known = log.last_known
         return state
 
     def claim(
@@ -153,7 +153,7 @@ class Mirror:
         claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
         writer = os.urandom(WRITER_SIZE)
         state = self._perform(self._writer.claim(claimed, writer, self._known, time.time_ns(), at))
-        self._known = self._writer.log.known
+        self._known = self._writer.log.last_known
         return state
 
     def copy(
@@ -177,7 +177,7 @@ class Mirror:
         shelf. Whatever it raises,
         the same call may be made again; what arrived is not sent again.
         """
-        with reader.pinned(version) as entry:
+        with reader.pin(version) as entry:
             source = _Source(reader, unchanging(reader.record(entry)), stop)
             try:
                 wanted = source.version(in_pieces=not isinstance(self._store, FileStore))
@@ -202,9 +202,9 @@ class Mirror:
         manifest cannot be read. Whatever it raises, the next call does the rest."""
         return self._perform(self._writer.collect(grace_s, time.time_ns()), stop=stop)
 
-    def unneeded(self, grace_s: float = GRACE_S) -> Freed:
+    def find_unneeded(self, grace_s: float = GRACE_S) -> Freed:
         """What ``collect`` would delete now; takes no term. Raises as it."""
-        return self._perform(self._writer.unneeded(grace_s))
+        return self._perform(self._writer.find_unneeded(grace_s))
 
     def manifest(self, added: Added) -> Mirrored:
         """What is mirrored of a version, and where. Raises ``CorruptionError``, or ``StaleError``
@@ -213,7 +213,7 @@ class Mirror:
             return self._perform(read_manifest(self._seal, self.model, added.manifest))
 
     @contextlib.contextmanager
-    def opened(self, added: Added) -> Iterator[OpenMirrored]:
+    def open_version(self, added: Added) -> Iterator[OpenMirrored]:
         """Open the files of a version for reading. Raises as ``manifest``, and so do their
         loads."""
         version = self.manifest(added)
@@ -234,10 +234,10 @@ class Mirror:
 
     def suspects(self) -> list[Added]:
         """The versions that lack an object, or whose manifest is damaged: by lists, and a read of
-        each manifest. ``damaged`` tells for sure."""
+        each manifest. ``find_damage`` tells for sure."""
         return self._perform(self._writer.suspects())
 
-    def damaged(self, added: Added, stop: Stop) -> frozenset[str]:
+    def find_damage(self, added: Added, stop: Stop) -> frozenset[str]:
         """The objects of a version that are not there as they were sent; for ``copy``. Reads all of
         it. Raises as ``manifest``, and ``StoppedError``."""
 
@@ -266,7 +266,7 @@ class Mirror:
         """Send again what of a version is not there as it was sent, from a pool that has the same
         one by its id; how many objects. Raises as ``copy``."""
         try:
-            damaged = self.damaged(added, stop)
+            damaged = self.find_damage(added, stop)
         except CorruptionError:
             damaged = frozenset()  # it is the manifest: all of it is sent
         else:
@@ -333,7 +333,7 @@ class Mirror:
             self._store.delete([self._prefix + name for name in request.names])
             return None
         assert isinstance(request, ListObjects)
-        return self._listed(request.prefix)
+        return self._list(request.prefix)
 
     def _get(self, name: str) -> bytes | None:
         try:
@@ -341,7 +341,7 @@ class Mirror:
         except MissingError:
             return None
 
-    def _listed(self, prefix: str) -> Iterator[ListedObject]:
+    def _list(self, prefix: str) -> Iterator[ListedObject]:
         for each in self._store.list(self._prefix + prefix):
             yield ListedObject(each.name.removeprefix(self._prefix), each.size, each.modified)
 

@@ -89,7 +89,7 @@ class ObjectFile(ReadOnlyMedium):
         return self.file.size
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """False: nobody stores to it."""
         return False
 
@@ -105,7 +105,7 @@ class ObjectFile(ReadOnlyMedium):
             [
                 (start, min(start + UNIT, begin + size))
                 for begin, size in ranges
-                if self._kept_at(begin) is None
+                if self._range_at(begin) is None
                 for start in range(begin, begin + size, UNIT)
             ],
         )
@@ -168,12 +168,12 @@ class ObjectFile(ReadOnlyMedium):
         if self._ahead is not None:
             self._ahead.close()
 
-    def _refused(self) -> MediumError:
+    def _refusal(self) -> MediumError:
         return MediumError(errno.EROFS, f"{self._name}: a mirror is written by its writer alone")
 
     def _expect(self, segments: Segments) -> None:
         """Have these segments read ahead, unless they are."""
-        offsets = [each for each in segments.offset.tolist() if self._kept_at(each) is None]
+        offsets = [each for each in segments.offset.tolist() if self._range_at(each) is None]
         if offsets and (self._ahead is None or not all(map(self._ahead.has, offsets))):
             self.announce(segments.offset, segments.length)
 
@@ -187,7 +187,7 @@ class ObjectFile(ReadOnlyMedium):
 
     def _take(self, offset: int, view: memoryview) -> int:
         """Fill the beginning of ``view`` from ``offset``; how many bytes."""
-        kept = self._kept_at(offset)
+        kept = self._range_at(offset)
         if kept is not None:
             if kept not in self._bytes:
                 self._read_kept()
@@ -200,7 +200,7 @@ class ObjectFile(ReadOnlyMedium):
             self.read(offset, view)
         return taken or len(view)
 
-    def _kept_at(self, offset: int) -> _Range | None:
+    def _range_at(self, offset: int) -> _Range | None:
         """What is read at once and has that byte."""
         before = bisect.bisect(self._kept, (offset, self.size)) - 1
         found = self._kept[before] if before >= 0 else (0, 0)
@@ -226,7 +226,7 @@ class _Ahead:
         self._order: Final = sorted((each, number) for number, each in enumerate(ranges))
         self._free: Final[list[memoryview]] = []
         """Memory to use again."""
-        self._arriving: Final = abreast(self._arrived, ranges, _count(ranges))
+        self._arriving: Final = abreast(self._fetch, ranges, _count(ranges))
         self._now = -1
         """The number of the range that arrived last."""
         self._data = memoryview(b"")
@@ -261,7 +261,7 @@ class _Ahead:
         (start, end), number = self._order[before] if before >= 0 else ((0, 0), -1)
         return number if start <= offset < end else -1
 
-    def _arrived(self, part: _Range) -> memoryview:
+    def _fetch(self, part: _Range) -> memoryview:
         try:
             room = self._free.pop()
         except IndexError:

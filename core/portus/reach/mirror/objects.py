@@ -446,28 +446,28 @@ class Seal:
 
     def entry(self, number: int, entry: LogEntry) -> bytes:
         """The object that says ``entry``."""
-        return self._sealed(ObjectKind.ENTRY, entry_name(number), _encoder.encode(entry))
+        return self._wrap(ObjectKind.ENTRY, entry_name(number), _encoder.encode(entry))
 
     def manifest(self, manifest: Manifest, writer: bytes, epoch: int) -> tuple[str, bytes]:
         """The object that says ``manifest``, and its name in its folder."""
         payload = _encoder.encode(manifest)
         name = content_name(digest(payload), HEADER.size + len(payload), writer, epoch)
-        return name, self._sealed(ObjectKind.MANIFEST, MANIFESTS + name, payload)
+        return name, self._wrap(ObjectKind.MANIFEST, MANIFESTS + name, payload)
 
     def read_entry(self, number: int, data: bytes, model: str | None = None) -> LogEntry:
         """The reverse. model: of which it has to be, if that is known. Raises ``CorruptionError``;
         ``UsageError`` if a newer Portus wrote it, or if it needs a key."""
         name = entry_name(number)
-        entry = _decode_body(_entries, self._opened(ObjectKind.ENTRY, name, data), name)
+        entry = _decode_body(_entries, self._unwrap(ObjectKind.ENTRY, name, data), name)
         return _of_model(entry, model, name)
 
     def read_manifest(self, name: str, data: bytes, model: str) -> Manifest:
         """The reverse. Raises as ``read_entry``; of the columns nothing is checked."""
         where = MANIFESTS + name
-        manifest = _decode_body(_manifests, self._opened(ObjectKind.MANIFEST, where, data), where)
+        manifest = _decode_body(_manifests, self._unwrap(ObjectKind.MANIFEST, where, data), where)
         return _of_model(manifest, model, where)
 
-    def _sealed(self, kind: ObjectKind, name: str, payload: bytes) -> bytes:
+    def _wrap(self, kind: ObjectKind, name: str, payload: bytes) -> bytes:
         blank = HEADER.pack(
             magic=MAGIC,
             format_version=FORMAT_VERSION,
@@ -478,7 +478,7 @@ class Seal:
         start = blank[:-_SEAL_SIZE]
         return start + self._digest(name, start, payload) + payload
 
-    def _opened(self, kind: ObjectKind, name: str, data: bytes) -> bytes:
+    def _unwrap(self, kind: ObjectKind, name: str, data: bytes) -> bytes:
         row = HEADER.unpack(data)
         if row["magic"] != MAGIC:
             raise CorruptionError(f"{name}: expected an object of a mirror, found {data[:8]!r}")

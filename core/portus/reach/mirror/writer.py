@@ -147,7 +147,9 @@ class Writer:
         if before is not None:
             manifest = yield from self._manifest_of(before)
             known = {} if manifest is None else manifest.objects()
-        wanted = [self._wanted(version, number, known) for number in range(len(version.files))]
+        wanted = [
+            self._wanted_objects(version, number, known) for number in range(len(version.files))
+        ]
         objects = {key: each for file in wanted for key, each in file}
         for each in objects.values():
             if each.name in (damaged or ()):
@@ -186,14 +188,14 @@ class Writer:
         # By the store's clock: a wrong clock of this machine must not delete anything.
         now, number = yield from self._times(grace_s)
         # Listed before the entry, so nothing that is put after it can be in the list (M3).
-        entries = yield from self._listed_before(now - grace_s)
+        entries = yield from self._list_before(now - grace_s)
         old = [each.manifest for each in self.state.gone if each.number <= number]
         # M3: after it was listed. So it may not be taken for the entry of a call before, which was
         # given up and may be there.
         self._collected_ns = max(time_ns, self._collected_ns + 1)
         said = Collected(tuple(old[:FACTS_MAX]), self._collected_ns)
         state = yield from self.log.append((said,))
-        named = yield from self._named(state)
+        named = yield from self._needed_objects(state)
         unneeded = [each for each in entries if each.name not in named]
         if unneeded:
             yield from self._rely_on(state)
@@ -203,13 +205,13 @@ class Writer:
             yield DeleteObjects(names[start : start + _DELETED_MAX])
         return Freed(len(names), sum(each.size for each in unneeded))
 
-    def unneeded(self, grace_s: float = GRACE_S) -> Steps[Freed]:
+    def find_unneeded(self, grace_s: float = GRACE_S) -> Steps[Freed]:
         """What ``collect`` would delete now. Takes no term, and changes nothing. Raises as it."""
         now, number = yield from self._times(grace_s)
-        entries = yield from self._listed_before(now - grace_s)
+        entries = yield from self._list_before(now - grace_s)
         state = yield from self.log.read()
         gone = tuple(each for each in state.gone if each.number > number)
-        named = yield from self._named(replace(state, gone=gone))
+        named = yield from self._needed_objects(replace(state, gone=gone))
         found = [each.size for each in entries if each.name not in named]
         return Freed(len(found), sum(found))
 
@@ -232,7 +234,7 @@ class Writer:
                     found.append(added)
         return found
 
-    def _wanted(
+    def _wanted_objects(
         self, version: Version, number: int, known: Mapping[Key, FileObject]
     ) -> list[tuple[Key, WantedObject]]:
         """The objects of a file. known: of them, what is there."""
@@ -294,14 +296,14 @@ class Writer:
                     return now, number
         return now, 0
 
-    def _listed_before(self, before: float) -> Steps[list[ListedObject]]:
+    def _list_before(self, before: float) -> Steps[list[ListedObject]]:
         found = []
         for folder in (PIECES, MANIFESTS, VERSIONS):
             entries = yield from list_objects(folder)
             found += [each for each in entries if each.modified <= before]
         return found
 
-    def _named(self, state: State) -> Steps[set[str]]:
+    def _needed_objects(self, state: State) -> Steps[set[str]]:
         """The objects that versions need, and those that readers may need."""
         kept = [each.manifest for each in state.versions]
         gone = [each.manifest for each in state.gone]

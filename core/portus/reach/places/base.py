@@ -169,12 +169,12 @@ class StoredCheckpoint(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def opened(self) -> AbstractContextManager[OpenCheckpoint]:
+    def open(self) -> AbstractContextManager[OpenCheckpoint]:
         """Open it for reading. Raises ``CorruptionError``, ``MediumError``, ``StaleError``."""
 
     def table(self) -> FileTable | None:
         """Return the files that it has, if that is known without a download; None if it has none.
-        Raises as ``opened``."""
+        Raises as ``open``."""
         return None
 
     def unique(self) -> int | None:
@@ -224,12 +224,12 @@ class OpenPlace(abc.ABC):
     @contextmanager
     def open(self, name: str) -> Iterator[OpenCheckpoint]:
         """Open the newest checkpoint of that name for reading."""
-        with self._named(name)[-1].opened() as opened:
+        with self._find(name)[-1].open() as opened:
             yield opened
 
     def remove(self, name: str) -> None:
         """Remove the checkpoints of that name, durably."""
-        with self.removal(self._named(name)) as act:
+        with self.removal(self._find(name)) as act:
             act()
 
     @abc.abstractmethod
@@ -258,7 +258,7 @@ class OpenPlace(abc.ABC):
     def close(self) -> None:
         """Let go of the place. A second call does nothing."""
 
-    def _named(self, name: str) -> Sequence[StoredCheckpoint]:
+    def _find(self, name: str) -> Sequence[StoredCheckpoint]:
         found = [each for each in self.list() if each.name == name]
         if not found:
             raise UsageError(f"{self.place}: there is no checkpoint {name!r}")

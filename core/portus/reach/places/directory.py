@@ -88,7 +88,7 @@ class StoredFile(StoredCheckpoint):
         return "" if its is None else f"{its.model}@{its.step} in {its.pool_path}"
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[OpenDiskFile]:
+    def open(self) -> Iterator[OpenDiskFile]:
         with opened_file(self.path, as_torch=False) as file:
             yield OpenDiskFile(self.path, file)
 
@@ -151,10 +151,10 @@ class DirectoryPlace(OpenPlace):
     def list(
         self, model: str | None = None, skipped: dict[str, PortusError] | None = None
     ) -> list[StoredCheckpoint]:
-        found = [] if model else list(self.found())
+        found = [] if model else list(self.find_files())
         return sorted(found, key=lambda each: (each.info.time_ns, each.path))
 
-    def found(self) -> Iterator[StoredFile]:
+    def find_files(self) -> Iterator[StoredFile]:
         """Yield the files, in the order of their paths. Raises ``MediumError``."""
         if not os.path.isdir(self.place.path):
             yield StoredFile(self.place, self.place.path)
@@ -183,7 +183,7 @@ class DirectoryPlace(OpenPlace):
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
         # One for all files: many small ones are as much to read as a large one.
         reading = None if pace.bytes_per_s is None else Pace(pace.bytes_per_s)
-        for each in self.found() if chosen is None else chosen:
+        for each in self.find_files() if chosen is None else chosen:
             assert isinstance(each, StoredFile)
             title = os.path.basename(each.path)
             yield Check(each.path, title, partial(each.check, reading), each)
@@ -208,7 +208,7 @@ def _leftovers(directory: str) -> Garbage:
     """Return what processes that ended left in a directory."""
     folder = HiddenFolder(Linux(), directory)
     try:
-        left = [name for names in folder.abandoned() for name in names]
+        left = [name for names in folder.abandoned_saves() for name in names]
         paths = [os.path.join(directory, FOLDER, name) for name in left]
         sizes = [os.lstat(path).st_size for path in paths if os.path.lexists(path)]
         return Garbage(pieces=len(sizes), freed=sum(sizes))

@@ -31,7 +31,7 @@ class HostPlace(PoolPlace):
             yield host
             host.give_back()
 
-    def taken(self) -> int:
+    def disk_bytes(self) -> int:
         return self._host.standing().taken
 
     @property
@@ -43,7 +43,7 @@ class HostPlace(PoolPlace):
     def _is_young(self, info: VersionInfo) -> bool:
         return info.time_ns > time.time_ns() - int(YOUNG_S * 1e9)
 
-    def _collected(self, options: GarbageOptions, found: Garbage) -> Garbage:
+    def _collect(self, options: GarbageOptions, found: Garbage) -> Garbage:
         with contextlib.closing(HostPool(self.place.path)) as host:
             host.retire(self._still_gone(host, found.gone, options.missing))
             return Garbage(gone=found.gone, freed=host.give_back())
@@ -52,8 +52,8 @@ class HostPlace(PoolPlace):
     def _durable(self) -> int:
         return len(self.place.address.each)
 
-    def _checked(self, look: CheckOptions) -> Sequence[Finding]:
+    def _check(self, look: CheckOptions) -> Sequence[Finding]:
         return check_medium(self.reader.medium, self.reader.locks, look)
 
-    def _scrubbed(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
+    def _scrub(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
         return scrub(self.reader, bytes_per_s, look)

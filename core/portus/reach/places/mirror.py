@@ -71,8 +71,8 @@ class MirroredVersion(StoredCheckpoint):
         self._added: Final = added
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[OpenObjects]:
-        with self._mirror.opened(self._added) as opened:
+    def open(self) -> Iterator[OpenObjects]:
+        with self._mirror.open_version(self._added) as opened:
             yield OpenObjects(opened.files())
 
     def check(self, verdict: Verdict, progress: Progress) -> None:
@@ -107,7 +107,7 @@ class MirroredFile(StoredCheckpoint):
         return {"object": self.filed.name, "digest": self.filed.digest.hex()}
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[OpenObjects]:
+    def open(self) -> Iterator[OpenObjects]:
         with contextlib.closing(self._files.open(self.filed)) as file:
             yield OpenObjects({os.path.basename(self.filed.path): file})
 
@@ -219,7 +219,7 @@ class MirrorPlace(OpenPlace):
             yield Collection(
                 self.place.path,
                 model,
-                lambda mirror=mirror: _garbage(mirror.unneeded()),  # type: ignore[misc]
+                lambda mirror=mirror: _garbage(mirror.find_unneeded()),  # type: ignore[misc]
                 partial(_collect, mirror),
             )
 

@@ -23,7 +23,7 @@ def place_named(text: str, what: str, *, mirrors: bool = True) -> Place:
     """Return the place that a user names. what: where it was said. mirrors: whether a mirror will
     do. Raises ``UsageError``."""
     if not is_store(text):
-        return Place.named(text, what)
+        return Place.parse(text, what)
     address = parse(text, what)
     if not mirrors:
         raise UsageError(

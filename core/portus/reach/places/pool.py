@@ -64,7 +64,7 @@ class PoolVersion(StoredCheckpoint):
         self._pool: Final = pool
         self._entry: Final = entry
 
-    def opened(self) -> contextlib.AbstractContextManager[OpenVersion]:
+    def open(self) -> contextlib.AbstractContextManager[OpenVersion]:
         return open_version(self._pool.reader, self._entry)
 
     def table(self) -> FileTable | None:
@@ -106,7 +106,7 @@ class PoolPlace(OpenPlace):
         medium = self.reader.medium
         return Usage(
             size=medium.size,
-            on_disk=self.taken(),
+            on_disk=self.disk_bytes(),
             kept=self.reader.kept_bytes(),
             uuid=self.reader.superblock.uuid.hex(),
             failure=read_failure(medium),
@@ -169,9 +169,9 @@ class PoolPlace(OpenPlace):
 
             look = CheckOptions(progress=progress, only=only)
             if pace.bytes_per_s is None:
-                verdict.findings = self._checked(look)
+                verdict.findings = self._check(look)
             else:
-                verdict.findings = self._scrubbed(pace.bytes_per_s, replace(look, told=tell))
+                verdict.findings = self._scrub(pace.bytes_per_s, replace(look, told=tell))
             verdict.versions = len(ids)
             with contextlib.suppress(CorruptionError):
                 verdict.removed = len(ids - self.reader.catalogue().ids())
@@ -180,7 +180,7 @@ class PoolPlace(OpenPlace):
 
     def collections(self, options: GarbageOptions) -> Iterator[Collection]:
         yield Collection(
-            self.place.path, "", lambda: self._garbage(options), partial(self._collected, options)
+            self.place.path, "", lambda: self._garbage(options), partial(self._collect, options)
         )
 
     def journals(self, links: str | None) -> Sequence[str]:
@@ -190,14 +190,14 @@ class PoolPlace(OpenPlace):
         gone = self._without_pointers(self.reader, options.missing)
         ids = {info.id for info in gone}
         is_removed = options.empty and self._is_file and self.reader.catalogue().ids() == ids
-        freed = self.taken() if is_removed else self._unneeded(ids)
+        freed = self.disk_bytes() if is_removed else self._reclaimable_bytes(ids)
         return Garbage(gone=gone, is_removed=is_removed, freed=freed)
 
-    def _unneeded(self, gone: AnyCollection[int]) -> int:
+    def _reclaimable_bytes(self, gone: AnyCollection[int]) -> int:
         """Return about how many of the bytes that a pool takes of its file system would be given
         back without the versions ``gone``. Not known here: what readers have pinned, and what the
         records of the commit before take; so a few pages are none."""
-        taken, spare = self.taken(), self.reader.spare_bytes()
+        taken, spare = self.disk_bytes(), self.reader.spare_bytes()
         unneeded = taken - self.reader.kept_bytes(gone) - spare
         return unneeded if taken and unneeded > spare else 0
 
@@ -248,7 +248,7 @@ class PoolPlace(OpenPlace):
     def _is_file(self) -> bool:
         return os.path.isfile(self.place.path)
 
-    def _collected(self, options: GarbageOptions, found: Garbage) -> Garbage:
+    def _collect(self, options: GarbageOptions, found: Garbage) -> Garbage:
         """Remove versions, and the pool file if it is empty then; give space back."""
         path = self.place.path
         taken = on_disk(path)
@@ -273,18 +273,18 @@ class PoolPlace(OpenPlace):
         with open_for_writing(self.place.path) as writer:
             yield writer
 
-    def taken(self) -> int:
+    def disk_bytes(self) -> int:
         """Return the bytes that the pool takes of its file system; 0 if it is on none."""
         return on_disk(self.reader.medium.info.name)
 
     def _open(self) -> PoolReader:
         return self._closing.enter_context(contextlib.closing(open_place(self.place)))
 
-    def _checked(self, look: CheckOptions) -> Sequence[Finding]:
+    def _check(self, look: CheckOptions) -> Sequence[Finding]:
         """Check the file itself: a pool whose first pages are damaged has findings, too."""
         return check_file(self.place.path, look)
 
-    def _scrubbed(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
+    def _scrub(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
         return scrub(self.place, bytes_per_s, look)
 
 

@@ -62,7 +62,7 @@ class OpenVersion:
 def open_version(reader: PoolReader, entry: VersionEntry) -> Iterator[OpenVersion]:
     """Yield a version that is pinned meanwhile. Raises ``CorruptionError``, ``MediumError``,
     ``StaleError``."""
-    with reader.pinned(entry.info.id) as current:
+    with reader.pin(entry.info.id) as current:
         record = reader.record(current)
         yield OpenVersion(reader, current, record, table_of(reader, record))
 

@@ -122,7 +122,7 @@ class PoolCheckpointer(Checkpointer):
                 f"load: a pool takes map_location and weights_only, found {sorted(settings)}"
             )
         use = partial(restore.load, names=names, verify=self.settings.verify, **settings)
-        return self._used(step, use)
+        return self._use(step, use)
 
     @calls.entry
     def restore_into(
@@ -145,7 +145,7 @@ class PoolCheckpointer(Checkpointer):
             weights_only=weights_only,
             verify=self.settings.verify,
         )
-        return self._used(step, use)
+        return self._use(step, use)
 
     def versions(self) -> list[VersionInfo]:
         self._check_usable()
@@ -164,7 +164,7 @@ class PoolCheckpointer(Checkpointer):
         return [entry.info for entry in found.versions] if found else []
 
     @calls.mark
-    def _used(self, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]) -> Result:
+    def _use(self, step: int | None, use: Callable[[PoolReader, VersionEntry], Result]) -> Result:
         """What ``use`` gives for a step, or for the newest version that verifies."""
         self._check_usable()
         if not calls.is_nested():

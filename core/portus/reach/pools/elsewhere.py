@@ -24,7 +24,7 @@ def open_pool_of(
 ) -> Iterator[PoolReader]:
     """The pool that an ``Elsewhere`` leads to, for reading; ``pool``: where it is now, if not where
     it was. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for what is no pool."""
-    named = Place.named(place.pool if pool is None else pool, "the pool of tables")
+    named = Place.parse(place.pool if pool is None else pool, "the pool of tables")
     if named.local_pool is None:
         raise UsageError(f"{named}: expected the pool file or the DAX device of tables")
     with contextlib.closing(open_reader(named.path)) as reader:

@@ -124,8 +124,10 @@ class ImageDraft:
             self._crcs[rows] = known.crcs[ranges(first, self._units[indices])]
         return True
 
-    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        return self._draft.stored(storage, offset, length)
+    def read_back(
+        self, storage: Column, offset: Column, length: Column
+    ) -> NDArray[np.uint8] | None:
+        return self._draft.read_back(storage, offset, length)
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         # At the commit: these bytes contain the digests and CRCs of all others.
@@ -196,9 +198,9 @@ class _SummedFeed:
     def units(self) -> Iterator[Iterator[tuple[int, int]]]:
         self.crcs = []
         with self._feed.units() as units:
-            yield self._summed(units)
+            yield self._sum(units)
 
-    def _summed(self, units: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def _sum(self, units: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         for address, length in units:
             columns = np.array([[address], [length]], np.int64)
             self.crcs += sum_sources(Sources.in_memory(columns[0], columns[1])).tolist()

@@ -17,8 +17,8 @@ DEFAULT: Final = "checkpoints"
 def place_of(directory: str | os.PathLike[str] | None) -> Place:
     """Return the place that a user names. Raises ``UsageError``."""
     if directory is None:
-        return Place.by_variable() or Place.named(os.path.abspath(DEFAULT))
-    place = Place.named(directory, "directory")
+        return Place.by_variable() or Place.parse(os.path.abspath(DEFAULT))
+    place = Place.parse(directory, "directory")
     if os.path.isfile(place.path) and not place.path.endswith(SUFFIX):  # no device, nor a host
         with contextlib.suppress(OSError), open(place.path, "rb") as file:
             if file.read(len(MAGIC)) != MAGIC:

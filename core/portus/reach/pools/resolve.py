@@ -67,7 +67,7 @@ class KnownPools:
             if place not in self._allowed:
                 self._allowed.append(place)
 
-    def allowed(self) -> list[Place]:
+    def allowed_places(self) -> list[Place]:
         """What is configured: ``$PORTUS_POOL`` first."""
         variable = Place.by_variable()
         with self._guard:
@@ -86,7 +86,7 @@ def allow(pool: PlaceName) -> None:
 
     A process that saves there, or for which ``$PORTUS_POOL`` names it, need not say so.
     """
-    POOLS.allow(Place.named(pool))
+    POOLS.allow(Place.parse(pool))
 
 
 def load_text(text: str) -> object:
@@ -219,14 +219,14 @@ def _missing(reference: Reference, path: str | None, *, was_found: bool) -> Port
 def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place, bool]]:
     """Where the version may be, and whether that is configured."""
     seen = set()
-    for place in POOLS.allowed():
+    for place in POOLS.allowed_places():
         pools = place.readable
         with contextlib.suppress(UsageError):  # it may have been moved
             pools = pools or pools_at(place)
         for each in pools:
             seen.add(each.path)
             yield each, True
-    hosts = [host for place in POOLS.allowed() for host in place.hosts]
+    hosts = [host for place in POOLS.allowed_places() for host in place.hosts]
     yield from ((host, True) for host in hosts if host.has_replica)
     named = [reference.pool_path]
     # Also by the way from the pointer to the pool: a run may have been moved as a whole.
@@ -249,7 +249,7 @@ def _here(path: str) -> Place | None:
         return None
     is_file = stat.S_ISREG(mode) and path.endswith(SUFFIX)
     is_pool = is_file or (stat.S_ISCHR(mode) and is_device(path))
-    return Place.named(path) if is_pool else None
+    return Place.parse(path) if is_pool else None
 
 
 def _open(place: Place, reference: Reference, has_replica: bool) -> PoolReader:

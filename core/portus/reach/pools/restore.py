@@ -190,7 +190,7 @@ def load_over(
 ) -> object:
     """The state of one version, of which some storages, by their indices, are the memory ``there``:
     the pool's own, which is read and verified, and not filled. Raises as ``load``."""
-    with pool.pinned(entry.info.id) as current:
+    with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
         given = np.array(sorted(there), np.int64)
         # Compared where it is: the tables are the pool's own memory, and nothing is copied.
@@ -227,7 +227,7 @@ def outline_version(
 
     Raises as ``load``.
     """
-    with pool.pinned(entry.info.id) as current:
+    with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
         found = _Outlined(opened, "cpu")
         state = found.outline if keep is None else part_of(found.outline, keep)
@@ -241,7 +241,7 @@ def contents_of(
     that is in it, by key path, without a byte of a storage: a tensor, or an array, as a
     ``TensorSpec``; an array of a dtype that no tensor has as its ``ArrayShape``. Raises as
     ``load``."""
-    with pool.pinned(entry.info.id) as current:
+    with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
         return opened.tensors, [
             (path, as_tensor(path, value) if isinstance(value, StoredArray) else value)
@@ -256,7 +256,7 @@ def verify(
 
     Raises as ``load``.
     """
-    with pool.pinned(entry.info.id) as current:
+    with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
         lengths = opened.record.storages["length"].astype(np.int64)
         for batch in _batches(lengths):
@@ -303,7 +303,7 @@ def restore_into(
             )
             note_loaded(entry.info)
             return Restored(entry.info, missing, unexpected)
-    with pool.pinned(entry.info.id) as current:
+    with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, verify)
         missing, unexpected = restore_over(
             _Outlined(opened, "meta"), state, strict=strict, names=names, rename=rename
@@ -334,7 +334,7 @@ def load_files(
 
 
 def _load(pool: PoolReader, entry: VersionEntry, keep: Matcher | None, verify: bool) -> object:
-    with pool.pinned(entry.info.id) as current:
+    with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, verify)
         state = _assemble(opened, fetch_storages(opened, _storages_of(opened, keep)))
         return state if keep is None else part_of(state, keep)
@@ -358,7 +358,7 @@ class _Outlined:
         rest = np.array([index for index in range(len(blank)) if index not in plain], np.int64)
         opened.fetch_into(rest, np.array([blank[each].data_ptr() for each in rest], np.int64))
         self.outline: Final = _assemble(opened, blank)
-        self.walked: Final = Walked(
+        self.contents: Final = Walked(
             tuple(spec for spec in opened.tensors if spec.storage in plain),
             blank,
             [(path, value) for path, value in leaves(self.outline) if not is_plain(value)],

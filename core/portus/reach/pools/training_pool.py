@@ -107,7 +107,7 @@ class TrainingPool(Destination):
         with self._guard:
             if self._pool is None:
                 self._name, self._number = self._asked_name(), 1
-                home, pool = self._opened()
+                home, pool = self._open()
                 try:
                     self._before = self._newest(pool)
                 except BaseException:
@@ -173,7 +173,7 @@ class TrainingPool(Destination):
         table = FileTable(packed, os.path.dirname(paths[0]) if paths else "")
         return PointerDraft(self, self._home.draft(whole), table, images, files, paths, request)
 
-    def committed(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
+    def note_commit(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(draft, ImageDraft), "drafts are made here"
         self._before, self._steady = draft.committed, steady
 
@@ -266,7 +266,7 @@ class TrainingPool(Destination):
             return None if self._home is None else self._home.journal()
         return None
 
-    def failed(self, save: Save) -> None:
+    def note_failure(self, save: Save) -> None:
         """Put on record, where ``portus ls`` finds it, that a save failed. Raises nothing."""
         if self._home is not None:
             when = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -280,7 +280,7 @@ class TrainingPool(Destination):
             if home is not None:
                 home.close()
 
-    def _opened(self) -> tuple[Home, Pool]:
+    def _open(self) -> tuple[Home, Pool]:
         settings = self._settings
         while True:  # ends: names are counted
             home = home_of(self.place, self.model, settings.max_bytes, settings.durable)

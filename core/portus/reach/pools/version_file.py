@@ -106,7 +106,7 @@ def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
 def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
     """Return the files of a version; None if it is one of something else. Raises
     ``CorruptionError``, ``MediumError``, ``StaleError``."""
-    with reader.pinned(entry.info.id) as current:
+    with reader.pin(entry.info.id) as current:
         return table_of(reader, reader.record(current))
 
 
@@ -126,7 +126,7 @@ def files_opened(
     """The files of a version by their names, or the file ``name`` alone; none if it is a version of
     something else. The version is pinned inside. Raises ``CorruptionError``, also for a file that
     it lacks, ``MediumError``, ``StaleError``."""
-    with reader.pinned(entry.info.id) as current:
+    with reader.pin(entry.info.id) as current:
         record = reader.record(current)
         table = table_of(reader, record)
         if table is None:

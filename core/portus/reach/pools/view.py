@@ -88,7 +88,7 @@ class PoolView:
         with contextlib.ExitStack() as stack:
             self._pools: Final = {
                 each.path: stack.enter_context(contextlib.closing(open_place(each)))
-                for each in pools_at(Place.named(pool))
+                for each in pools_at(Place.parse(pool))
             }
             self._stack: Final = stack.pop_all()
 

@@ -71,12 +71,12 @@ class Connection:
         self._went = xxhash.xxh3_128()
 
     @property
-    def wanted(self) -> int:
+    def wanted_bytes(self) -> int:
         """Bytes to feed next, at most; over 0, unless payload is due."""
         if self._payload_left:
             return 0
         whole = HEADER.size if self._kind is None else self._length
-        return min(whole - self._fed, _FEED_MAX)
+        return min(whole - self._fed_bytes, _FEED_MAX)
 
     @property
     def payload_left(self) -> int:
@@ -91,10 +91,10 @@ class Connection:
     @property
     def body_left(self) -> int:
         """Bytes of a message behind its header that are still to be fed."""
-        return 0 if self._kind is None else self._length - self._fed
+        return 0 if self._kind is None else self._length - self._fed_bytes
 
     @property
-    def _fed(self) -> int:
+    def _fed_bytes(self) -> int:
         return len(self._buffer) + (self._forgotten or 0)
 
     def send(self, message: Said) -> bytes:
@@ -102,7 +102,7 @@ class Connection:
         body = encode(message)
         assert len(body) <= message.kind.body_size_max, f"{message.kind.name}: {len(body)} bytes"
         self._step_local(message.kind)
-        return self._begun(message.kind, len(body)) + body + self._ended(body)
+        return self._begin_frame(message.kind, len(body)) + body + self._end_frame(body)
 
     def send_payload(self, kind: MessageKind, length: int) -> bytes:
         """The header for ``length`` plain bytes, which the caller sends next."""
@@ -110,15 +110,15 @@ class Connection:
         assert 0 < length <= kind.body_size_max
         self._step_local(kind)
         self._owed = length
-        return self._begun(kind, length)
+        return self._begin_frame(kind, length)
 
-    def sent(self, data: bytes | memoryview) -> bytes:
+    def note_sent(self, data: bytes | memoryview) -> bytes:
         """Note that these bytes of payload were sent, and return what to send behind them."""
         assert len(data) <= self._owed
         self._owed -= len(data)
         if self._owed:
             self._went.update(data)
-        return b"" if self._owed else self._ended(data)
+        return b"" if self._owed else self._end_frame(data)
 
     def forget(self) -> None:
         """Keep nothing of the message that is being fed: there is no memory for it. It is ended by
@@ -127,10 +127,10 @@ class Connection:
         self._forgotten = self._forgotten or 0
 
     def feed(self, data: bytes | memoryview) -> Event | Forgotten | None:
-        """Take at most ``wanted`` bytes; what they complete. Raises ``ProtocolError``."""
+        """Take at most ``wanted_bytes`` bytes; what they complete. Raises ``ProtocolError``."""
         if self._broken:
             raise ProtocolError(self._broken)
-        assert len(data) <= self.wanted
+        assert len(data) <= self.wanted_bytes
         self._buffer += data
         try:
             return self._complete()
@@ -157,7 +157,7 @@ class Connection:
                 return Payload(kind, length)
         if self._forgotten is not None:
             self._drop()
-        if self._fed < self._length:
+        if self._fed_bytes < self._length:
             return None
         kind, body, self._kind, self._buffer = self._kind, self._buffer, None, bytearray()
         forgotten, self._forgotten = self._forgotten, None
@@ -212,14 +212,14 @@ class Connection:
         self._came = xxhash.xxh3_128(header)
         return kind, length
 
-    def _begun(self, kind: MessageKind, length: int) -> bytes:
+    def _begin_frame(self, kind: MessageKind, length: int) -> bytes:
         """The header of a frame that is sent."""
         start = _START.pack(length, kind.number)
         header = start + _check(start)
         self._went = xxhash.xxh3_128(header)
         return header
 
-    def _ended(self, data: bytes | memoryview) -> bytes:
+    def _end_frame(self, data: bytes | memoryview) -> bytes:
         """What follows the last bytes of a body that is sent."""
         self._went.update(data)
         return self._went.digest()

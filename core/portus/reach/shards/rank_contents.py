@@ -55,7 +55,7 @@ class RankContents:
         self._owner: Final = [
             each.planned.index.fqn for each in tensors for _ in _pickle(each).storages
         ]
-        self.owned: Final = frozenset(
+        self.owned_storages: Final = frozenset(
             index
             for index, each in enumerate(each for each in tensors for _ in _pickle(each).storages)
             if each.is_copy

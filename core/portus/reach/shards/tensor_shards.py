@@ -44,7 +44,7 @@ class TensorShards:
         self.save = 0
         self._contents: Final = named_tensors(tensors, _metadata(items))
         self.storages: Final[Sequence[torch.UntypedStorage]] = self._contents.storages
-        self.owned: Final = self._contents.owned
+        self.owned_storages: Final = self._contents.owned_storages
         self.lengths: Final[Column] = self._contents.lengths
         self.has_devices: Final = self._contents.has_devices
 

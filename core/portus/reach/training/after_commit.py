@@ -49,7 +49,7 @@ class AfterCommit(abc.ABC):
     def remove_later(self) -> None:
         """Have the worker call ``remove_ready``, after the saves that were asked for so far."""
 
-    def asked(self, path: str) -> int:
+    def begin_save(self, path: str) -> int:
         """Return the number of a save to ``path``, which begins. What is there is not to be removed
         any more: it will be replaced."""
         with self._lock:
@@ -134,12 +134,12 @@ class AfterCommit(abc.ABC):
                 return False
             del self._removals[path]
             self._leaving.add(path)
-        return self._removed(path)
+        return self._try_remove(path)
 
     def _forget_link(self, path: str) -> None:
         self._links = [each for each in self._links if each[1] != path]
 
-    def left(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """Return what was to be removed, and stays: nothing was committed that replaces it."""
         with self._lock:
             return list(self._removals)
@@ -164,9 +164,9 @@ class AfterCommit(abc.ABC):
                 del self._removals[path]
             self._leaving.update(ready)
         for path in ready:
-            self._removed(path)
+            self._try_remove(path)
 
-    def _removed(self, path: str) -> bool:
+    def _try_remove(self, path: str) -> bool:
         self._made.pop(path, None)
         try:
             self.delete(path)

@@ -198,7 +198,7 @@ class DirectoryMirror(Behind, Companion):
 
     # While it saves. On the worker, as a rule.
 
-    def committed(self, path: str, save: Save) -> None:
+    def note_commit(self, path: str, save: Save) -> None:
         """Mirror the checkpoint at ``path``, absolute: a file or a directory."""
         save.stats.mirror_lag_s = self.lag_s
         name, step = self._name_of(path), save.step
@@ -222,7 +222,7 @@ class DirectoryMirror(Behind, Companion):
                 self._waiting[name] = found
         self.wake()
 
-    def linked(self, link: str) -> None:
+    def note_link(self, link: str) -> None:
         """A link at ``link`` leads, or is about to lead, to a file of the run."""
         name = self._name_of(link)
         if name is not None:
@@ -266,13 +266,13 @@ class DirectoryMirror(Behind, Companion):
                 self._look()  # a signal handler may have saved one
         super().close()
 
-    def unmirrored(self) -> list[str]:
+    def backlog(self) -> list[str]:
         """The paths of the checkpoints that are not mirrored."""
         with self._guard:
             return list(self._waiting)
 
-    def _left(self) -> str:
-        left = self.unmirrored()
+    def _describe_backlog(self) -> str:
+        left = self.backlog()
         if not left:
             return ""
         return (
@@ -306,7 +306,7 @@ class DirectoryMirror(Behind, Companion):
             wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
             found = self._read(committed.path, committed.step)
         if found is not None:
-            filed = self._sent(replace(found, term=committed.term))
+            filed = self._send(replace(found, term=committed.term))
             if filed is not None:
                 own = {each.path for each in found.files}
                 gone = [path for path in self._there_in(found.path) if path not in own]
@@ -320,7 +320,7 @@ class DirectoryMirror(Behind, Companion):
             if self._waiting.get(committed.path) == committed:
                 del self._waiting[committed.path]
 
-    def _sent(self, found: _Committed) -> list[Filed] | None:
+    def _send(self, found: _Committed) -> list[Filed] | None:
         """Upload what the store has not; None if a file is another one now, or cannot be read."""
         filed = []
         for file in found.files:
@@ -328,7 +328,7 @@ class DirectoryMirror(Behind, Companion):
                 continue
             path = self._path_of(file.path)
             try:
-                sent = use_file(path, partial(self._uploaded_from, found, file))
+                sent = use_file(path, partial(self._upload_from, found, file))
                 if sent is None:
                     return None
                 filed.append(sent)
@@ -349,7 +349,7 @@ class DirectoryMirror(Behind, Companion):
                 return None
         return filed
 
-    def _uploaded_from(self, found: _Committed, file: _File, opened: OpenFile) -> Filed | None:
+    def _upload_from(self, found: _Committed, file: _File, opened: OpenFile) -> Filed | None:
         """Upload a file that is open; None if it is another one now."""
         path = self._path_of(file.path)
 

@@ -15,7 +15,7 @@ class LiteralContents:
     """See ``FileContents``. image: has no storage."""
 
     storages: Final[Sequence[torch.UntypedStorage]] = ()
-    owned: Final[frozenset[int]] = frozenset()
+    owned_storages: Final[frozenset[int]] = frozenset()
     has_devices: Final = False
 
     def __init__(self, image: Image) -> None:

@@ -125,7 +125,7 @@ class TrainingFiles:
         self._journal_at = name, os.path.join(place, JOURNALS)
         self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
         if self._pool_at is not None:
-            self._opened()[0].open()
+            self._open()[0].open()
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.begin()
@@ -141,7 +141,7 @@ class TrainingFiles:
     def open(self) -> None:
         """Track from now on which optimizer steps what, so that the first save too is copied in the
         background."""
-        self._opened()
+        self._open()
 
     def save(self, state: object, path: str, step: int) -> SaveHandle:
         """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
@@ -181,7 +181,7 @@ class TrainingFiles:
     def save_text(self, path: str, text: str, ready: Callable[[], None]) -> SaveHandle:
         """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
         as of ``save_directory``."""
-        saver, _ = self._opened()
+        saver, _ = self._open()
         contents = Laid(LiteralContents(bytes_image(text.encode())))
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
         return saver.save_files([ToSave(path, contents)], request)
@@ -190,7 +190,7 @@ class TrainingFiles:
     def fence(self) -> None:
         """Block until no save in flight reads a tensor."""
         if self._is_open():
-            self._opened()[0].fence()
+            self._open()[0].fence()
 
     @calls.mark
     def _save_as(
@@ -204,14 +204,14 @@ class TrainingFiles:
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
         """path: what is removed later, or linked to. ready: see ``SaveRequest``."""
-        saver, after = self._opened()
+        saver, after = self._open()
         try:
             make_directory(directory)
         except MediumError as error:
             if not saver.goes_on_after(error):
                 raise
             return saver.refuse(error)
-        number = after.asked(path)
+        number = after.begin_save(path)
         for name in files:
             # A file of the directory may be one that was to be removed by itself.
             after.keep(os.path.join(directory, name))
@@ -246,7 +246,7 @@ class TrainingFiles:
         # With a pool also when nothing is open: the version goes with its last pointer
         # (decision 0215).
         if self._is_open() or self._pool_at is not None:
-            self._opened()[1].remove(path)
+            self._open()[1].remove(path)
             return
         if self._mirror is not None:
             self._mirror.removing(path)
@@ -269,11 +269,11 @@ class TrainingFiles:
         """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises
         ``OSError`` where no link can be made at once."""
         if self._is_open():
-            self._opened()[1].link(link, target)
+            self._open()[1].link(link, target)
         elif os.path.exists(target):
             replace_link(link, target)
         if self._mirror is not None:
-            self._mirror.linked(link)
+            self._mirror.note_link(link)
 
     @calls.mark
     def is_there(self, path: str) -> bool:
@@ -306,7 +306,7 @@ class TrainingFiles:
     def wait(self) -> None:
         """Block until all saves are over. Raises what nobody heard of, as ``on_error`` says."""
         if self._is_open():
-            self._opened()[0].wait()
+            self._open()[0].wait()
 
     @calls.mark
     def close(self) -> None:
@@ -323,7 +323,7 @@ class TrainingFiles:
                 finally:
                     self._saver = self._after = None
                     leave(self)
-                for path in after.left():
+                for path in after.leftovers():
                     _log.warning(
                         "portus: %s stays: the save that was to replace it failed, or a link leads "
                         "there",
@@ -358,7 +358,7 @@ class TrainingFiles:
             # Not closed: what is in flight, and the locks, are the parent's.
             self._saver = self._after = self._journal = self._mirror = None
 
-    def _opened(self) -> tuple[FileSaver, AfterCommit]:
+    def _open(self) -> tuple[FileSaver, AfterCommit]:
         self._forget_parent()
         if self._saver is None or self._after is None:
             saver = FileSaver(join(self), self._settings, destination=self._destination())
@@ -446,16 +446,16 @@ class _CheckpointRequest(_TextRequest):
     path: str
     begun_as: list[bytes] = field(default_factory=list)
 
-    def begun(self, save: Save) -> None:
+    def note_start(self, save: Save) -> None:
         self.begun_as.append(save.token)
         self.training._begin_journal()
         if self.training._journal is not None:
-            self.training._journal.begun(self.path, save)
+            self.training._journal.note_start(self.path, save)
 
-    def committed(self, save: Save) -> None:
+    def note_commit(self, save: Save) -> None:
         """Tell the mirror of a commit before anybody else: later removals come later there too."""
         if self.training._mirror is not None:
-            self.training._mirror.committed(self.path, save)
+            self.training._mirror.note_commit(self.path, save)
 
     def over(self, save: Save) -> None:
         training = self.training

@@ -33,7 +33,7 @@ class Budget:
         self._waiting = 0
 
     @property
-    def taken(self) -> int:
+    def taken_bytes(self) -> int:
         """Bytes that somebody has."""
         with self._changed:
             return self._tenants.total()
@@ -72,7 +72,7 @@ class ConnectionBudget:
 
     def could(self, size: int) -> None:
         """Raise ``UsageError`` if so many passing bytes are more than a connection may have."""
-        budget, wanted = self._budget, self._counted(self.staying) + size
+        budget, wanted = self._budget, self._charge(self.staying) + size
         if wanted > budget.connection_max:
             raise UsageError(
                 f"this needs {wanted} bytes of the host's memory, of which a connection may "
@@ -103,7 +103,7 @@ class ConnectionBudget:
         ``TransportError``, and then nothing has changed."""
         budget = self._budget
         with budget._changed:
-            more = self._counted(self.staying + size) - self._counted(self.staying)
+            more = self._charge(self.staying + size) - self._charge(self.staying)
             if more > 0 and not budget.fits(self, more, passes=False):
                 raise self._busy(more)
             self.staying += size
@@ -111,7 +111,7 @@ class ConnectionBudget:
             if more < 0:
                 budget._changed.notify_all()
 
-    def passed(self) -> None:
+    def give_back(self) -> None:
         """What passed is given back."""
         budget = self._budget
         with budget._changed:
@@ -122,7 +122,7 @@ class ConnectionBudget:
 
     def close(self) -> None:
         """All of it is given back."""
-        self.passed()
+        self.give_back()
         self.keep(-self.staying)
 
     def busy(self, size: int) -> TransportError:
@@ -140,5 +140,5 @@ class ConnectionBudget:
         )
 
     @staticmethod
-    def _counted(staying: int) -> int:
+    def _charge(staying: int) -> int:
         return max(0, staying - FREE)

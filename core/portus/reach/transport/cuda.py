@@ -56,7 +56,7 @@ class Driver:
         """True if the memory of that device can be had as a dmabuf. Raises ``TransportError``."""
         return self._number("cuDeviceGetAttribute", _DMABUF_SUPPORTED, self._device(device)) != 0
 
-    def exported(self, device: int, address: int, length: int) -> tuple[int, int]:
+    def export(self, device: int, address: int, length: int) -> tuple[int, int]:
         """A dmabuf with these bytes of a device's memory in it: a descriptor, which the caller
         closes, and the offset of the first byte. Raises ``TransportError``."""
         # The driver exports whole pages of the host only.

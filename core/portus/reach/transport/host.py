@@ -130,9 +130,9 @@ class Links:
         self._again_s = 0.0
         self._why: TransportError | None = None
         self.welcome: Welcome
-        self.give_back(self._dialled())
+        self.give_back(self._dial())
         if self._wish is Transport.VERBS:
-            with self._or_closed(), self.borrowed() as link:
+            with self._or_closed(), self.lend() as link:
                 self.lane(link)
 
     def borrow(self) -> Link:
@@ -144,7 +144,7 @@ class Links:
             with self._guard:
                 link = self._idle.pop() if self._idle else None
             if link is None:
-                return self._dialled()
+                return self._dial()
             # A host that was restarted has closed it, and a save must not fail for that.
             if link.is_alive() and self._leads(link):
                 return link
@@ -174,7 +174,7 @@ class Links:
         if lane is not None and not lane.closed:
             return lane
         try:
-            self._lanes[link] = lane = self._connected(link)
+            self._lanes[link] = lane = self._connect_lane(link)
         except TransportError as error:
             if link.closed:
                 raise
@@ -223,7 +223,7 @@ class Links:
         return idle
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[Link]:
+    def lend(self) -> Iterator[Link]:
         """A connection for a few requests."""
         link = self.borrow()
         try:
@@ -234,7 +234,7 @@ class Links:
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
         """One request on any connection; the answer. silence_s: if it is work. Raises what was
         refused."""
-        with self.borrowed() as link:
+        with self.lend() as link:
             return _answer(link, message, silence_s or self.answer_s)
 
     def ask_for_work(self, link: Link, message: Said) -> Said:
@@ -265,7 +265,7 @@ class Links:
             with contextlib.suppress(TransportError):
                 verbs.domain.close()
 
-    def _connected(self, link: Link) -> ClientLane:
+    def _connect_lane(self, link: Link) -> ClientLane:
         if not self.welcome.verbs:
             raise TransportError("the storage host offers no verbs on this connection")
         with self._guard:
@@ -291,7 +291,7 @@ class Links:
             self.close()
             raise
 
-    def _dialled(self) -> Link:
+    def _dial(self) -> Link:
         if self._over.is_set():
             raise MediumError(errno.EBADF, f"{self.address}: used after it was closed")
         why, now_s = self._why, time.monotonic()
@@ -302,7 +302,7 @@ class Links:
             if now_s < self._again_s:
                 raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
         try:
-            return self._tried()
+            return self._try_hosts()
         except TransportError as error:
             if self._was_in and _is_silence(error):
                 self._hangs(error)
@@ -326,17 +326,17 @@ class Links:
     def _ask_on(self) -> None:
         while not self._over.is_set():
             try:
-                self.give_back(self._tried())
+                self.give_back(self._try_hosts())
                 return
             except PortusError as error:
                 if not _is_silence(error):
                     return  # it is down, or refuses: whoever needs it tries, and hears so at once
             self._over.wait(self._pause_s)
 
-    def _tried(self) -> Link:
+    def _try_hosts(self) -> Link:
         why = self._why
         try:
-            link = self._reached()
+            link = self._reach()
         except TransportError as error:
             # At most ``_PAUSE_MAX_S``, so that a host that is back is found soon.
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
@@ -353,24 +353,24 @@ class Links:
                 self.welcome = self._of[link][1]
         if not leads:  # another thread went to the other host, while this one was greeted
             link.close()
-            return self._tried()
+            return self._try_hosts()
         self._was_in = True
         if why is not None:
             _log.warning("%s: connected again", self.address)
         self._why, self._pause_s = None, 0.0
         return link
 
-    def _reached(self) -> Link:
+    def _reach(self) -> Link:
         """A connection that is greeted, and has the claim; by the second host where the first one
         does not answer, or has not what counts."""
         try:
-            return self._claimed_at(self._at)
+            return self._claim_at(self._at)
         except (TransportError, StaleError) as error:
             other = 1 - self._at
             if len(self._hosts) == 1 or (self._claim is not None and self._at == 1):
                 raise
             try:
-                found = self._claimed_at(other)
+                found = self._claim_at(other)
             except (TransportError, StaleError) as second:
                 raise TransportError(f"{error}; {second}") from error
             _log.log(
@@ -386,7 +386,7 @@ class Links:
                 each.close()
             return found
 
-    def _claimed_at(self, at: int) -> Link:
+    def _claim_at(self, at: int) -> Link:
         link, welcome = self._let_in(self._hosts[at])
         self._of[link] = (at, welcome)
         try:
@@ -470,7 +470,7 @@ class HostMedium(ReadOnlyMedium):
         return answer.size
 
     @property
-    def poisoned(self) -> bool:
+    def is_poisoned(self) -> bool:
         """False: what became of its medium, the host says for each save."""
         return False
 
@@ -479,7 +479,7 @@ class HostMedium(ReadOnlyMedium):
             self._read([(offset, target.nbytes)], target.cast("B"))
 
     def _read(self, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
-        with self._links.borrowed() as link:
+        with self._links.lend() as link:
             usual_s, link.silence_s = link.silence_s, self._links.answer_s
             link.send(said.Read(pack_column([each for pair in ranges for each in pair])))
             with _no_refusal(link):
@@ -505,7 +505,7 @@ class HostMedium(ReadOnlyMedium):
         segments, digests = cut(targets)
         if not len(segments):
             return digests
-        with self._links.borrowed() as link, link.under(stop):
+        with self._links.lend() as link, link.under(stop):
             lane = self._links.lane(link)
             if lane is not None:
                 try:
@@ -528,7 +528,7 @@ class HostMedium(ReadOnlyMedium):
         """The host reads and hashes; nothing but digests travels."""
         self._pins.check()
         ranges = _interleave(sources.extent_offset.tolist(), sources.extent_length.tolist())
-        with self._links.borrowed() as link, link.under(stop):
+        with self._links.lend() as link, link.under(stop):
             message = said.Check(pack_column(sources.length), ranges)
             answer = self._links.ask_for_work(link, message)
         if not isinstance(answer, said.Checked):
@@ -540,7 +540,7 @@ class HostMedium(ReadOnlyMedium):
     def close(self) -> None:
         self._links.close()
 
-    def _refused(self) -> MediumError:
+    def _refusal(self) -> MediumError:
         name = self._links.address
         return MediumError(errno.EROFS, f"{name}: only saves store to a storage host")
 
@@ -586,7 +586,7 @@ class HostLocks:
                 link, self._link = self._link, None
                 self._links.give_back(link)
 
-    def pinned(self, version: int) -> bool:
+    def is_pinned(self, version: int) -> bool:
         """Return True if this client pins the version."""
         return self._held[version] > 0
 

@@ -62,7 +62,7 @@ class Pair(Protocol):
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
         """Post: put there."""
 
-    def completed(self) -> int:
+    def poll(self) -> int:
         """How many more were carried out, in order. Raises ``WorkError``."""
 
     def close(self) -> None:
@@ -101,13 +101,13 @@ class Landing(Protocol):
     def region(self, address: int) -> Region:
         """What is registered there."""
 
-    def bounced(self) -> bool:
+    def is_bounced(self) -> bool:
         """True if it is not the pool itself."""
 
-    def arrived(self, batch: Segments, place: Column, digests: Digests) -> None:
+    def note_arrival(self, batch: Segments, place: Column, digests: Digests) -> None:
         """A batch was pulled to its place: it counts as stored, and its digests are noted."""
 
-    def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
+    def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
         """Have the bytes of a batch at its place before it is pushed, and note their digests."""
 
 
@@ -153,7 +153,7 @@ def _transfer(
         batch, place, mark = under_way.popleft()
         window.wait_for(mark)
         if is_pull:
-            landing.arrived(batch, place, digests)
+            landing.note_arrival(batch, place, digests)
 
     try:
         for batch in segments.batches(UNIT, gap=ALIGNMENT):
@@ -162,7 +162,7 @@ def _transfer(
                 finish()
             place = landing.place(batch)
             if not is_pull:
-                landing.filled(batch, place, digests)
+                landing.fill(batch, place, digests)
             for local, distant, key, length in _runs(place, far.of(batch), batch.length):
                 _post(window, landing, local, distant, key, length, is_pull=is_pull)
             under_way.append((batch, place, window.posted))
@@ -172,7 +172,7 @@ def _transfer(
         # First of all: a request under way may still write to these places (decision 0023).
         pair.close()
         raise
-    return Moved(digests, moved.size if landing.bounced() else 0, window.wire_s)
+    return Moved(digests, moved.size if landing.is_bounced() else 0, window.wire_s)
 
 
 class _Far:
@@ -251,7 +251,7 @@ class _Window:
         """Return when so many of those posted were carried out."""
         pause_s = _PAUSE_MIN_S
         while self._done < count:
-            found = self.pair.completed()
+            found = self.pair.poll()
             if found:
                 self._done += found
                 self._since_s = time.monotonic()
@@ -320,15 +320,15 @@ class Straight:
     def region(self, address: int) -> Region:
         return self._regions.of(address - self._start)
 
-    def bounced(self) -> bool:
+    def is_bounced(self) -> bool:
         return False
 
-    def arrived(self, batch: Segments, place: Column, digests: Digests) -> None:
+    def note_arrival(self, batch: Segments, place: Column, digests: Digests) -> None:
         for run in batch.runs():
             self._medium.wrote(run)
         self._hash(batch, place, digests)
 
-    def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
+    def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
         self._hash(batch, place, digests)
 
     def _hash(self, batch: Segments, place: Column, digests: Digests) -> None:
@@ -358,7 +358,7 @@ class Rings:
         self._made = 0
 
     @contextmanager
-    def borrowed(self, watch: Watch) -> Iterator[Ring]:
+    def borrow(self, watch: Watch) -> Iterator[Ring]:
         """One, when it is free; ``watch`` is called meanwhile. Raises ``TransportError``."""
         ring = self._take(watch)
         try:
@@ -397,11 +397,11 @@ class Bounced:
     def region(self, address: int) -> Region:
         return self._ring.region
 
-    def bounced(self) -> bool:
+    def is_bounced(self) -> bool:
         return True
 
-    def arrived(self, batch: Segments, place: Column, digests: Digests) -> None:
-        digests[np.unique(batch.row)] = copy(self._medium, batch.laid(place), Stop())
+    def note_arrival(self, batch: Segments, place: Column, digests: Digests) -> None:
+        digests[np.unique(batch.row)] = copy(self._medium, batch.sources_at(place), Stop())
 
-    def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
-        digests[np.unique(batch.row)] = fetch(self._medium, batch.laid(place), Stop())
+    def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
+        digests[np.unique(batch.row)] = fetch(self._medium, batch.sources_at(place), Stop())

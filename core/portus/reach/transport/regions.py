@@ -107,7 +107,7 @@ class Regions:
         """How the memory of that device is reached, as far as is known."""
         return list(DeviceAccess)[len(self._refused.get(device, ()))]
 
-    def staged(self) -> list[int]:
+    def staged_devices(self) -> list[int]:
         """The devices whose memory cannot be registered."""
         return [device for device in list(self._refused) if self.way(device) is DeviceAccess.STAGED]
 
@@ -155,7 +155,7 @@ class Regions:
                     key = (start, size, id(owner))
                     known = self._known.get(key)
                     if known is None:
-                        region = self._registered(number, start, size)
+                        region = self._register(number, start, size)
                         known = self._known[key] = RegisteredRegion(owner, region)
                     known.lasting = lasts
                     known.users += 1
@@ -182,7 +182,7 @@ class Regions:
                 known.lasting = False
             self._sweep()
 
-    def _registered(self, device: int, start: int, size: int) -> Region:
+    def _register(self, device: int, start: int, size: int) -> Region:
         if device == HERE:
             return self.domain.register(start, size, remote=True, writable=False)
         while (way := self.way(device)) is not DeviceAccess.STAGED:
@@ -197,7 +197,7 @@ class Regions:
         raise StagedError(f"the memory of device {device} is staged")
 
     def _from_dmabuf(self, device: int, start: int, size: int) -> Region:
-        descriptor, offset = self._cuda().exported(device, start, size)
+        descriptor, offset = self._cuda().export(device, start, size)
         try:
             return self.domain.register_dmabuf(descriptor, offset, size)
         finally:

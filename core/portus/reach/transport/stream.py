@@ -161,7 +161,7 @@ class Link:
             self._work = None
 
     @property
-    def hung_up(self) -> bool:
+    def has_hung_up(self) -> bool:
         """True once the other side will say nothing more. Takes nothing of what it said."""
         number = self._socket.fileno()
         if number < 0:
@@ -181,11 +181,11 @@ class Link:
 
         idle_s: the longest wait for its first byte; None: ``silence_s``, as for the others."""
         with self._or_end():
-            data = self._get(self.connection.wanted, idle_s)
+            data = self._get(self.connection.wanted_bytes, idle_s)
             self._began_s, self._came, room = time.monotonic(), len(data), 0
             why: PortusError | None = None
             while (event := self.connection.feed(data)) is None:
-                wanted, left = self.connection.wanted, self.connection.body_left
+                wanted, left = self.connection.wanted_bytes, self.connection.body_left
                 if self.account is not None and why is None and room < wanted and left > FREE:
                     # As it arrives: a header that announces much takes no memory yet.
                     why = self._body_taken(self.account, wanted - room, left - room)
@@ -194,8 +194,8 @@ class Link:
                         # Read and discarded, so that the refusal can be sent; a cut connection
                         # would explain nothing.
                         self.connection.forget()
-                        self.account.passed()
-                data = self._get(self.connection.wanted)
+                        self.account.give_back()
+                data = self._get(self.connection.wanted_bytes)
                 room = max(0, room - len(data))
                 self._came += len(data)
                 self._check_pace()
@@ -237,7 +237,7 @@ class Link:
                     piece = warm[: len(piece)]
                     self._hash(piece, hasher)
                 self._put(piece)
-                self._put(memoryview(self.connection.sent(piece)))
+                self._put(memoryview(self.connection.note_sent(piece)))
 
     def fill(self, target: memoryview, hasher: _Hasher | None) -> None:
         """Fill ``target`` with payload, of as many frames as it takes, hashed when it arrived.
@@ -263,7 +263,7 @@ class Link:
         self.connection.took(piece)
         self.hash_s += time.perf_counter() - start
         while self.connection.digest_due:
-            self.connection.feed(self._get(self.connection.wanted))
+            self.connection.feed(self._get(self.connection.wanted_bytes))
 
     def _hash(self, piece: memoryview, hasher: _Hasher | None) -> None:
         if hasher is not None:
@@ -399,11 +399,11 @@ class Link:
             wait = _Wait(self)
 
     def room(self, size: int) -> None:
-        """Memory for work on the message that was received last, until ``passed``. Raises as
+        """Memory for work on the message that was received last, until ``give_back``. Raises as
         ``send``, ``TransportError`` when there was none for long, and ``UsageError`` if it is more
         than there may be; then the link is whole."""
         if self.account is not None and size > FREE:
-            why = self._taken(self.account, size)
+            why = self._take(self.account, size)
             if why is not None:
                 raise why
 
@@ -417,10 +417,10 @@ class Link:
                 return size
         return FREE
 
-    def passed(self) -> None:
+    def give_back(self) -> None:
         """The last message was answered, and what it took is given back."""
         if self.account is not None:
-            self.account.passed()
+            self.account.give_back()
 
     def keep(self, size: int) -> None:
         """Memory that stays, as long as the link; less, if it is negative. Raises
@@ -435,9 +435,9 @@ class Link:
             account.could(account.passing + 2 * left)
         except UsageError as error:
             return error
-        return self._taken(account, 2 * size)
+        return self._take(account, 2 * size)
 
-    def _taken(self, account: ConnectionBudget, size: int) -> PortusError | None:
+    def _take(self, account: ConnectionBudget, size: int) -> PortusError | None:
         """Memory that passes; what to say if there is none."""
         try:
             account.could(account.passing + size)
@@ -449,7 +449,7 @@ class Link:
         while why is None and not account.take(size, _POLL_S):
             with self._or_end():
                 self.pause(since_s, math.inf)
-                if self.hung_up:
+                if self.has_hung_up:
                     raise EndedError(f"{self.name}: the connection ended")
             if time.monotonic() - since_s > self.silence_s:
                 why = account.busy(size)
@@ -504,7 +504,7 @@ class _Work(Stop):
         self._link: Final = link
 
     def check(self) -> None:
-        if self._link.hung_up:
+        if self._link.has_hung_up:
             self.set()
         super().check()
 
@@ -564,7 +564,7 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
         if _is_small(batch) and batch.size <= len(scratch):
             link.fill(scratch.data[: batch.size], None)
             rows = np.unique(batch.row)
-            digests[rows] = copy(medium, batch.laid(_lay_out(batch, scratch)), Stop())
+            digests[rows] = copy(medium, batch.sources_at(_lay_out(batch, scratch)), Stop())
             continue
         hasher = _Hasher(digests)
         for unit, _, offset, length in _rows(batch):

@@ -300,7 +300,7 @@ class QueuePair:
         )
         self._send()
 
-    def completed(self) -> int:
+    def poll(self) -> int:
         """How many requests were carried out since the last call; they are in order. Raises
         ``WorkError`` for one that failed: those behind it failed too, and the pair is of no use.
         """
@@ -310,7 +310,7 @@ class QueuePair:
             count, found = self._completions.poll(DEPTH)
         for each in found[:count] if count else ():
             if each.status:
-                raise self._failed(int(each.status))
+                raise self._work_error(int(each.status))
         return int(count)
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class QueuePair:
         with _as_transport_error("post a request"):
             self._pair.post_send(self._request)
 
-    def _failed(self, status: int) -> WorkError:
+    def _work_error(self, status: int) -> WorkError:
         e = self._verbs.constants
         words = {
             e.IBV_WC_REM_ACCESS_ERR: "the other side refuses access to this memory: it is not "

@@ -125,7 +125,7 @@ class FileBytes:
         source, expected = self._segments.of_units(np.array(rows)), self.digests[rows]
         with self._rooms.lent(source.size) as room:
             place = room.ctypes.data + np.cumsum(source.length) - source.length
-            found = fetch(self._reader.medium, source.laid(place), self._stop)
+            found = fetch(self._reader.medium, source.sources_at(place), self._stop)
             for bad in np.flatnonzero((found != expected).any(axis=1))[:1].tolist():
                 info, row = self._record.info, rows[bad]
                 raise CorruptionError(

@@ -121,7 +121,7 @@ class PoolDraft:
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         assert isinstance(before, Before), "a pool shares with its own versions"
-        group = self.held(before.record, indices)
+        group = self.hold(before.record, indices)
         if group is None:
             return False
         moved = sources(address, self._lengths[indices], group.extents)
@@ -130,7 +130,7 @@ class PoolDraft:
         self.reach(group)
         return True
 
-    def held(self, record: VersionRecord, indices: Column) -> StorageRows | None:
+    def hold(self, record: VersionRecord, indices: Column) -> StorageRows | None:
         """Hold what ``record`` has for these storages, and return it; None if it was retired just
         before it was held."""
         group = share(record, indices)
@@ -141,18 +141,18 @@ class PoolDraft:
         """Have the version reach what is ``held``."""
         self._groups.append(group)
 
-    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
+    def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
 
     def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
         assert before is None or isinstance(before, Before), "a pool shares with its own versions"
         known = None
         if before is not None and before.contents == labels.contents:
-            known = self.known(before.record)
+            known = self.hold_contents(before.record)
         record = self.commit_rows(self.rows(), labels, known, retire)
         return Before(record, labels.contents)
 
-    def known(self, record: VersionRecord) -> Pointer | None:
+    def hold_contents(self, record: VersionRecord) -> Pointer | None:
         """The contents of a version before, held; None if that version is gone, or if they are not
         to be relied on: then they are to be written anew."""
         pointer = record.contents

@@ -748,13 +748,13 @@ def test_what_is_read_under_a_lost_pin_is_not_handed_out(server: Server, link: L
     pool = HostPool(address(link))
     try:
         (entry,) = pool.catalogue().entries()
-        with pool.pinned(entry.info.id) as held:
+        with pool.pin(entry.info.id) as held:
             record = pool.record(held)
             verify_extents(pool, record)
             link.cut()
             with pytest.raises(TransportError, match="load again"):
                 verify_extents(pool, record)
-        with pool.pinned(entry.info.id) as held:  # a new pin, on a new connection
+        with pool.pin(entry.info.id) as held:  # a new pin, on a new connection
             verify_extents(pool, pool.record(held))
     finally:
         pool.close()

@@ -265,7 +265,7 @@ def test_a_signal_while_the_session_begins_is_told_that_it_cannot_save_to_a_pool
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         run.go(3)
-        with at("call", Journal.begun, lambda: signal.raise_signal(signal.SIGUSR1)):
+        with at("call", Journal.note_start, lambda: signal.raise_signal(signal.SIGUSR1)):
             run.go(3)
     finally:
         signal.signal(signal.SIGUSR1, before)

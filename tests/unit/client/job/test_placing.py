@@ -46,7 +46,7 @@ class Training:
         self.now.s += 0.25
         is_on_device = self.placing.on_device(room)
         if is_on_device:
-            self.placing.copied(HostTimeline(lambda: 0.0), 0.0, self.device_s)
+            self.placing.note_copy(HostTimeline(lambda: 0.0), 0.0, self.device_s)
         made = Flight(SaveStats(copy_s=self.host_s, total_s=self.host_s), over=True)
         observers.began(made, "memory")
         self.placing.begins(made)

@@ -38,13 +38,13 @@ def test_before_a_first_commit_a_failure_is_raised_and_after_it_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reports, error = Reports("warn"), full()
-    reports.failed(failed(error))
+    reports.note_failure(failed(error))
     with pytest.raises(MediumError) as found:
         saved(reports)
     assert found.value is error
     saved(reports)  # once
-    reports.committed()
-    reports.failed(failed(full()))
+    reports.note_commit()
+    reports.note_failure(failed(full()))
     saved(reports)
     assert caplog.text.count(WARNED) == 1
 
@@ -53,15 +53,15 @@ def test_a_first_save_in_flight_is_waited_for_before_a_failure_is_raised(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reports = Reports("warn")
-    reports.failed(failed(full()))
-    saved(reports, wait=reports.committed)
+    reports.note_failure(failed(full()))
+    saved(reports, wait=reports.note_commit)
     assert WARNED in caplog.text
 
 
 def test_nobody_is_waited_for_once_a_save_was_committed() -> None:
     reports = Reports("warn")
-    reports.committed()
-    reports.failed(failed(full()))
+    reports.note_commit()
+    reports.note_failure(failed(full()))
 
     def fails() -> None:
         raise AssertionError
@@ -71,9 +71,9 @@ def test_nobody_is_waited_for_once_a_save_was_committed() -> None:
 
 def test_raise_raises_the_first_failure_and_leaves_the_next_one_to_the_next_call() -> None:
     reports, errors = Reports("raise"), [full(), full()]
-    reports.committed()
+    reports.note_commit()
     for error in errors:
-        reports.failed(failed(error))
+        reports.note_failure(failed(error))
     for error in errors:
         with pytest.raises(MediumError) as found:
             waited(reports)
@@ -83,7 +83,7 @@ def test_raise_raises_the_first_failure_and_leaves_the_next_one_to_the_next_call
 
 def test_what_its_caller_heard_of_is_not_told_again() -> None:
     reports, save = Reports("raise"), failed(full())
-    reports.failed(save)
+    reports.note_failure(save)
     with pytest.raises(MediumError):
         save.result(None)
     waited(reports)
@@ -93,7 +93,7 @@ def test_a_first_save_that_was_given_up_is_only_logged_by_saves_and_raised_at_th
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reports, error = Reports("warn"), AbandonedError("too late")
-    reports.failed(failed(error))
+    reports.note_failure(failed(error))
     saved(reports)
     assert WARNED in caplog.text
     saved(reports)
@@ -105,9 +105,9 @@ def test_a_first_save_that_was_given_up_is_only_logged_by_saves_and_raised_at_th
 
 def test_a_save_that_was_given_up_is_forgiven_once_one_was_committed() -> None:
     reports = Reports("warn")
-    reports.failed(failed(AbandonedError("too late")))
+    reports.note_failure(failed(AbandonedError("too late")))
     saved(reports)
-    reports.committed()
+    reports.note_commit()
     waited(reports)
 
 

@@ -589,13 +589,13 @@ def test_who_passes_over_what_was_delivered_passes_over_that_alone() -> None:
         loader = of_ranks(1, 4)[0]
         cursor = portus.DataCursor(loader)
         cursor.load_state_dict(state)
-        given = list(iter(cursor.passed_over(passed)))
+        given = list(iter(cursor.sampler_after(passed)))
         assert given[:passed] == [[]] * passed
         assert [len(each) for each in given[passed:]] == [4, 4, 4, 2]
         assert cursor.newest is not None
         assert cursor.newest.before == 2
     anew = portus.DataCursor(of_ranks(1, 4)[0])
-    assert len(list(iter(anew.passed_over(2)))) == 6
+    assert len(list(iter(anew.sampler_after(2)))) == 6
     assert anew.newest is not None
     assert anew.newest.before == 2
 

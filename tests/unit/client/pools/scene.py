@@ -26,7 +26,7 @@ class Scene:
         """pools: addresses of hosts; none: a pool file."""
         self.root = root
         self.checkpoints = root / "ckpt"
-        self.place = portus.Place.named(list(pools) or root / "run.portus")
+        self.place = portus.Place.parse(list(pools) or root / "run.portus")
 
     def path(self, name: str) -> str:
         return str(self.checkpoints / name)

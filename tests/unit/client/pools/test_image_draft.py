@@ -284,7 +284,7 @@ def test_a_save_behind_another_one_in_flight_is_the_state_of_its_call(
         for step in range(4):
             training.step()
             go = threading.Event()
-            files._opened()[0].shared.queue.put(Errand(partial(wait_for, go)))
+            files._open()[0].shared.queue.put(Errand(partial(wait_for, go)))
             first, second = (
                 files.save(training.state(), scene.path(f"{each}.ckpt"), 2 * step + each)
                 for each in (0, 1)

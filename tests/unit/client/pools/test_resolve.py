@@ -58,7 +58,7 @@ class Run:
         self.ckpt = home / "run" / "ckpt"
         self.ckpt.mkdir(parents=True)
         self.pool = home / "run" / "run.portus"
-        self.place = portus.Place.named(pool or self.pool)
+        self.place = portus.Place.parse(pool or self.pool)
 
     def save(self, name: str, step: int, **states: object) -> Path:
         """One more save, of ``state(step)`` if nothing else is said. The path of the pointer."""
@@ -378,7 +378,7 @@ def test_a_forked_child_may_allow_while_another_thread_of_its_parent_did(run: Ru
         child = os.fork()
         if child == 0:
             pools.allow(run.place)
-            os._exit(len(pools.allowed()) - 1)
+            os._exit(len(pools.allowed_places()) - 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     held.join()
 

@@ -407,7 +407,7 @@ def test_a_pool_file_has_one_writer_process(tmp_path: Path) -> None:
     program = (
         "import sys, portus\n"
         "files = portus.TrainingFiles(\n"
-        "    portus.Settings(), pool=portus.Place.named(sys.argv[1]), is_named=False)\n"
+        "    portus.Settings(), pool=portus.Place.parse(sys.argv[1]), is_named=False)\n"
         "try:\n"
         "    files.begin('net', sys.argv[2] + '/.portus', sys.argv[2])\n"
         "except portus.BusyError as error:\n"
@@ -514,7 +514,7 @@ def test_a_host_is_chosen_by_its_address_as_it_was_said(tmp_path: Path) -> None:
         scene = Scene(tmp_path, url(server))
         with scene.training() as files:
             save(files, scene.path("1.ckpt"), 1)
-        other = portus.Place.named(f"portus://localhost:{server.doors[0].port}")
+        other = portus.Place.parse(f"portus://localhost:{server.doors[0].port}")
         with scene.training(pool=other) as files:
             save(files, scene.path("1.ckpt"), 2)
         assert stored(scene.path("1.ckpt"))

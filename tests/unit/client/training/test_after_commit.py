@@ -38,7 +38,7 @@ class Scene:
 
     def save(self, *names: str) -> None:
         for name in names:
-            self.numbers[name] = self.after.asked(self.path(name))
+            self.numbers[name] = self.after.begin_save(self.path(name))
 
     def commits(self, *names: str, ok: bool = True) -> None:
         for name in names:
@@ -102,7 +102,7 @@ def test_if_that_save_fails_a_later_one_will_do(scene: Scene) -> None:
     scene.after.remove(scene.path("a"))
     scene.commits("b", ok=False)
     assert scene.there() == ["a"]
-    assert scene.after.left() == [scene.path("a")]
+    assert scene.after.leftovers() == [scene.path("a")]
     scene.save("c")
     scene.commits("c")
     assert scene.there() == ["c"]

@@ -74,7 +74,7 @@ def test_a_link_waits_for_a_save_that_goes_on_behind_ctrl_c(tmp_path: Path) -> N
     ],
 )
 def test_ctrl_c_leaves_no_draft(tmp_path: Path, moment: Callable[..., Any], pooled: bool) -> None:
-    pool = Place.named(tmp_path / "run.portus") if pooled else None
+    pool = Place.parse(tmp_path / "run.portus") if pooled else None
     with contextlib.closing(TrainingFiles(Settings(journal=False), pool=pool)) as files:
         path = str(tmp_path / "a.pt")
         with pytest.raises(KeyboardInterrupt), at("call", moment, press):

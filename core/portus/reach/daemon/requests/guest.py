@@ -41,7 +41,7 @@ class Guest:
         tell(level, event, f"{tenant}: {text}", peer=peer, tenant=tenant, **fields)
 
     @contextlib.contextmanager
-    def kept(self, size: int) -> Iterator[None]:
+    def keep_memory(self, size: int) -> Iterator[None]:
         """Memory that stays for what is made in here."""
         self.link.keep(size)
         try:
@@ -61,7 +61,7 @@ class Guest:
                 turns.callback(turn.release)
             yield stop
 
-    def moved(
+    def transfer(
         self, move: Callable[[Remote, Sources], Moved], remote: Remote, moved: Sources
     ) -> Moved:
         """Move bytes by verbs with ``move``, and count them and the time on the wire."""
@@ -87,11 +87,11 @@ class Guest:
         entries = self.writer.catalogue().entries()
         return {each.info.model for each in entries if each.info.id in versions}
 
-    def changed(self, models: Collection[str]) -> None:
+    def note_change(self, models: Collection[str]) -> None:
         """Tell the mirror and the replica that these models changed."""
-        self.hosted.replica.changed(models)
+        self.hosted.replica.note_change(models)
         if self.hosted.mirror is not None:
-            self.hosted.mirror.changed(models)
+            self.hosted.mirror.note_change(models)
 
 
 def is_reached(remote: Remote, lengths: Column) -> bool:

@@ -34,7 +34,7 @@ class PoolRequests:
         self._guest.hosted.look()
         changed = self._guest.models_of(versions)
         self._guest.writer.retire(versions)
-        self._guest.changed(changed)
+        self._guest.note_change(changed)
         self._guest.tell(
             logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions)
         )

@@ -84,7 +84,7 @@ class ReadRequests:
             extent_offset=offsets,
             extent_length=sizes,
         )
-        done = self._guest.moved(lane.push, remote, moved)
+        done = self._guest.transfer(lane.push, remote, moved)
         self._guest.counters.add("read_bytes", moved.size)
         self._guest.counters.took("read", time.perf_counter() - start)
         return said.Pushed(done.digests.tobytes(), done.bounced)
@@ -92,7 +92,7 @@ class ReadRequests:
     def _pin(self, message: said.Pin) -> Said:
         if len(self._pins) >= PINS_MAX:
             raise UsageError(f"more than {PINS_MAX} versions are pinned")
-        with self._guest.kept(_PIN if message.version not in self._pins else 0):
+        with self._guest.keep_memory(_PIN if message.version not in self._pins else 0):
             self._guest.writer.locks.pin(message.version)
             self._pins[message.version] += 1
         return said.Done()

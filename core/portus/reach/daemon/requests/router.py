@@ -60,11 +60,11 @@ class Requests:
     def refuse(self, kind: MessageKind, error: PortusError) -> None:
         """Say why not."""
         self._saves.drop("refused")
-        self._guest.link.send(self._refused(kind, error))
+        self._guest.link.send(self._refuse(kind, error))
 
-    def _refused(self, kind: MessageKind, error: PortusError) -> Refused:
+    def _refuse(self, kind: MessageKind, error: PortusError) -> Refused:
         refusal = refusal_of(error)
-        self._guest.counters.failed(refusal.fault)
+        self._guest.counters.count_failure(refusal.fault)
         failed_here = isinstance(error, MediumError | CorruptionError)
         self._guest.tell(
             logging.ERROR if failed_here else logging.INFO,
@@ -86,7 +86,7 @@ class Requests:
         if self._saves.disclaim(goodbye=self.goodbye):
             self._pool.give_back_at_the_end()
 
-    def added(self, facts: Facts) -> Facts:
+    def add_facts(self, facts: Facts) -> Facts:
         """Return ``facts`` with this client's claims, pins and save filled in. From any thread."""
         saves = self._saves
         return replace(facts, claims=saves.claims, pins=self._reads.pins, saving=saves.saving)

@@ -83,7 +83,7 @@ class SaveRequests:
         was_last, hosted = False, self._guest.hosted
         while self._claimed:
             model = self._claimed.pop()
-            hosted.replica.disclaimed(model)
+            hosted.replica.release(model)
             was_last = hosted.disclaim(model, goodbye=goodbye)
         return was_last
 
@@ -93,7 +93,7 @@ class SaveRequests:
         if draft is not None:
             draft.pool.release()
             self._guest.link.keep(-draft.size)
-            self._guest.hosted.ended()
+            self._guest.hosted.end_save()
             self._guest.counters.add("abandoned")
             model, step = draft.begin.model, draft.begin.step
             self._guest.tell(
@@ -115,10 +115,10 @@ class SaveRequests:
         with contextlib.ExitStack() as undo:
             self._guest.hosted.claim(message.model, message.client, self._guest.patience.claim_s)
             undo.callback(self._guest.hosted.disclaim, message.model, goodbye=False)
-            self._guest.hosted.replica.claimed(message.model)
-            undo.callback(self._guest.hosted.replica.disclaimed, message.model)
+            self._guest.hosted.replica.claim(message.model)
+            undo.callback(self._guest.hosted.replica.release, message.model)
             if self._guest.hosted.mirror is not None:
-                self._guest.hosted.mirror.claimed(message.model)
+                self._guest.hosted.mirror.claim(message.model)
             undo.pop_all()
         self._claimed.append(message.model)
         return said.Done()
@@ -148,16 +148,16 @@ class SaveRequests:
         size = _DRAFT + _STORAGE * len(lengths)
         self._guest.hosted.began()
         try:
-            with self._guest.kept(size):
+            with self._guest.keep_memory(size):
                 pool = PoolDraft(self._guest.writer, lengths)
                 self._draft = _Draft(pool, lengths, remote, message, size)
         except BaseException:
-            self._guest.hosted.ended()
+            self._guest.hosted.end_save()
             raise
         return said.Begun()
 
     def _offer(self, message: said.Offer) -> Said:
-        draft = self._drafted()
+        draft = self._require_draft()
         self._grow(draft)
         indices = column(message.indices, "indices")
         self._guest.link.room(STORAGE_MOVED * len(indices))
@@ -174,9 +174,9 @@ class SaveRequests:
                 return self._pull(moved)
             start = time.perf_counter()
             try:
-                done = self._guest.moved(lane.pull, remote, moved)
+                done = self._guest.transfer(lane.pull, remote, moved)
             finally:
-                self._pulled(time.perf_counter() - start)
+                self._note_pull(time.perf_counter() - start)
             self._guest.counters.add("pulled_bytes", moved.size)
             bounced = done.bounced
             return done.digests
@@ -200,7 +200,7 @@ class SaveRequests:
     def _full(self, error: MediumError) -> said.Full:
         """Say that there is no room now."""
         refusal = refusal_of(error)
-        self._guest.counters.failed(refusal.fault)
+        self._guest.counters.count_failure(refusal.fault)
         self._guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
         return said.Full(refusal.errno, refusal.text)
 
@@ -220,15 +220,15 @@ class SaveRequests:
         finally:
             self._guest.counters.add("pulled_bytes", link.taken - before)
             self._guest.counters.add("hash_seconds", link.hash_s - hashed_s)
-            self._pulled(time.perf_counter() - start)
+            self._note_pull(time.perf_counter() - start)
         return digests
 
-    def _pulled(self, seconds: float) -> None:
+    def _note_pull(self, seconds: float) -> None:
         self._guest.counters.add("pull_seconds", seconds)
         self._guest.counters.took("pull", seconds)
 
     def _share(self, message: said.Share) -> Said:
-        draft = self._drafted()
+        draft = self._require_draft()
         self._grow(draft)
         indices = column(message.indices, "indices")
         self._guest.link.room(STORAGE_MOVED * len(draft.lengths))
@@ -240,7 +240,7 @@ class SaveRequests:
         lengths = record.storages["length"][indices].astype(np.int64)
         if not np.array_equal(lengths, draft.lengths[indices]):
             raise UsageError("share: a storage has another length in that version")
-        group = draft.pool.held(record, indices)
+        group = draft.pool.hold(record, indices)
         if group is None:
             return said.Shared(False)
         # The medium must still hold what was saved. That the client has the same is seen when it
@@ -258,7 +258,7 @@ class SaveRequests:
         return said.Shared(True)
 
     def _confirm(self, message: said.Confirm) -> Said:
-        draft, start = self._drafted(), time.perf_counter()
+        draft, start = self._require_draft(), time.perf_counter()
         self._grow(draft)
         self._guest.link.room(_STORAGE_COMMITTED * len(draft.lengths))
         if not draft.claimed.all():
@@ -286,14 +286,14 @@ class SaveRequests:
         self._refuse_nonsense(draft.lengths, message.contents)
         self._guest.hosted.replica.require(begin.model)
         self._guest.hosted.look()
-        record = draft.pool.commit_rows(rows, labels, self._known(draft, message), retire)
+        record = draft.pool.commit_rows(rows, labels, self._find_contents(draft, message), retire)
         # Once more: if the pool was exchanged meanwhile, nobody will find this version.
         self._guest.hosted.look()
         self._draft = None
         self._guest.link.keep(-draft.size)
-        self._guest.hosted.ended()
-        self._guest.changed(changed)
-        self._guest.hosted.replica.committed(begin.model, begin.token)
+        self._guest.hosted.end_save()
+        self._guest.note_change(changed)
+        self._guest.hosted.replica.note_commit(begin.model, begin.token)
         self._guest.counters.add("saves")
         end = time.perf_counter()
         self._guest.counters.add("commit_seconds", end - start)
@@ -316,12 +316,12 @@ class SaveRequests:
         )
         return said.Committed(encode_version(record))
 
-    def _known(self, draft: _Draft, message: said.Confirm) -> Pointer | None:
+    def _find_contents(self, draft: _Draft, message: said.Confirm) -> Pointer | None:
         """Where the version before has the same contents, if it has."""
         record = self._record(message.before)
         if record is None:
             return None
-        known = draft.pool.known(record)
+        known = draft.pool.hold_contents(record)
         if known is None or known.length != HEADER.size + len(message.contents):
             return None
         self._guest.link.room(2 * known.length)
@@ -359,7 +359,7 @@ class SaveRequests:
     def _settle(self, message: said.Settle) -> Said:
         if message.model not in self._claimed:
             raise UsageError(f"model {message.model!r} is not claimed here")
-        self._guest.hosted.replica.told(message.model, message.token)
+        self._guest.hosted.replica.wait_until_logged(message.model, message.token)
         return said.Done()
 
     def _grow(self, draft: _Draft) -> None:
@@ -367,7 +367,7 @@ class SaveRequests:
         self._guest.link.keep(_PART)
         draft.size += _PART
 
-    def _drafted(self) -> _Draft:
+    def _require_draft(self) -> _Draft:
         assert self._draft is not None, "the table lets no such message through"
         return self._draft
 
