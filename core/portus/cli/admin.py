@@ -62,18 +62,7 @@ def show(host: str = _HOST, as_json: bool = AS_JSON) -> None:
         output.line(f"{found.place} at {', '.join(found.addresses)}{draining}")
         if found.tenants:
             output.line()
-            heads = (
-                "TENANT",
-                ">SIZE",
-                ">FREE",
-                ">QUOTA",
-                ">VERSIONS",
-                ">SAVES",
-                ">PINS",
-                "CLAIMS",
-                "",
-            )
-            output.table(heads, [_row(each) for each in found.tenants])
+            output.table(_HEADS, [_row(each) for each in found.tenants])
         if found.connections:
             output.line()
             rows = [

@@ -54,8 +54,6 @@ _ALLOCATE_MIN: Final = 64 << 10
 """Bytes per fallocate. On tmpfs a signal undoes the whole call, so under a timer that fires often
 a long one would never end: each signal makes the next ones shorter."""
 
-_AT_FDCWD: Final = -100
-
 _XFS_GEOMETRY: Final = struct.Struct("=88xiI16x")
 _XFS_IOC_FSGEOMETRY_V4: Final = (2 << 30) | (_XFS_GEOMETRY.size << 16) | (ord("X") << 8) | 124
 _XFS_REFLINK: Final = 1 << 20
