@@ -186,6 +186,27 @@ def test_huge_pages_are_told_of_as_small_ones(kernel: None, memory: np.ndarray) 
     test_every_page_that_is_written_is_told_and_no_other(None, memory, 1)
 
 
+def test_who_stops_at_some_huge_pages_gets_all_of_them_later(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(linux, "advise_pages", lambda page, size, what: asked.append(page))
+    monkeypatch.setattr(write_watch, "can_watch", lambda: True)
+    monkeypatch.setattr("portus.engine.pipeline.audit.HUGE_PAGES_S", 60.0)
+    auditor = Auditor("auto")
+    monkeypatch.setattr(auditor, "_watch_s_per_byte", 1.0)
+    auditor.begin(late_of(memory, 1 << 30), Stop()).close()
+    stopped = auditor.use_huge_pages()
+    assert [next(stopped), next(stopped)] == [None, None]
+    del stopped
+    assert len(asked) == 1, "it is asked for behind the step"
+    for _ in auditor.use_huge_pages():
+        continue
+    assert asked[1:] == sorted({*asked[1:]})
+    assert len(asked[1:]) >= (memory.nbytes >> 21) - 1
+    assert [*auditor.use_huge_pages()] == [], "once"
+
+
 def test_memory_of_other_processes_is_not_watched(kernel: None, tmp_path: Path) -> None:
     with mmap.mmap(-1, 4 << 20) as shared:
         array = np.frombuffer(shared, np.uint8)

@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from portus.engine.media.file_calls import file_error
 from portus.errors import MediumError, TransportError, UsageError
@@ -49,8 +49,6 @@ _REFUSED: Final = (
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _SIZE_MAX: Final = 1 << 30
 """Of one call of write(2)."""
-
-Result = TypeVar("Result")
 
 
 class Folder:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from portus.engine.files.pending import PENDING
 from portus.engine.paths import process
 from portus.engine.paths.face import load, save
 from portus.engine.paths.request import SaveRequest
+from portus.engine.pipeline.audit import Auditor
 from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError
@@ -148,6 +150,28 @@ def test_a_load_waits_for_the_save_and_so_does_python_code(held: Held) -> None:
     save({"step": 2}, "run.pt")
     threading.Timer(0.2, held.open.set).start()
     assert torch.load("run.pt") == {"step": 2}
+
+
+def test_memory_gets_huge_pages_behind_a_save_until_another_one_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def steps(auditor: Auditor) -> Iterator[None]:
+        until_s = time.monotonic() + WAIT_S_MAX
+        begun.set()
+        while time.monotonic() < until_s:
+            time.sleep(0.001)
+            yield
+        ended.set()
+
+    monkeypatch.setattr(Auditor, "use_huge_pages", steps)
+    save([1], "a.pt")
+    assert begun.wait(WAIT_S_MAX)
+    assert not ended.is_set(), "the save is over, and nothing waits"
+    monkeypatch.setattr(Auditor, "use_huge_pages", lambda auditor: iter(()))
+    save([2], "b.pt").wait()
+    assert not ended.is_set()
 
 
 def test_links_are_followed_and_modes_are_kept() -> None:
