@@ -108,6 +108,19 @@ def test_ls_lists_what_a_mirror_has(scene: Scene) -> None:
     assert model["term"] == 1
 
 
+def test_ls_passes_over_a_model_that_cannot_be_read_and_says_why(scene: Scene) -> None:
+    prefix = Path(parse(scene.url).prefix)
+    shutil.copytree(prefix / "net", prefix / "other")  # whose log is not its own
+    said = portus("ls", scene.url)
+    assert said.code == 1
+    assert "portus: other: " in said.err
+    assert f"{scene.url}: 3 versions" in said.out
+    net, other = portus_json("ls", scene.url, code=1)["pools"][0]["models"]
+    assert [each["step"] for each in net["versions"]] == [10, 20, 30]
+    assert (other["name"], "versions" in other) == ("other", False)
+    assert other["error"]
+
+
 def test_show_and_export_read_a_version_of_a_mirror_as_of_a_pool(scene: Scene) -> None:
     assert [each["step"] for each in portus_json("show", f"{scene.url}/net")["versions"]] == [
         10,
