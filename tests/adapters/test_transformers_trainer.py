@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import portus
 import portus_accelerate
 from portus.engine.pipeline import observers
-from portus_accelerate import newest, patch, settings, trainer, trainer_data
+from portus_accelerate import newest, patch, saver, settings, trainer, trainer_data
 from tests.adapters import forked
 from tests.adapters.launching import TWO
 
@@ -106,6 +106,15 @@ def test_a_checkpoint_is_the_files_that_trainer_writes_and_resumes(tmp_path: Pat
     assert second.state.global_step == 5
     moments = second.optimizer.state_dict()["state"][0]
     assert moments["step"] == 5
+
+
+def test_states_of_optimizers_and_generators_go_to_the_pool_and_all_else_stays_files() -> None:
+    there = ["optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_3.pth"]
+    others = ["model.safetensors", "training_args.bin", "trainer_state.json", "my_optimizer.pt"]
+    parts: dict[str, Any] = dict.fromkeys([*there, *others])
+    pooled, files = saver._for_pool(parts, trainer._STORED)
+    assert ([*pooled], [*files]) == (there, others)
+    assert saver._for_pool(parts, trainer._NONE) == ({}, parts), "where all of it is uploaded"
 
 
 @pytest.mark.long
