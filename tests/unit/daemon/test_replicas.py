@@ -21,7 +21,7 @@ from portus.reach.mirror.address import parse as parse_store
 from portus.reach.mirror.leading import REPLICA
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
-from portus.reach.protocol.address import parse
+from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import VERSION
 from portus.testing.hosting import serving, url
 from tests.hosts import Host, connect_again_at_once, free_port
@@ -385,6 +385,22 @@ def test_what_cannot_be_a_replica_ends_the_start(
         pytest.raises(UsageError, match=r"--replica .* upgrade the older"),
     ):
         started(url(later))
+
+
+def test_a_replica_that_answers_later_and_speaks_another_version_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = Address(Scheme.TCP, host="127.0.0.1", port=free_port())
+    with Host(tmp_path / "first", "--replica", str(address)) as first:
+        # Of the second host alone: the first one is another process.
+        monkeypatch.setattr("portus.reach.daemon.session.VERSION", VERSION + 1)
+        named = f"{address}: the storage host says: .*: this host speaks {VERSION + 1}; upgrade"
+        with serving(tmp_path / "second", address=address):
+            for where in (first.url, f"{first.url}+127.0.0.1:{address.port}"):
+                with pytest.raises(UsageError, match=named):
+                    portus.PoolCheckpointer(where, "net")
+        with portus.open(first.url) as pool:
+            assert list(pool.versions()) == []
 
 
 def test_an_address_of_two_hosts_is_one_and_its_replica() -> None:

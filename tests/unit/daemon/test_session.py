@@ -657,7 +657,8 @@ def test_a_client_of_another_version_hears_which_one_the_host_speaks(
     server: Server, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("portus.reach.transport.dial.VERSION", version)
-    match = f"protocol version {version}: this host speaks {said.VERSION}; upgrade the older"
+    named = f"{url(server)}: the storage host says: protocol version {version}: "
+    match = f"{named}this host speaks {said.VERSION}; upgrade the older"
     with pytest.raises(UsageError, match=match), client(server):
         pass
 

@@ -130,8 +130,9 @@ def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[
         return link, welcome
 
 
-def error_of(answer: Said) -> PortusError:
-    """The error that a refusal stands for; for any other message, that it was not expected.
+def error_of(answer: Said, at: str = "") -> PortusError:
+    """The error that a refusal stands for; for any other message, that it was not expected. at:
+    what the text begins with.
 
     Whoever listens there may refuse a greeting, and has proved nothing: what it says is made
     ``printable``.
@@ -140,7 +141,7 @@ def error_of(answer: Said) -> PortusError:
         answer = Refused(Fault.MEDIUM, answer.errno, answer.text)
     if not isinstance(answer, Refused):
         return ProtocolError(f"{answer.kind.name} was not expected")
-    text = f"the storage host says: {printable(answer.text)}"
+    text = f"{at}the storage host says: {printable(answer.text)}"
     if answer.fault in (Fault.MEDIUM, Fault.BUSY):
         kind = BusyError if answer.fault is Fault.BUSY else MediumError
         return kind(answer.errno, text)
@@ -155,15 +156,18 @@ def error_of(answer: Said) -> PortusError:
 
 def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     nonce = os.urandom(NONCE_SIZE)
+    # A host that its replica refuses passes this on to its trainers: they must hear which it was.
+    at = f"{address}: "
     try:
         answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
     except TransportError as error:
         raise TransportError(
-            f"{error}, in answer to a greeting: is this the port of `portus serve`, and does "
-            f"it accept more connections? If it has --tls-cert, use {Scheme.TLS.value}://"
+            f"{error}, in answer to a greeting: is this the port of `portus serve`, of the "
+            "same Portus, and does it accept more connections? If it has --tls-cert, use "
+            f"{Scheme.TLS.value}://"
         ) from error
     if not isinstance(answer, Challenge):
-        raise error_of(answer)
+        raise error_of(answer, at)
     secret = credentials.secret
     if answer.secret and secret is None:
         raise UsageError(
@@ -174,7 +178,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
         proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
     welcome = link.ask(ProofGiven(proof), OPENING_S)
     if not isinstance(welcome, Welcome):
-        raise error_of(welcome)
+        raise error_of(welcome, at)
     if secret is not None:
         # The host proves itself, too: anybody could listen at this port.
         expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
