@@ -372,6 +372,13 @@ class HostDraft:
         snapshot = self._snapshot
         if self._over or snapshot is None:
             raise TransportError(f"{self.name}: this save is over")
+        if len(self._lengths) > said.STORAGES_MAX:
+            # Said here: the host would end the connection, and each later save would try again.
+            raise UsageError(
+                f"{self.name}: step {snapshot.step} of model {snapshot.model!r} has "
+                f"{len(self._lengths)} storages; a version on a storage host has "
+                f"{said.STORAGES_MAX} at most"
+            )
         links = self._pool.links
         link, reached = links.borrow(), None
         try:

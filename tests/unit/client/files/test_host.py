@@ -127,6 +127,18 @@ def test_a_save_takes_few_requests(server: Server, monkeypatch: pytest.MonkeyPat
     assert asked == ["BEGIN", "SHARE", "OFFER", *catalogue, "OFFER", "CONFIRM"]
 
 
+def test_a_state_of_too_many_storages_is_not_begun(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.reach.protocol.messages.STORAGES_MAX", 2)
+    with PoolCheckpointer(url(server), "net") as run:
+        for step in (1, 2):
+            with pytest.raises(UsageError, match=rf"step {step} of .* storages; .* has 2 at most"):
+                run.save({str(n): torch.ones(9) for n in range(4)}, step).wait()
+        run.save({"x": torch.ones(9)}, 3).wait()
+        assert [info.step for info in run.versions()] == [3]
+
+
 class Trained:
     """Tensors that an optimizer writes, so they are copied late."""
 
