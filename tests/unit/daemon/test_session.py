@@ -10,11 +10,14 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from portus.engine.copying.local import copy
 from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest
 from portus.errors import (
@@ -45,6 +48,7 @@ from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
 from portus.reach.transport.budget import FREE
 from portus.reach.transport.dial import Credentials, dial, error_of, read_secret
+from portus.reach.transport.one_sided import Moved, Remote
 from portus.reach.transport.stream import Link
 from tests.contents import table
 from tests.hosts import serving, url
@@ -517,6 +521,51 @@ def test_a_push_from_beyond_the_pool_is_refused(server: Server) -> None:
 def test_handles_that_are_none_are_refused(server: Server, handles: bytes) -> None:
     begin = said.Begin("m", 1, TOKEN, LENGTHS, handles)
     refused(server, TransportError, "handles|out of range", (begin, said.Begun))
+
+
+class Lane:
+    """The host's end of a queue pair whose other end is in this process."""
+
+    closed = False
+    endpoint = msgspec.structs.astuple(PAIR)
+
+    def __init__(self, server: Server) -> None:
+        self.pulled: list[list[int]] = []
+        self._medium = server.house.pools.of("default").writer.medium
+
+    def pull(self, remote: Remote, moved: Sources) -> Moved:
+        self.pulled.append(remote.key.tolist())
+        return Moved(copy(self._medium, replace(moved, address=remote.address), Stop()), 0, 0.0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_each_save_is_pulled_from_where_its_begin_said(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is offered together, in whatever order; and nothing is from where one before was."""
+    lane = Lane(server)
+    monkeypatch.setattr(server.house.fabric, "lane", lambda *_: lane)
+    with client(server) as link:
+        asked(link, PAIR, said.Connected)
+        for step, token in ((1, TOKEN), (2, b"u" * 16)):
+            memory = [np.frombuffer(bytes([step]) + each[1:], np.uint8) for each in DATA]
+            memory[1] = memory[1][:0]
+            handles = pack_handles(
+                [memory[0].ctypes.data, 0, memory[2].ctypes.data], [10 * step, 0, 10 * step + 2]
+            )
+            asked(link, said.Begin("m", step, token, LENGTHS, handles), said.Begun)
+            for indices in ([2, 1], [0]):
+                answer = asked(link, said.Offer(pack_column(indices)), said.Pulled)
+                assert isinstance(answer, said.Pulled)
+                assert answer.digests == units([memory[each].tobytes() for each in indices])
+            confirmed = units([each.tobytes() for each in memory])
+            asked(link, said.Confirm(confirmed, bytes(16), CONTENTS, b""), said.Committed)
+        asked(link, said.Begin("m", 3, b"v" * 16, LENGTHS), said.Begun)
+        asked(link, said.Offer(ALL), said.Pull)  # it said nowhere
+    assert lane.pulled == [[12, 0], [10], [22, 0], [20]]
+    settled(server, lambda: lane.closed)
 
 
 def test_handles_without_a_queue_pair_mean_the_socket(server: Server) -> None:

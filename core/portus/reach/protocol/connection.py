@@ -237,5 +237,5 @@ class Connection:
 def _check(start: bytes) -> bytes:
     """Three bytes that tell a damaged length or kind at once; never zeros."""
     found = xxhash.xxh3_64(start).digest()
-    # Odd, so never the three zeros of a frame without a check.
+    # Odd, so a header of zeros, or of a version that had no checks, is refused at once.
     return bytes((found[0] | 1, found[1], found[2]))

@@ -2,10 +2,10 @@
 for the connections of each tenant together, and for all.
 
 What passes (the body of a message while it comes, and what the work on it takes) is waited for, bit
-by bit: nobody has more than what was sent to him. What stays (regions, pins, a save under way) is
-had at once or refused. Whoever has had passing memory for longest always gets more, up to the limit
-of a connection, which is kept free for that: so one at least goes on to its end. While others wait,
-who has memory has to make good use of it (``ConnectionBudget.is_wanted``).
+by bit: nobody has more than what was sent to him. What stays (pins, a save under way) is had at
+once or refused. Whoever has had passing memory for longest always gets more, up to the limit of a
+connection, which is kept free for that: so one at least goes on to its end. While others wait, who
+has memory has to make good use of it (``ConnectionBudget.is_wanted``).
 """
 
 from __future__ import annotations
