@@ -42,7 +42,7 @@ from portus.reach.index.records import decode_version
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, Transport, parse
-from portus.reach.protocol.messages import Said, pack_column, pack_handles
+from portus.reach.protocol.messages import Said, pack_column, pack_handles, pack_metrics
 from portus.reach.protocol.proof import proof_of_client, proof_of_host
 from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
@@ -685,6 +685,27 @@ def stranger(server: Server) -> Iterator[Link]:
     link = Link(plain, is_client=True, name="host", silence_s=10)
     yield link
     link.close()
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        b"\xc1",
+        pack_metrics({str(n): 1.0 for n in range(said.METRICS_MAX + 1)}),
+        pack_metrics({"": 1.0}),
+        pack_metrics({"a" * 201: 1.0}),
+        pack_metrics({"a": {}}),  # type: ignore[dict-item]
+    ],
+)
+def test_metrics_that_are_none_are_refused(server: Server, metrics: bytes) -> None:
+    with client(server) as link:
+        pulled(link)
+        confirm = said.Confirm(units(), bytes(16), CONTENTS, b"", metrics=metrics)
+        with pytest.raises((UsageError, TransportError), match="metrics"):
+            asked(link, confirm, said.Committed)
+        assert versions(server) == 0
+        confirmed(link)
+    assert versions(server) == 1
 
 
 @pytest.mark.parametrize(

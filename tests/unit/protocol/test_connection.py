@@ -204,6 +204,9 @@ LIMITS: list[tuple[type[Said], tuple[object, ...]]] = [
     (said.Begin, ("m" * 201, 0, TOKEN, b"")),
     (said.Begin, ("m", 1 << 63, TOKEN, b"")),
     (said.Begin, ("m", 0, b"short", b"")),
+    # A text of this size, say, with one character of four bytes, would take four times as much.
+    (said.Confirm, (b"", TOKEN, b"", b"", False, bytes(said.METRICS_SIZE_MAX + 1))),
+    (said.Confirm, (b"", TOKEN, b"", b"", False, {"loss": 0.5})),
     (said.Pin, (-1,)),
     (said.Pin, (1 << 63,)),
     (said.Shared, (1,)),

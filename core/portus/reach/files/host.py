@@ -40,6 +40,7 @@ from portus.reach.protocol.messages import (
     digest_rows,
     pack_column,
     pack_handles,
+    pack_metrics,
 )
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import Credentials, error_of
@@ -310,7 +311,7 @@ class HostDraft:
             contents=labels.contents,
             retire=pack_column(sorted(retire)),
             inexact=labels.inexact,
-            metrics=dict(labels.metrics),
+            metrics=pack_metrics(labels.metrics),
         )
         # Noted first: after a break the connection may lead to another pool.
         uuid = asked = self._pool.links.uuid_of(link)

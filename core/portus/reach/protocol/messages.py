@@ -11,6 +11,7 @@ the order given here.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final
 
 import msgspec
@@ -267,14 +268,15 @@ class Confirm(Message, frozen=True):
     ``digests``: commit. ``before``: the token of a version whose contents may be equal.
     ``retire``: ids of versions to let go of in the same commit. ``inexact``: the client saw a part
     of it being written by another process while it was pulled. ``metrics``: what the version
-    scored: finite numbers, by name."""
+    scored (``pack_metrics``)."""
 
     digests: Digests
     before: Token
     contents: Annotated[bytes, Meta(max_length=CONTENTS_SIZE_MAX)]
     retire: Ids
     inexact: bool = False
-    metrics: Annotated[dict[str, float], Meta(max_length=METRICS_MAX)] = {}
+    # Bytes: a name in a body of this size could take four times as much memory as the body.
+    metrics: Annotated[bytes, Meta(max_length=METRICS_SIZE_MAX)] = b""
 
 
 @MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY}, body_size_max=(1 << 30) + SMALL)
@@ -557,6 +559,9 @@ BYTES: Final = MESSAGES.payload(74, "BYTES", {Phase.READING: Phase.READING}, PAY
 """The bytes of a read."""
 
 _encoder: Final = msgspec.msgpack.Encoder()
+_metrics_decoder: Final = msgspec.msgpack.Decoder(
+    Annotated[dict[str, float], Meta(max_length=METRICS_MAX)]
+)
 _decoders: Final = {
     kind: msgspec.msgpack.Decoder(kind.type) for kind in MESSAGES if kind.type is not None
 }
@@ -637,6 +642,19 @@ def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
     if len(keys) and int(keys.max()) >= 1 << 32:
         raise ProtocolError(f"{what}: found a key out of range")
     return addresses, keys
+
+
+def pack_metrics(metrics: Mapping[str, float]) -> bytes:
+    """Metrics for the wire: a map of msgpack, or nothing if there are none."""
+    return _encoder.encode(dict(metrics)) if metrics else b""
+
+
+def unpack_metrics(data: bytes) -> dict[str, float]:
+    """Metrics from the wire. Raises ``ProtocolError``."""
+    try:
+        return _metrics_decoder.decode(data) if data else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"metrics of {len(data)} bytes: {error}") from error
 
 
 def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:

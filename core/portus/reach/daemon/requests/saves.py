@@ -29,7 +29,7 @@ from portus.reach.format.layout import HEADER
 from portus.reach.index.file_table import decode_table
 from portus.reach.index.records import Pointer, VersionRecord, encode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, column, handles
+from portus.reach.protocol.messages import Said, column, handles, unpack_metrics
 from portus.reach.transport.one_sided import Remote
 from portus.reach.transport.stream import InterruptedByError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
@@ -278,7 +278,7 @@ class SaveRequests:
             token=begin.token,
             contents=message.contents,
             inexact=message.inexact,
-            metrics=check_metrics(message.metrics),
+            metrics=check_metrics(unpack_metrics(message.metrics)),
         )
         retire = set(column(message.retire, "retire").tolist())
         changed = {begin.model, *self._guest.models_of(retire)}
