@@ -142,7 +142,7 @@ def first_row(memory: Path, rounds: int) -> Row:
         figures["tenth"].append(totals[9])
     return Row(
         name="first save of a run over its tenth", bar=1.5, this="first", that="tenth",
-        figures=figures, note="the pool was prepared in the background before",
+        figures=figures,
     )  # fmt: skip
 
 
