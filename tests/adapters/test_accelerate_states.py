@@ -219,6 +219,7 @@ def as_torch(name: str) -> str:
     return re.sub(r"^(model.*)\.safetensors$", r"pytorch_\1.bin", name)
 
 
+@pytest.mark.long
 def test_each_file_is_read_by_stock_torch_and_safetensors_in_a_process_without_portus(
     tmp_path: Path,
 ) -> None:

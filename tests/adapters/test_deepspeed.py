@@ -106,6 +106,7 @@ def goes_both_ways(root: Path, stage: int, kind: str, ranks: int) -> None:
     assert names["ours"] == names["stock"]
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("stage", "kind", "ranks"), [(2, "bf16", 2)])
 @pytest.mark.smoke
 def test_each_goes_on_from_what_the_other_saved(

@@ -135,6 +135,7 @@ def test_a_checkpoint_before_the_first_batch_continues_where_the_resumed_one_wou
     check(tmp_path, plain, [moment], steps)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("data", [workers, several, stateful])
 def test_so_does_one_of_loaders_with_workers_of_several_and_of_those_that_know_their_position(
     tmp_path: Path, data: Any

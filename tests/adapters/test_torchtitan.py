@@ -45,6 +45,7 @@ def test_it_saves_what_stock_loads_and_keeps_so_many(tmp_path: Path, how: str) -
     assert begin.startswith("from 3 ")
 
 
+@pytest.mark.long
 def test_the_newest_that_is_damaged_is_passed_over_and_one_by_name_is_an_error(
     tmp_path: Path,
 ) -> None:

@@ -26,6 +26,7 @@ FILE_KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "6"))
 DELAY_S_MAX = 0.01
 
 
+@pytest.mark.long
 def test_a_killed_loop_goes_on_from_the_iteration_that_it_told_of(
     tmp_path: Path, seed: int
 ) -> None:

@@ -259,6 +259,7 @@ def test_what_is_left_of_a_torn_entry_may_be_made_whole_by_the_next_one(
         on_device((transact, go_on), (40, 30)).explore()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_a_shelf_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, (search, plans, budgets, _) = MISTAKES[name]

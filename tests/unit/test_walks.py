@@ -44,12 +44,14 @@ def test_the_page_has_the_walks_as_they_are(walked: dict[str, Any]) -> None:
     assert walks.on_the_page() == walks.section(walked)
 
 
+@pytest.mark.long
 def test_no_walk_passes_more_files(walked: dict[str, Any]) -> None:
     assert {name: len(walks.files_of(walk)) for name, walk in walked.items()} == FILES
     longer = {name: len(walk["entered"]) for name, walk in walked.items()}
     assert [name for name, count in longer.items() if count > ENTERED[name]] == []
 
 
+@pytest.mark.long
 def test_no_walk_climbs_back_up(walked: dict[str, Any]) -> None:
     assert [each for walk in walked.values() for each in walks.climbs(walk)] == []
 

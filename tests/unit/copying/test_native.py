@@ -51,6 +51,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_helper_that_differs_is_refused(compiled: Compile, native_text: str, mutant: str) -> None:
     right, wrong = MUTANTS[mutant]

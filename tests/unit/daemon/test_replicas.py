@@ -144,6 +144,7 @@ def test_pointers_of_before_and_after_a_host_was_killed_lead_to_their_states(
             assert view.steps("net") == [4, 5], "the others are let go of"
 
 
+@pytest.mark.long
 def test_a_pointer_loads_from_the_second_host_when_the_first_one_is_gone(tmp_path: Path) -> None:
     """In a process that saves nothing: before a training that resumes has saved."""
     with (

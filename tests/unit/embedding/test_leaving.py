@@ -84,6 +84,7 @@ def test_a_checkpoint_file_with_the_tables_filled_in_loads_without_them(saved: S
     assert same(torch.load(out, weights_only=True), saved.whole)
 
 
+@pytest.mark.long(every_case=True)
 def test_tables_are_filled_in_while_they_are_in_use(saved: Saved) -> None:
     training = Training()
     with training.protected(str(saved.tables)) as tables, saved.files() as files:
@@ -102,6 +103,7 @@ def test_a_checkpoint_without_tables_is_left_as_it_is(saved: Saved) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.long(every_case=True)
 def test_a_training_goes_on_from_a_filled_state_at_its_batch(saved: Saved) -> None:
     found = saved.whole
     again = Training()

@@ -483,6 +483,7 @@ def trained(training: Training, path: Path, place: Path, numbers: range) -> list
     return gaps
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("before", [7, 8])
 def test_a_training_that_loads_while_it_runs_stays_within_the_gap(
     path: Path, before: int, monkeypatch: pytest.MonkeyPatch

@@ -224,6 +224,7 @@ def test_learning_rates_go_on_to_the_same_bits_from_each_moment_of_each_batch(
     goes_on(kind, tmp_path, block=block, every=1)
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("kind", ["lambda", "one cycle, and momentum", "by hand"])
 def test_learning_rates_beside_tables_in_place_go_on_to_the_same_bits(
     kind: str, device: str

@@ -17,6 +17,7 @@ from tests.warm import in_process
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("there", ["link", "file", "nothing"])
 def test_a_process_that_is_killed_leaves_the_one_or_the_other(tmp_path: Path, there: str) -> None:
     seen = set()
