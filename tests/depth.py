@@ -26,11 +26,11 @@ def enough(count: int) -> int:
 def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     """Cases of parametrized tests that are not run: all but a share of each test's, drawn by
     ``seed``. What is not parametrized always runs, and so does each case of a test that is marked
-    ``long(every_case=True)``: it is slow, and not a sample of a search."""
+    ``long(every_case=True)``, but for those that are ``long`` by themselves: it is slow, and not a
+    sample of a search."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("long")
-        if not (marker and marker.kwargs.get("every_case")):
+        if not all(mark.kwargs.get("every_case") for mark in item.iter_markers("long")):
             cases[item.nodeid.split("[")[0]].append(item)
     without: set[pytest.Item] = set()
     for name, ones in cases.items():

@@ -195,6 +195,7 @@ def test_a_tag_that_exists_is_replaced_in_the_call(tmp_path: Path) -> None:
     assert digests_in(ours, "best") == {True}
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_saves_is_told_on_all_ranks(tmp_path: Path) -> None:
     ours = spec_of(2, "fp32", by="portus")
     job(tmp_path, 2, ours)
@@ -209,6 +210,7 @@ def test_a_checkpoint_of_two_saves_is_told_on_all_ranks(tmp_path: Path) -> None:
     assert "is passed over" in (tmp_path / "errors-0.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [_later(0), 1])
 def test_a_damaged_byte_is_an_error_by_name_and_passed_over_otherwise(
     tmp_path: Path, rank: int

@@ -127,6 +127,7 @@ def check(root: Path, data: Any, moments: list[str], steps: int, **changes: Any)
     assert same(dict(last.state_dict()), dict(at_once.state_dict()))
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("steps", [4, BATCHES, BATCHES + 1])
 def test_a_checkpoint_before_the_first_batch_continues_where_the_resumed_one_would(

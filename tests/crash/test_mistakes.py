@@ -437,5 +437,6 @@ def test_a_mistake_is_found(name: str) -> None:
             search.replay(caught.value.case)
 
 
+@pytest.mark.long
 def test_who_reads_while_others_save_and_retire_is_safe() -> None:
     print(explorer(Mistake(Reading, (save_while_read,), "nothing")).explore())

@@ -122,6 +122,7 @@ def test_a_training_goes_on_at_the_replica_when_its_host_is_killed(
             assert [info.step for info in saver.versions()] == [4, 5], "the others are let go of"
 
 
+@pytest.mark.long
 def test_pointers_of_before_and_after_a_host_was_killed_lead_to_their_states(
     tmp_path: Path,
 ) -> None:

@@ -404,6 +404,7 @@ def test_a_block_that_raises_leaves_its_rows_to_the_next_batch(path: Path) -> No
     assert torch.equal(durable(path), small.weight.detach())
 
 
+@pytest.mark.long
 def test_relaxed_the_dense_part_is_of_some_batches_before_and_a_load_says_of_which(
     path: Path,
 ) -> None:

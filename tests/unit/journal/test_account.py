@@ -21,6 +21,7 @@ def seen(outcome: Outcome) -> Account:
     return found
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("way", list(ways(Job(), HOUR)))
 def test_goodput_is_within_a_hundredth_of_the_truth_in_replayed_traces(way: str) -> None:
     for mtbf_h, hours, load, seed in (

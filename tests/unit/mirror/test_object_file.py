@@ -88,6 +88,7 @@ def test_a_load_asks_for_each_byte_once_and_for_several_storages_together(
     store.assert_asked_once(added.size)
 
 
+@pytest.mark.long
 def test_thousands_of_small_tensors_are_asked_for_once_by_few_requests(tmp_path: Path) -> None:
     state: dict[str, object] = {f"{n}": torch.full((9,), float(n)) for n in range(3000)}
     added = copied(tmp_path, state)

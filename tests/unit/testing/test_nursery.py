@@ -73,6 +73,7 @@ def test_a_child_that_hangs_is_told_with_what_all_threads_of_all_children_do() -
         assert (waits.wait(), holds.wait()) == (-signal.SIGABRT, -signal.SIGABRT)
 
 
+@pytest.mark.long
 def test_a_limit_of_ones_own_on_a_line_ends_nobody() -> None:
     with mine().start("wait_for_the_other") as child:
         child.line()

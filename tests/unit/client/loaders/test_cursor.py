@@ -664,6 +664,7 @@ class Silent(IterableDataset[int]):
         return iter(range(N))
 
 
+@pytest.mark.long
 def test_a_stream_that_says_where_it_is_goes_on_there() -> None:
     loader = DataLoader(Stream(), 4)
     cursor = portus.DataCursor(loader)
