@@ -120,7 +120,7 @@ demo: $(STAMP)/user ## train, kill in the middle of a save, resume, compare; abo
 	@test -e $(NATIVE) || $(BIN)/python core/build_native.py || true
 	@$(BIN)/python recipes/$(if $(filter --dlrm,$(ARGS)),dlrm_tiny,gpt_tiny_lightning).py --demo $(filter-out --dlrm,$(ARGS))
 
-test: $(TESTED) ## the inner loop: all tests but the long ones; about 7 minutes
+test: $(TESTED) ## the inner loop: all tests but the long ones; under 4 minutes
 	@$(PYTEST) $(ARGS)
 
 long: setup ## what takes long: deeper searches, and trainings that are killed
