@@ -1,6 +1,7 @@
 """``PoolDraft``: a version in the making in a pool, until the commit or ``release``.
 
-In a pool of this process; on a storage host it is the same, and only ``move`` differs.
+In a pool of this process. A storage host makes the same, and brings the bytes by itself to what
+``reserve`` gave.
 """
 
 from __future__ import annotations

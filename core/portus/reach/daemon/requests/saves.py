@@ -164,23 +164,6 @@ class SaveRequests:
         draft.claim(indices)
         lengths = draft.lengths[indices]
         remote = Remote(draft.remote.address[indices], draft.remote.key[indices])
-        bounced = 0
-
-        def move(moved: Sources) -> Digests:
-            nonlocal bounced
-            lane = self._guest.lane
-            if lane is None or lane.closed or not is_reached(remote, lengths):
-                bounced = moved.size
-                return self._pull(moved)
-            start = time.perf_counter()
-            try:
-                done = self._guest.transfer(lane.pull, remote, moved)
-            finally:
-                self._note_pull(time.perf_counter() - start)
-            self._guest.counters.add("pulled_bytes", moved.size)
-            bounced = done.bounced
-            return done.digests
-
         try:
             reserved = draft.pool.reserve(indices, np.zeros(len(indices), np.int64))
         except MediumError as error:
@@ -190,7 +173,7 @@ class SaveRequests:
             draft.claimed[indices] = False
             return self._full(error)
         try:
-            digests = move(reserved.target)
+            digests, bounced = self._move(remote, lengths, reserved.target)
             draft.pool.note(reserved, digests)
         except InterruptedByError:  # by an abandonment: the table lets nothing else through
             self.drop("the client abandoned it")
@@ -203,6 +186,20 @@ class SaveRequests:
         self._guest.counters.count_failure(refusal.fault)
         self._guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
         return said.Full(refusal.errno, refusal.text)
+
+    def _move(self, remote: Remote, lengths: Column, moved: Sources) -> tuple[Digests, int]:
+        """Bring the bytes of an offer to where they stay; return their digests, and how many bytes
+        went through a buffer."""
+        lane = self._guest.lane
+        if lane is None or lane.closed or not is_reached(remote, lengths):
+            return self._pull(moved), moved.size
+        start = time.perf_counter()
+        try:
+            done = self._guest.transfer(lane.pull, remote, moved)
+        finally:
+            self._note_pull(time.perf_counter() - start)
+        self._guest.counters.add("pulled_bytes", moved.size)
+        return done.digests, done.bounced
 
     def _pull(self, moved: Sources) -> Digests:
         """Fetch the bytes of an offer. If the medium fails, the rest is received all the same:
