@@ -21,6 +21,7 @@ from portus.reach.protocol.messages import VERSION
 from tests.blocks import READ, RUN, blocks_of, is_heavy, read, stories
 from tests.matrix import trainings
 from tests.packages import ADAPTERS, FOLDERS, ROOT
+from tests.unit.test_seams import classes
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -99,25 +100,11 @@ def test_lists_of_places_name_what_there_is() -> None:
     assert (len(found) > 30, named > 20) == (True, True)
 
 
-def members() -> dict[str, set[str]]:
-    """What the classes of Portus have, by name: methods, fields, and what methods set."""
-    found = defaultdict[str, set[str]](set)
-    for folder in ("core/portus", "portus_accelerate", "portus_lightning"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for each in ast.walk(ast.parse(path.read_text())):
-                if isinstance(each, ast.ClassDef):
-                    for node in ast.walk(each):
-                        if isinstance(node, ast.FunctionDef):
-                            found[each.name].add(node.name)
-                        elif isinstance(node, ast.Attribute):
-                            found[each.name].add(node.attr)
-                        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                            found[each.name].add(node.id)
-    return found
-
-
 def test_a_method_that_a_page_names_is_there() -> None:
-    known, named, wrong = members(), 0, []
+    known = defaultdict[str, set[str]](set)
+    for each in classes():
+        known[each.name].update(each.members)
+    named, wrong = 0, []
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)", page.read_text()):
             named += owner in known
