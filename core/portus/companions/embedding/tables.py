@@ -47,7 +47,7 @@ class Table:
     dtype: torch.dtype
     touched: list[torch.Tensor] = field(default_factory=list)
     known: list[Known] = field(default_factory=list)
-    """Of its tensors, when the last moment was taken, or an update was over."""
+    """What is known of each tensor, as of the last moment or the end of an update."""
 
     def tensors(self) -> list[torch.Tensor]:
         """The table, and what the optimizer keeps of each row."""

@@ -27,7 +27,7 @@ class Tail(Enum):
     FULL = "full"
     """The same until each rank's last batch is full."""
     CUT = "cut"
-    """They are left out until each rank has as many."""
+    """The last samples are left out, so that each rank has as many."""
     ASIS = "as is"
     """Ranks may get fewer samples than others, and a batch less."""
 

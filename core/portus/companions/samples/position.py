@@ -19,7 +19,7 @@ class Position:
     """
 
     batches: int
-    """That each rank was given since the epoch began, over all restarts."""
+    """Batches that each rank was given since the epoch began, over all restarts."""
     delivered: int
     """Samples of the epoch's sequence, from its start."""
     ranks: int

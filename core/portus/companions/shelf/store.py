@@ -71,12 +71,12 @@ class ShelfStore:
         self._record: VersionRecord | None = None
         self._log: LogWriter | None = None
         self._arrays: list[Array] = []
-        """In the order of the storages of the version."""
+        """Arrays in the order of the storages of the version."""
         self._extents: dict[Array, Sequence[Extent]] = {}
         """Where the version has them."""
         self._contents = b""
         self._logged: set[Array] = set()
-        """Those that have patches in the log."""
+        """Arrays that have patches in the log."""
         self._open_end = False
         """Nothing is behind the last entry of the log."""
         self.items: Mapping[str, Item] = {}

@@ -77,7 +77,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.keys: set[str] = set()
-        """Of the storages so far."""
+        """Keys of the storages so far."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):

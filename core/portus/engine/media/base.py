@@ -63,7 +63,7 @@ class Medium(Protocol):
 
     @property
     def info(self) -> MediumInfo:
-        """What it is; the same as long as it is open."""
+        """Return what the medium is; the same as long as it is open."""
 
     @property
     def size(self) -> int:

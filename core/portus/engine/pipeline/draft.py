@@ -38,7 +38,7 @@ class CommittedVersion(Protocol):
 
     @property
     def info(self) -> VersionInfo:
-        """What it is."""
+        """Return the version that was made."""
 
 
 class Draft(Protocol):

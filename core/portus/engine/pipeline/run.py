@@ -93,7 +93,7 @@ class Save:
         self.reported = False
         """True once somebody was told why it failed."""
         self.is_in_doubt = False
-        """Of a save that failed: True if its commit had begun, so that its version may be there."""
+        """True if the commit had begun before the save failed: the version may be there."""
         self.inexact: Final[list[int]] = []
         """The storages, by index, that another process wrote while they were copied."""
         self.token: Final = snapshot.token
