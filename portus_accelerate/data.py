@@ -269,9 +269,9 @@ class _Epoch:
         self._training: Final = training
         self._trained_before: Final = training.begin()
         self._is_idle = False
-        """It came to its own first batch, and had trained none of those before."""
+        """True if it came to its own first batch, and had trained none of those before."""
         self.is_of_training = False
-        """It goes on with an epoch of training."""
+        """True if it goes on with an epoch of training."""
         self.iteration: Final = iteration
         self.before: Final[int] = 0 if iteration is None else iteration.before
         self.given = 0

@@ -25,7 +25,7 @@ _OF_FIRST_RANK: Final = (
     "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_model_states.pt",  # ZeRO-3
 )
-"""Of a checkpoint, the file that its first rank writes, which comes last."""
+"""The file of a checkpoint that its first rank writes, which comes last."""
 
 _STOCK_ENGINE: Final = "TorchCheckpointEngine"
 

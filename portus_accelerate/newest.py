@@ -23,22 +23,22 @@ _WEIGHTS: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)(\.inde
 """Files of a checkpoint of Accelerate."""
 
 NUMBERED: Final = re.compile(r"checkpoint_\d+")
-"""Of a checkpoint that Accelerate names by itself."""
+"""The name of a checkpoint that Accelerate names by itself."""
 
 NAME: Final = re.compile(r"checkpoint-\d+")
-"""Of a checkpoint of ``transformers.Trainer``."""
+"""The name of a checkpoint of ``transformers.Trainer``."""
 
 _OTHERS: Final = re.compile(r"rng_state_[1-9]\d*\.pth")
-"""Of a checkpoint of Trainer, the files of processes that save nothing else."""
+"""Files of a checkpoint of Trainer, of processes that save nothing else."""
 
 _STATE: Final = "trainer_state.json"
-"""Of a checkpoint of Trainer, which needs it."""
+"""A file of a checkpoint of Trainer, which needs it."""
 
 TELLING: Final = rf"{_ANY_RANDOM.pattern}|{re.escape(_STATE)}"
 """Names of files without which a directory is no checkpoint, of Accelerate or of Trainer."""
 
 _WRITTEN: Final = (".safetensors", ".bin", ".pt", ".pth")
-"""Of a checkpoint of Trainer, the files that appear at the end of a save."""
+"""Files of a checkpoint of Trainer that appear at the end of a save."""
 
 
 def install() -> None:

@@ -18,7 +18,7 @@ from typing import Final
 import portus
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pkl", ".pt")
-"""Of the files that Accelerate writes."""
+"""Ends of the names of the files that Accelerate writes."""
 
 _OF_ONE_WRITER: Final = re.compile(r"(~\d+)?(/rank-\d+-of-\d+)?$")
 """What a run's name ends with where several processes save it: each has a pool file of its own."""

@@ -43,7 +43,8 @@ NEWEST: Final = (1, 15)
 """Versions of Accelerate that this was made for, both included."""
 
 _NEEDED: Final = ("TrainingFiles", "load", "pack", "read_note")
-"""Of Portus: loaded before anything is changed, so that a package that it lacks is missed then."""
+"""Names of Portus that are loaded before anything is changed: a package that it lacks is missed
+then."""
 
 
 def install() -> None:

@@ -45,7 +45,8 @@ _FORMATS: Final = (1, FORMAT)
 """1: plain loaders were as others."""
 
 _FIRST_WAITS: Final = "_initial_iter_for_state_dict"
-"""Of a ``StatefulDataLoader``: it has an iterator that was made to be asked for its state."""
+"""The attribute of a ``StatefulDataLoader`` that says whether its iterator was made to be asked for
+its state."""
 
 _OTHER_KIND: Final = (
     "its loader was of another kind at the save, as with use_stateful_dataloader or without: "

@@ -43,7 +43,7 @@ class Leaving:
         self._connector: Final = trainer._signal_connector
         self._preemption: Final = portus.Preemption(preempt_within, signals=())
         self._generators: torch.Tensor | None = None
-        """Those that the validation under way began with, or the next one will."""
+        """The generators that the validation under way began with, or the next one will."""
         self.is_saving = False
 
     @classmethod

@@ -36,7 +36,7 @@ from portus.reach.places.mirror import claim, retry, term_of
 from portus.reach.places.version import OpenVersion
 
 _Versions = dict[bytes, StoredCheckpoint]
-"""Those of the pools of this machine, by their tokens."""
+"""Versions in the pools of this machine, by their tokens."""
 
 commands: Final = group("Compare a mirror with its pool, or repair the mirror.")
 

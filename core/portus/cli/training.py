@@ -40,7 +40,7 @@ WHY: Final = {
     "failures": "the least loss at this mtbf",
     "first": "nothing was measured yet",
 }
-"""Of the reasons of ``portus.Cadence``."""
+"""The reasons of ``portus.Cadence``, and what they are called."""
 
 
 @dataclass(frozen=True, slots=True)

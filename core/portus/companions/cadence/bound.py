@@ -23,7 +23,7 @@ from portus.engine.settings.numbers import is_number, not_negative, over_zero
 from portus.errors import UsageError
 
 FORMAT: Final = 1
-"""Of the state of a ``Tuner``."""
+"""The format of the state of a ``Tuner``."""
 
 MAX_OVERHEAD: Final = 0.035
 """The bound where nobody sets one: 3.5 %, as in CheckFreq (FAST 2021)."""

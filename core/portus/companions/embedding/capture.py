@@ -47,7 +47,7 @@ class Moments:
         self._extra: Final = extra
         self._every: Final = every
         self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
-        """In how many the dense part is written; 0: in one piece, by the entry of its batch."""
+        """The number of slices of the dense part; 0: one piece, in the entry of its batch."""
         self._dense: _Dense | None = None
         """As it was taken last, if it is written in slices."""
         self._loadable: Final = Loadable()
@@ -62,7 +62,7 @@ class Moments:
         self.announced: Mapping[int, torch.Tensor] = {}
         """Rows that the next batch will update, as far as it is known."""
         self._before: tuple[_Dense | None, bool, Mapping[int, torch.Tensor]] = None, True, {}
-        """From what the last moment was taken, until it goes somewhere."""
+        """What the last moment was taken from, until it goes somewhere."""
         self._said: object = None
         """What ``extra`` said for it."""
         self._settings = ""

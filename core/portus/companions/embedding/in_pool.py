@@ -107,7 +107,7 @@ class PlacedMoment(Moment):
 
 
 NO_ROWS: Final = Rows(np.empty(0, np.int64), np.empty((0, 0), np.uint8))
-"""Of a table that is placed: nothing of it is copied."""
+"""The rows of a table that is placed: nothing of it is copied."""
 
 
 class PlacedStore(TableStore):

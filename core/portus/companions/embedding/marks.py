@@ -17,7 +17,7 @@ from portus.reach.pools.elsewhere import within
 _log: Final = logging.getLogger("portus")
 
 _IMAGES_MAX: Final = 16
-"""Of the tables, that marks may keep before it is said how to have fewer."""
+"""Images of the tables that marks may keep before it is said how to have fewer."""
 
 
 class Marks:

@@ -19,7 +19,7 @@ from portus.companions.embedding.training import ProtectedTraining
 from portus.engine.state.elsewhere import Elsewhere, replace_elsewhere
 
 _ABOUT: Final = "portus.embedding"
-"""In what a module's state says about itself (``_metadata``): the pool, and the batch."""
+"""The key in what a module's state says about itself (``_metadata``): the pool, and the batch."""
 
 
 class OtherStates:

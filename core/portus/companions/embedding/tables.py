@@ -29,7 +29,7 @@ _NEEDED: Final[dict[type[Optimizer], tuple[str, ...]]] = {
 """The optimizers that change the rows of a sparse gradient alone, and what must be 0 for that."""
 
 _COALESCING: Final = (Adagrad, SparseAdam, RowwiseAdagrad)
-"""Those that coalesce the gradient before they do anything else with it."""
+"""Optimizers that coalesce the gradient before they do anything else with it."""
 
 Known = tuple[int, int]
 """Where a tensor's memory is, and how often torch saw it being written."""

@@ -16,7 +16,7 @@ ID_SIZE: Final = 12
 """Bytes of the id of a save."""
 
 UNPLANNED: Final = bytes(ID_SIZE)
-"""Of a rank that cannot go on with a planning."""
+"""The word of a rank that cannot go on with a planning."""
 
 _WORD: Final = struct.Struct(f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s?")
 """The planning, the digest of what is named, the id, and whether this is all that a rank says."""

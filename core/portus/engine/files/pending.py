@@ -213,7 +213,7 @@ _TOUCHED: Final[dict[str, Touched]] = {
 
 
 PENDING: Final = PendingPaths()
-"""Those of this process."""
+"""The pending paths of this process."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=PENDING.forget)

@@ -29,7 +29,7 @@ from portus.errors import CorruptionError, PortusError, UsageError, printable
 
 _PICKLE: Final = b"\x80"
 _TAR: Final = (257, b"ustar")
-"""By what the files of torch before 1.6 and 0.4 are known, and where."""
+"""What the files of torch before 1.6 and 0.4 are known by, and where."""
 
 
 def load_torch(

@@ -205,7 +205,7 @@ _PAGE_IS_PRESENT: Final = 8
 _PAGE_IS_SWAPPED: Final = 16
 _REGIONS: Final = 256
 _PROCMAP: Final = struct.Struct("=5Q64x")
-"""Of ``struct procmap_query``: its size, flags, the address; start and end of what is found."""
+"""``struct procmap_query``: its size, flags, the address; start and end of what is found."""
 _PROCMAP_QUERY: Final = 3 << 30 | _PROCMAP.size << 16 | ord("f") << 8 | 17
 _PROCMAP_SHARED: Final = 8 | 16  # VMA_SHARED, COVERING_OR_NEXT_VMA
 """Source: linux/userfaultfd.h and linux/fs.h."""

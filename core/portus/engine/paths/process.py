@@ -39,7 +39,7 @@ _making = threading.RLock()
 _writers: Final[list[SharedWriter]] = []
 """The one of this process, once it saved."""
 _savers: Final[list[FileSaver]] = []
-"""That of ``portus.save``."""
+"""The saver of ``portus.save``."""
 _open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
 
 

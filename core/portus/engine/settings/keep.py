@@ -19,7 +19,7 @@ from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 
 METRICS_MAX: Final = 64
-"""Of one version."""
+"""Metrics of one version, at most."""
 
 _NAME_MAX: Final = 200
 _WITHIN_MAX_S: Final = 1e12

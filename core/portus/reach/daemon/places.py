@@ -19,7 +19,7 @@ from typing import Final
 from portus.errors import TransportError
 
 CONNECTIONS: Final = 1024
-"""That prove that they know a secret, at most, if the host is not told otherwise."""
+"""Connections that prove that they know a secret, at most, if the host is not told otherwise."""
 
 STRANGER_S: Final = 10.0
 """The longest for a stranger, whatever he says."""

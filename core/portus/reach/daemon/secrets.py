@@ -13,7 +13,8 @@ from portus.reach.protocol.proof import equal, proof_of_client
 from portus.reach.transport.dial import check_secret
 
 SECRETS_MAX: Final = 2
-"""Of one tenant, each as good as the other: the old one and the new one, while they are changed."""
+"""Secrets of one tenant, at most: the old one and the new one, while they are changed. Each is as
+good as the other."""
 
 
 class Secrets:

@@ -28,7 +28,7 @@ from portus.reach.training.training_files import TrainingFiles
 _log: Final = logging.getLogger("portus")
 
 _writers: Final[list[DirectoryWriter]] = []
-"""That of ``save`` and ``async_save``."""
+"""The writer of ``save`` and ``async_save``."""
 
 
 def save_with(

@@ -51,7 +51,7 @@ HEADER_MAX: Final = 100_000_000
 """Bytes; readers refuse more."""
 
 SUFFIX: Final = ".safetensors"
-"""Of the names of such files."""
+"""The end of the names of such files."""
 
 LENGTH_SIZE: Final = 8
 """Bytes of the length of the header."""

@@ -46,7 +46,7 @@ HELD_S = 10.0
 """The longest that a pool is waited for that somebody else writes."""
 
 JOURNAL_SUFFIX: Final = ".journal"
-"""Of a directory beside a pool file."""
+"""The end of the name of a directory beside a pool file."""
 
 
 def pools_at(place: Place) -> list[Place]:
@@ -359,7 +359,7 @@ class Writers:
 
 
 WRITERS: Final = Writers()
-"""Those of this process."""
+"""The writers of this process."""
 
 
 def open_writer(

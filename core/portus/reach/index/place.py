@@ -53,7 +53,7 @@ class PlaceKind(enum.Enum):
     HOST = "storage host"
     HOSTS = "several storage hosts"
     MIRROR = "mirror"
-    """Of models, at the address ``path``; looked at by commands, and never saved to."""
+    """A mirror of models, at the address ``path``; looked at by commands, and never saved to."""
 
 
 @dataclass(frozen=True, slots=True)

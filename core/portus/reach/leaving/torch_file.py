@@ -31,8 +31,8 @@ _ARCHIVE: Final = "archive"
 """The directory that all is in, as torch calls it in a file that it has no name for."""
 
 _ALIGNMENT: Final = 64
-"""Of the bytes of a storage, as torch aligns them: whoever maps the file uses them where they lie.
-"""
+"""What the bytes of a storage are aligned to, as torch does: whoever maps the file uses them where
+they lie."""
 
 _HEADER: Final = 30
 _WIDE: Final = 20

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PAGE_ENTRIES: Final = 1000
-"""Of a list: what one request brings, at S3."""
+"""Entries of a list: what one request brings, at S3."""
 
 _SINGLY: Final = (StoreKind.GOOGLE, StoreKind.AZURE)
 """A missing object is an error of these, which ends a deletion of many."""
@@ -61,7 +61,7 @@ _SIDE_BY_SIDE: Final = 16
 _PART_SIZE: Final = 16 << 20
 _PARTS_ABREAST: Final = 4
 _PARTS_MAX: Final = 10_000
-"""Of an object that is sent in parts, at S3."""
+"""Parts of an object, at most, at S3."""
 
 Result = TypeVar("Result")
 

@@ -21,7 +21,7 @@ _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>|\(code: (\w{1,80})\)")
 _SERVER: Final = re.compile(r"https?://([^/\s\"'?@]{1,200})")
 _USER: Final = re.compile(r"(?<=//)[^/\s\"'?]*@")
-"""Of a URL: a user and a password. ``AWS_ENDPOINT_URL`` may have them."""
+"""Matches in a URL: a user and a password. ``AWS_ENDPOINT_URL`` may have them."""
 
 _LINE_MAX: Final = 200
 _SECRET_NAME: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|SAS|AUTH", re.I)

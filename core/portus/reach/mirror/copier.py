@@ -323,7 +323,7 @@ class Joined:
         self.model: Final = model
         self.writer: Final = writer
         self.since = writer.catalogue().root.sequence
-        """Its newest commit when it was joined."""
+        """The newest commit of the pool when it was joined."""
 
     @property
     def name(self) -> str:

@@ -147,7 +147,7 @@ class _Around:
         self._size: Final = size
         self._guard: Final = threading.Lock()
         self._units: Final[dict[int, tuple[Room, int]]] = {}
-        """Those that are not whole yet, and how many bytes each lacks."""
+        """Units that are not whole yet, and how many bytes each lacks."""
 
     def put(self, inside: int, data: Room) -> None:
         """Take bytes from byte ``inside`` on. Raises as ``store_unit``."""

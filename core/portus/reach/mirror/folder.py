@@ -48,7 +48,7 @@ _REFUSED: Final = (
 )
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _SIZE_MAX: Final = 1 << 30
-"""Of one call of write(2)."""
+"""Bytes of one call of write(2), at most."""
 
 
 class Folder:

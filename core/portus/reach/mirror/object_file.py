@@ -46,7 +46,7 @@ _CHECKED: Final = 4 * UNIT
 """Bytes in memory while they are only compared."""
 
 _Range = tuple[int, int]
-"""Of a file: its first byte, and the one behind its last."""
+"""A range of a file: its first byte, and the one behind its last."""
 
 MIRROR: Final = MediumKind("mirror")
 

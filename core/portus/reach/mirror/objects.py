@@ -47,7 +47,7 @@ AGAIN: Final = "again/"
 """Before the names of files that replace those without it: the one before is there until the log
 says that the new one counts."""
 DIGEST_SUFFIX: Final = ".xxh128"
-"""Of what is beside a file: see ``digest_line``."""
+"""The end of the name of what is beside a file: see ``digest_line``."""
 
 FORMAT_VERSION: Final = 1
 NUMBER_MAX: Final = 10**12 - 1
@@ -61,9 +61,9 @@ WHO_SIZE_MAX: Final = 200
 PATH_SIZE_MAX: Final = 4096
 NAME_SIZE_MAX: Final = 4096
 FACTS_MAX: Final = 1 << 16
-"""Of one entry."""
+"""Facts of one entry, at most."""
 TERMS_MAX: Final = 256
-"""Of those before, a state has the last ones."""
+"""Terms of a state: it has the last ones."""
 GONE_MAX: Final = 1 << 14
 """Of manifests that are gone a state has the last ones: what readers of older ones need may be
 deleted before its time, and they start over."""

@@ -10,7 +10,7 @@ from typing import Final
 
 _WIDTH: Final = 16
 _LINE: Final = "\r\x1b[K"
-"""To the start of the line, and nothing on it."""
+"""What goes to the start of the line, and clears it."""
 
 Show = Callable[[int, int, str], None]
 """Told how many are done, of how many, and what else there is to say."""

@@ -78,7 +78,7 @@ class KnownPools:
 
 
 POOLS: Final = KnownPools()
-"""Those of this process."""
+"""The pools that this process knows."""
 
 
 def allow(pool: PlaceName) -> None:

@@ -23,7 +23,7 @@ from portus.errors import TransportError
 from portus.reach.protocol.vocabulary import SMALL, MessageKind, Phase, Vocabulary
 
 VERSION: Final = 7
-"""Of the protocol: the one that is spoken. A host refuses a greeting of another one, and names
+"""The version of the protocol that is spoken. A host refuses a greeting of another one, and names
 this."""
 
 MAGIC: Final = "portus"
@@ -31,25 +31,25 @@ UNIT: Final = 16 << 20
 """Bytes of a storage under one digest; as in the format, which this floor does not know."""
 DIGEST_SIZE: Final = 16
 HANDLE_SIZE: Final = 16
-"""Of one storage: its address and its key, as two numbers; zeros where it has none."""
+"""Bytes of the handle of a storage: its address and its key, two numbers; zeros if it has none."""
 
 NONCE_SIZE: Final = 16
 PROOF_SIZE: Final = 32
 TENANT_SIZE_MAX: Final = 64
 NAME_SIZE_MAX: Final = 200
 METRICS_MAX: Final = 64
-"""Of one version."""
+"""Metrics of one version, at most."""
 METRICS_SIZE_MAX: Final = 64 << 10
 TEXT_SIZE_MAX: Final = 4096
 STORAGES_MAX: Final = 1 << 20
-"""Of one version, or of one message about storages."""
+"""Storages of one version, or of one message about storages, at most."""
 RANGES_MAX: Final = 1 << 21
 """Extents in one message."""
 UNITS_MAX: Final = 1 << 22
 """Digests in one message: 64 TiB in units of 16 MiB."""
 IDS_MAX: Final = 1 << 16
 OBJECT_SIZE_MAX: Final = 64 << 20
-"""Of one object of a mirror."""
+"""Bytes of one object of a mirror, at most."""
 OBJECT_NAME_SIZE_MAX: Final = 900
 LISTED_MAX: Final = 1000
 """Objects in one answer, or in one deletion."""

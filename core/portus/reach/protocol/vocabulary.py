@@ -50,7 +50,7 @@ class Phase(enum.Enum):
 
 
 Moves = Mapping[Phase, Phase]
-"""In which states a message may be said, and which state follows."""
+"""The states in which a message may be said, and which state follows."""
 
 _WAITING: Final = frozenset({Phase.READY, Phase.SAVING})
 """The host waits for a request."""

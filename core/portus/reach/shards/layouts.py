@@ -93,4 +93,4 @@ TORCH: Final = DirectoryLayout(rank_file_name, renumber, RankContents, _keep)
 SAFETENSORS: Final = DirectoryLayout(shard_file_name, _same_name, TensorShards, _remove_cut_off)
 
 LAYOUTS: Final = {"torch": TORCH, "safetensors": SAFETENSORS}
-"""By the words of the public face."""
+"""Layouts by the words of the public face."""

@@ -57,7 +57,7 @@ GATHERED_MAX: Final = 64 << 20
 """Bytes that are gathered on one connection, at most; small storages beyond are registered."""
 
 HERE: Final = -1
-"""In the place of a device's number: memory of this processor."""
+"""What stands in the place of a device's number: memory of this processor."""
 
 Flags = NDArray[np.bool_]
 

@@ -37,25 +37,25 @@ from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import PoolDraft
 
 VALUES_MAX: Final = 1 << 24
-"""Of contents, at most: each takes a hundred bytes while it is looked at."""
+"""Values in contents, at most: each takes a hundred bytes while it is looked at."""
 
 CLAIMS_MAX: Final = 64
-"""Of one connection."""
+"""Models that one connection claims, at most."""
 
 # Bytes of memory that things take, at most; measured.
 _DRAFT: Final = 4 << 10
 _PART: Final = 4 << 10
-"""Of a save, and of each request within it."""
+"""Memory of a save, and of each request within it."""
 _STORAGE: Final = 160
 _STORAGE_BEGUN: Final = 128
 _STORAGE_COMMITTED: Final = 512
-"""Of each storage: of a save, as long as it is under way; while that begins; while it is committed.
-"""
+"""Memory of each storage of a save: as long as it is under way; while it begins; while it is
+committed."""
 _VALUE: Final = 64
 _DICT: Final = 1024
 _BYTE: Final = 8
-"""Of each value, each dict, which may be a file, and each byte of contents: while they are looked
-at."""
+"""Memory of each value, each dict, which may be a file, and each byte of contents: while they are
+looked at."""
 
 
 class SaveRequests:
