@@ -7,7 +7,7 @@ searches.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -341,9 +341,9 @@ class NamedBeforePersisted(Trainer):
 
 
 class RetiredBeforeCommit(Trainer):
-    def write(self, model: str, step: int, retire: Collection[int]) -> None:
-        self.writer.retire(retire)
-        super().write(model, step, [])
+    def write(self, model: str, step: int, keep: int | None) -> None:
+        self.writer.retire(self.ids(model, self.surplus(model, keep)))
+        super().write(model, step, None)
 
 
 # --- they are found -------------------------------------------------------------------------

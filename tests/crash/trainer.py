@@ -13,7 +13,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from portus.engine.media.base import Medium
 from portus.engine.pipeline.draft import CommittedVersion, Labels
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
+from portus.engine.settings.keep import Keep
 from portus.engine.spec import PAGE
 from portus.errors import MediumError
 from portus.reach.format.layout import RecordKind
@@ -280,8 +281,8 @@ class AskedDraft(PoolDraft):
 
     change_asked: Change
 
-    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
-        self.change_asked = self.change(self.rows(), labels, None, retire)
+    def commit(self, labels: Labels, before: Previous | None) -> Before:
+        self.change_asked = self.change(self.rows(), labels, None)
         return cast(Before, None)  # nobody looks at it before it is one
 
 
@@ -349,7 +350,7 @@ class Trainer:
         """Save the next step. The same commit retires all but the newest ``keep``."""
         step, surplus = self.next_step(model), self.surplus(model, keep)
         with self.ledger.change(changed(self.ledger.state, model, [step], surplus)):
-            self.write(model, step, self.ids(model, surplus))
+            self.write(model, step, keep)
 
     def save_together(self, models: Sequence[str], *, keep: int) -> None:
         """The next step of each model, as commits that waited for each other are made; each retires
@@ -362,8 +363,8 @@ class Trainer:
             asked = AskedDraft(self.writer, lengths_of(made))
             draft = ImageDraft(asked, model, table(model, step), made)
             draft.copy(np.arange(len(LENGTHS)), state.address, Stop())
-            labels = Labels(model=model, step=step, token=state.token)
-            draft.commit(labels, None, self.ids(model, surplus))
+            labels = Labels(model=model, step=step, token=state.token, keep=Keep(last=keep))
+            draft.commit(labels, None)
             drafts.append(asked)
         with self.ledger.change(after):
             self.writer.commit_together([each.change_asked for each in drafts])
@@ -374,13 +375,14 @@ class Trainer:
         steps = self.steps(model)
         return () if keep is None else steps[: max(0, len(steps) - (keep - 1))]
 
-    def write(self, model: str, step: int, retire: Collection[int]) -> None:
+    def write(self, model: str, step: int, keep: int | None) -> None:
         """One save through the pipeline, as the client has it done. Raises what made it fail."""
-        state, made, known = snapshot(model, step), images(model, step), self.before.get(model)
+        state = replace(snapshot(model, step), keep=Keep.of(keep))
+        made, known = images(model, step), self.before.get(model)
         pool = PoolDraft(self.writer, lengths_of(made))
         draft = SharingDraft(pool, model, table(model, step), made)
         draft.known = known
-        save = Save(state, draft, _Owner(self, model, known, retire))
+        save = Save(state, draft, _Owner(self, model, known))
         save.copy_now()
         save.run()
         save.result(0)
@@ -403,13 +405,9 @@ class _Owner(SaveOwner):
     trainer: Trainer
     model: str
     known: CommittedImages | None
-    versions: Collection[int]
 
     def before(self) -> Previous | None:
         return self.known.storages if self.known else None
-
-    def retire(self) -> Collection[int]:
-        return self.versions
 
     def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(save.draft, ImageDraft)

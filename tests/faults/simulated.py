@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import portus
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Previous
 from portus.engine.pipeline.run import Save, Stage
+from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
 from portus.reach.pools.image_draft import ImageDraft
 from portus.reach.pools.training_pool import PointerDraft
 from portus.reach.training.training_files import TrainingFiles
 from portus.reach.versions.parts import Before
-from portus.reach.versions.pool_draft import PoolDraft
 from portus.testing.nursery import Say
 from tests.crash import saver
 from tests.crash.saver import Training
@@ -147,13 +148,11 @@ def _tell_before_the_commit() -> None:
 
 
 def _put_pointers_before_the_commit() -> None:
-    def commit(
-        self: PointerDraft, labels: Labels, before: Previous | None, retire: Collection[int]
-    ) -> Before:
+    def commit(self: PointerDraft, labels: Labels, before: Previous | None) -> Before:
         assert self._files is not None
         self._files.finish()
         self._files.publish()
-        return ImageDraft.commit(self, labels, before, retire)
+        return ImageDraft.commit(self, labels, before)
 
     setattr(PointerDraft, "commit", commit)  # noqa: B010
 
@@ -161,11 +160,8 @@ def _put_pointers_before_the_commit() -> None:
 def _let_go_of_what_others_lead_to() -> None:
     committing = ImageDraft.commit
 
-    def commit(
-        self: ImageDraft, labels: Labels, before: Previous | None, retire: Collection[int]
-    ) -> Before:
-        assert isinstance(self._draft, PoolDraft)
-        return committing(self, labels, before, self._draft._writer.catalogue().ids())
+    def commit(self: ImageDraft, labels: Labels, before: Previous | None) -> Before:
+        return committing(self, replace(labels, keep=Keep(last=1)), before)
 
     setattr(ImageDraft, "commit", commit)  # noqa: B010
 

@@ -21,7 +21,7 @@ from portus.engine.format.checksum import digest
 from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.index.records import decode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Fault, Said, pack_column, pack_metrics
+from portus.reach.protocol.messages import Fault, Said, pack_column, pack_map
 from portus.reach.transport.dial import error_of
 from portus.reach.transport.stream import Link
 from portus.testing.hosting import serving
@@ -64,7 +64,8 @@ def talk(link: Link) -> None:
     ask(said.Begin("model", 10, FIRST, LENGTHS), said.Begun)
     ask(said.Offer(ALL), said.Pull)
     send()
-    confirm = said.Confirm(DIGESTS, bytes(16), CONTENTS, b"", metrics=pack_metrics({"loss": 0.5}))
+    keep, metrics = pack_map({"last": 2, "best": ("loss", "min", 1)}), pack_map({"loss": 0.5})
+    confirm = said.Confirm(DIGESTS, bytes(16), CONTENTS, keep, metrics=metrics)
     first = committed(ask(confirm, said.Committed))
     ask(said.Begin("model", 11, SECOND, LENGTHS), said.Begun)
     assert ask(said.Share(FIRST, pack_column([0, 1])), said.Shared) == said.Shared(True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +18,7 @@ from portus.engine.format.checksum import digest
 from portus.engine.pipeline.draft import CommittedVersion
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
+from portus.engine.settings.keep import Keep
 from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, create_pool, has_pool
 from portus.reach.index.findings import Severity
@@ -34,7 +34,7 @@ LENGTHS: Final = (300_000, 5_000, 200_000, 64, 100_000)
 FROZEN: Final = 2
 """This one is the same at every step, so versions share it."""
 
-KEEP: Final = 2
+KEEP: Final = Keep(last=2)
 MODEL: Final = "run"
 
 
@@ -63,12 +63,9 @@ class Pool:
 
     def save(self, step: int) -> None:
         """Return when it is reported."""
-        found = self.writer.catalogue().models.get(MODEL)
-        versions = found.versions if found else ()
-        retired = [entry.info.id for entry in versions[: len(versions) + 1 - KEEP]]
         snapshot = _snapshot(step)
         draft = tabled(PoolDraft(self.writer, snapshot.length), LENGTHS)
-        save = Save(snapshot, draft, _Owner(self, retired))
+        save = Save(snapshot, draft, _Owner(self))
         save.copy_now()
         save.run()
         save.result(0)
@@ -89,13 +86,9 @@ class Pool:
 @dataclass(frozen=True)
 class _Owner(SaveOwner):
     saver: Pool
-    retired: Collection[int]
 
     def before(self) -> Before | None:
         return self.saver.before
-
-    def retire(self) -> Collection[int]:
-        return self.retired
 
     def note_commit(self, save: Save, version: CommittedVersion, steady: object) -> None:
         assert isinstance(version, Before)
@@ -113,6 +106,7 @@ def _snapshot(step: int) -> Snapshot:
         late=np.array([index % 2 == 0 for index in range(len(LENGTHS))]),
         steady=np.array([index == FROZEN for index in range(len(LENGTHS))]),
         alive=arrays,
+        keep=KEEP,
     )
 
 

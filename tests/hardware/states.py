@@ -10,7 +10,6 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,25 +52,17 @@ def snapshot_of(
     )
 
 
-@dataclass(frozen=True)
-class _Owner(SaveOwner):
-    versions: Sequence[int]
-
-    def retire(self) -> Sequence[int]:
-        return self.versions
-
-
-def begun(pool: HostPool, snapshot: Snapshot, retire: Sequence[int] = ()) -> Save:
-    """A save that may run. retire: versions to let go of with it."""
+def begun(pool: HostPool, snapshot: Snapshot) -> Save:
+    """A save that may run."""
     draft = tabled(pool.draft(snapshot), snapshot.length.tolist())
-    save = Save(snapshot, draft, _Owner(retire))
+    save = Save(snapshot, draft, SaveOwner())
     save.copy_now()
     return save
 
 
-def saved(pool: HostPool, snapshot: Snapshot, retire: Sequence[int] = ()) -> SaveStats:
+def saved(pool: HostPool, snapshot: Snapshot) -> SaveStats:
     """What it cost. Raises what made it fail."""
-    save = begun(pool, snapshot, retire)
+    save = begun(pool, snapshot)
     save.run()
     save.result(0)
     return save.stats

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,7 @@ from portus.engine.media import write_watch
 from portus.engine.pipeline.audit import AuditMethod
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save
+from portus.engine.settings.keep import Keep
 from portus.engine.state.contents import JoinedStorages
 from portus.engine.state.pickling import pickle_state
 from portus.errors import AbandonedError
@@ -130,13 +131,10 @@ class Model:
 
 
 class _Owner(Owner):
-    """Shares nothing, and lets go of all versions before."""
+    """Shares nothing."""
 
     def before(self) -> None:
         return None
-
-    def retire(self) -> Collection[int]:
-        return self.bench.pool.catalogue().ids()
 
 
 @dataclass
@@ -179,6 +177,7 @@ class Search:
             changes=joined.changes,
             alive=joined.storages,
             exposed=order.exposed,
+            keep=Keep(last=1),
         )
         owner = _Owner(self.bench, self.way)
         save = Save(snapshot, PoolDraft(self.bench.pool, snapshot.length), owner)

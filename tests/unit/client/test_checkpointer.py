@@ -34,6 +34,7 @@ from portus.errors import (
 )
 from portus.reach.index.directory import WRITERS, open_reader
 from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.pools.image_draft import ImageDraft
 from portus.reach.pools.view import PoolView
 from portus.reach.protocol.address import Address, Scheme
 from portus.reach.versions.pool_draft import PoolDraft
@@ -580,7 +581,7 @@ def test_a_first_save_that_was_given_up_ends_no_training_that_saves_later(
     for is_last in (True, False):
         run = PoolCheckpointer(pool)
         with monkeypatch.context() as patched:
-            patched.setattr(run, "_surplus", _give_up)
+            patched.setattr(ImageDraft, "commit", _give_up)
             run.save({"x": 1}, 1).join()
         if is_last:
             with pytest.raises(AbandonedError, match="somebody wrote to it"):
@@ -616,7 +617,7 @@ def test_of_several_saves_that_failed_each_is_raised_once(
 
     with PoolCheckpointer(pool, on_error="raise") as run:
         run.save({"step": 1}, 1).wait()
-        monkeypatch.setattr(run, "_surplus", fail)
+        monkeypatch.setattr(ImageDraft, "commit", fail)
         for step in (2, 3):
             run.save({"step": step}, step)
         go.set()

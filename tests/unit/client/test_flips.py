@@ -235,9 +235,9 @@ def test_what_a_host_committed_otherwise_than_it_was_meant_does_not_count(
     commit = PoolDraft.commit_rows
 
     def changed(
-        draft: PoolDraft, rows: Any, labels: Labels, known: Pointer | None, retire: Any
+        draft: PoolDraft, rows: Any, labels: Labels, known: Pointer | None
     ) -> VersionRecord:
-        return commit(draft, rows, wrong(labels), known, retire)
+        return commit(draft, rows, wrong(labels), known)
 
     state = {"lr": 0.125, "w": torch.ones(30)}
     with (

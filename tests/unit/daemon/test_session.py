@@ -42,7 +42,7 @@ from portus.reach.index.records import decode_version
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, Transport, parse
-from portus.reach.protocol.messages import Said, pack_column, pack_handles, pack_metrics
+from portus.reach.protocol.messages import Said, pack_column, pack_handles, pack_map
 from portus.reach.protocol.proof import proof_of_client, proof_of_host
 from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
@@ -688,20 +688,27 @@ def stranger(server: Server) -> Iterator[Link]:
 
 
 @pytest.mark.parametrize(
-    "metrics",
+    ("field", "wrong"),
     [
-        b"\xc1",
-        pack_metrics({str(n): 1.0 for n in range(said.METRICS_MAX + 1)}),
-        pack_metrics({"": 1.0}),
-        pack_metrics({"a" * 201: 1.0}),
-        pack_metrics({"a": {}}),  # type: ignore[dict-item]
+        ("metrics", b"\xc1"),
+        ("metrics", pack_map({str(n): 1.0 for n in range(said.METRICS_MAX + 1)})),
+        ("metrics", pack_map({"": 1.0})),
+        ("metrics", pack_map({"a" * 201: 1.0})),
+        ("metrics", pack_map({"a": {}})),
+        ("keep", b"\xc1"),
+        ("keep", pack_map({"last": 0})),
+        ("keep", pack_map({"oldest": 1})),
+        ("keep", pack_map({"best": ["loss", "least", 1]})),
+        ("keep", pack_map({"within": float("nan")})),
     ],
 )
-def test_metrics_that_are_none_are_refused(server: Server, metrics: bytes) -> None:
+def test_metrics_and_a_keep_that_are_none_are_refused(
+    server: Server, field: str, wrong: bytes
+) -> None:
     with client(server) as link:
         pulled(link)
-        confirm = said.Confirm(units(), bytes(16), CONTENTS, b"", metrics=metrics)
-        with pytest.raises((UsageError, TransportError), match="metrics"):
+        confirm = said.Confirm(units(), bytes(16), CONTENTS, **{"keep": b"", field: wrong})
+        with pytest.raises((UsageError, TransportError), match=field):
             asked(link, confirm, said.Committed)
         assert versions(server) == 0
         confirmed(link)

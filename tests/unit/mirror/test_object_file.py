@@ -219,7 +219,7 @@ def of_tables() -> Iterator[Mirror]:
     draft = PoolDraft(writer, lengths)
     draft.copy(np.arange(3), np.array([each.ctypes.data for each in storages]), Stop())
     labels = Labels(model=MODEL, step=7, token=b"t" * 16, contents=b"some tables")
-    record = draft.commit(labels, None, ()).record
+    record = draft.commit(labels, None).record
     draft.release()
     mirror.claim("a test", bytes(16), 0)
     mirror.copy(writer, record.info.id, Stop())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from portus.engine.pipeline.audit import (
 from portus.engine.pipeline.draft import CommittedVersion
 from portus.engine.pipeline.plan import Flags, Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
+from portus.engine.settings.keep import Keep
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.media.lock import LockTable, ProcessLocks
@@ -108,7 +109,7 @@ class Bench:
         self.pool = PoolWriter(self.medium, ProcessLocks(LockTable()))
         self.before: Before | None = None
         self.guilty: list[int] = []
-        self.retire: list[int] = []
+        self.keep: Keep | None = None
         self.steady: Flags | None = None
         self.ended: list[Save] = []
 
@@ -130,6 +131,7 @@ class Bench:
             late=np.full(len(arrays), late),
             steady=steady,
             alive=arrays,
+            keep=self.keep,
         )
         draft = tabled(PoolDraft(self.pool, snapshot.length), snapshot.length.tolist())
         return Save(snapshot, draft, Owner(self, audit))
@@ -167,9 +169,6 @@ class Owner(SaveOwner):
 
     def audit(self, late: Late, stop: Stop) -> Audit | None:
         return audited(self.way, late, stop)
-
-    def retire(self) -> Collection[int]:
-        return self.bench.retire
 
     def torn(self, addresses: Sequence[int]) -> None:
         self.bench.guilty.extend(addresses)

@@ -12,6 +12,7 @@ from portus.engine.format.checksum import UNIT
 from portus.engine.media import write_watch
 from portus.engine.pipeline.audit import WATCHED_MIN, AuditMethod
 from portus.engine.pipeline.run import Save
+from portus.engine.settings.keep import Keep
 from portus.engine.spec import PAGE, Extent
 from portus.errors import AbandonedError, MediumError
 from portus.reach.format.layout import DATA_START
@@ -107,12 +108,11 @@ def test_a_late_storage_is_shared_once_it_was_found_unchanged() -> None:
 
 def test_shared_bytes_outlive_the_version_that_copied_them() -> None:
     bench, arrays = Bench(), _arrays(1)
+    bench.keep = Keep(last=1)
     first = bench.run(arrays, late=False)
-    bench.retire = [first.result(0).id]
     for step in range(1, 8):
         arrays[0][:] = step
         newest = bench.run(arrays, step, late=False)
-        bench.retire = [newest.result(0).id]
     assert first.result(0).id not in bench.pool.catalogue().ids()
     assert bench.holds(newest) == [array.tobytes() for array in arrays]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
+from portus.engine.settings.keep import Keep
 from portus.engine.state.contents import FileContents
 from portus.errors import MediumError, UsageError, printable
 
@@ -24,7 +25,7 @@ class SaveRequest:
     follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
     a directory whose hidden folder has the drafts, if it is above the files and on their file
     system; else their own directory has them. removed_elsewhere: see ``Publisher.begin``.
-    metrics: of a version in a pool.
+    metrics, keep: of a version in a pool, see ``Labels``.
     """
 
     step: int = 0
@@ -33,6 +34,7 @@ class SaveRequest:
     base: str | None = None
     removed_elsewhere: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    keep: Keep | None = None
 
     def make_room(self) -> bool:
         """Remove something from a full disk. Return whether that was done."""
@@ -44,10 +46,6 @@ class SaveRequest:
     def ready(self) -> None:
         """Return when the files may become visible. Raises ``PortusError`` to forbid it. On the
         worker."""
-
-    def retire(self) -> Collection[int]:
-        """Return the ids of versions in a pool that go with the commit. On the worker."""
-        return ()
 
     def note_commit(self, save: Save) -> None:
         """Note that the files are there, before anybody is told. On the worker."""

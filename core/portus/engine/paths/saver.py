@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -347,6 +347,7 @@ class FileSaver:
             owners=joined.storages,
             exposed=planned.exposed,
             metrics=request.metrics,
+            keep=request.keep,
         )
 
     def _files_of(
@@ -414,9 +415,6 @@ class _Owner(SaveOwner):
 
     def audit(self, late: Late, stop: Stop) -> Audit:
         return self.saver.auditor.begin(late, stop)
-
-    def retire(self) -> Collection[int]:
-        return self.request.retire()
 
     def torn(self, addresses: Sequence[int]) -> None:
         self.saver.planner.accuse(addresses)

@@ -8,7 +8,7 @@ client of a storage host has another one, and on that host it is a ``PoolDraft``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from portus.engine.copying.segments import Digests, Stop
 from portus.engine.pipeline.plan import Column, Feed, Previous
+from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
     """What a version says of itself, besides its bytes. ``contents``: a pool's, of what is in its
-    storages. ``inexact``, ``metrics``: see ``VersionInfo``."""
+    storages. ``inexact``, ``metrics``: see ``VersionInfo``. ``keep``: which versions of the model
+    stay: the same commit removes the others, and an older one of the same step; None: all stay."""
 
     model: str
     step: int
@@ -31,6 +33,7 @@ class Labels:
     contents: bytes = b""
     inexact: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    keep: Keep | None = None
 
 
 class CommittedVersion(Protocol):
@@ -75,10 +78,8 @@ class Draft(Protocol):
         """Bytes of storages that were copied or shared, a short piece at each offset, end to end;
         None if they are out of sight."""
 
-    def commit(
-        self, labels: Labels, before: Previous | None, retire: Collection[int]
-    ) -> CommittedVersion:
-        """Persist and commit. ``retire``: versions to let go of in the same commit."""
+    def commit(self, labels: Labels, before: Previous | None) -> CommittedVersion:
+        """Persist and commit."""
 
     def release(self) -> None:
         """Give up what is not committed. Raises nothing."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portus.engine.copying.segments import Digests
+from portus.engine.settings.keep import Keep
 
 Column = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -57,7 +58,7 @@ class Snapshot:
     the object of each storage whose life is that of its memory; empty: nobody says. ``changes``:
     a count for each storage, which grows with the writes to it that are counted. ``exposed``: the
     indices of those in memory that other processes may have too; none of them is late.
-    ``metrics``: what the version is saved with, see ``VersionInfo``.
+    ``metrics``, ``keep``: what the version is saved with, see ``Labels``.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Snapshot:
     owners: Sequence[object] = ()
     exposed: Column = field(default_factory=lambda: np.empty(0, np.int64))
     metrics: Mapping[str, float] = field(default_factory=dict)
+    keep: Keep | None = None
 
 
 class Previous(Protocol):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -64,10 +64,6 @@ class SaveOwner:
     def audit(self, late: Late, stop: Stop) -> Audit | None:
         """Note what is there of the late storages. Return None for no audit."""
         return None
-
-    def retire(self) -> Collection[int]:
-        """Return the ids of the versions that go in the same commit. On the worker."""
-        return ()
 
     def torn(self, addresses: Sequence[int]) -> None:
         """Note the addresses of storages that an audit found torn. On the worker."""
@@ -417,6 +413,7 @@ class Save:
             token=snapshot.token,
             inexact=self._stats.inexact_bytes > 0,
             metrics=self.metrics,
+            keep=snapshot.keep,
         )
         # Only now is it known how much of it the spare had already.
         self._stats.copied_bytes -= self.draft.kept_bytes
@@ -424,7 +421,7 @@ class Save:
         # From here on a failure does not mean that nothing was committed: a sync may fail after the
         # rename, or after the root was stored.
         self.is_in_doubt = True
-        committed = self.draft.commit(labels, self._owner.before(), self._owner.retire())
+        committed = self.draft.commit(labels, self._owner.before())
         self._stats.commit_s = time.perf_counter() - start
         self._stats.total_s = time.perf_counter() - self._asked_s
         self._let_go()

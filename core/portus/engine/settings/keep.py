@@ -118,7 +118,7 @@ def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
     Raises ``UsageError`` for what is no number, and for too many."""
     found: dict[str, float] = {}
     for name, value in (metrics or {}).items():
-        if not isinstance(name, str) or not 0 < len(name) <= _NAME_MAX or not is_text(name):
+        if not _is_name(name):
             raise UsageError(
                 f"metrics: expected names of 1 to {_NAME_MAX} characters, found {name!r:.80}"
             )
@@ -159,12 +159,16 @@ def _best(versions: Sequence[VersionInfo], metric: str, mode: str, count: int) -
 def _check_best(best: object) -> tuple[str, str, int]:
     if isinstance(best, Sequence) and not isinstance(best, str) and len(best) == 3:
         metric, mode, count = best
-        if isinstance(metric, str) and metric and mode in _MODES and _is_count(count):
+        if _is_name(metric) and mode in _MODES and _is_count(count):
             return metric, mode, count
     raise UsageError(
         f"keep: expected best to be such as ('val_loss', 'min', 3), with 'min' or 'max', found "
         f"{best!r}"
     )
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _NAME_MAX and is_text(value)
 
 
 def _is_count(value: object) -> bool:

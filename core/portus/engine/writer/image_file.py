@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -325,9 +325,7 @@ class FileDraft:
                 number = int(owner[part[0]])
                 yield self._files[number], int(self._first[number]), part
 
-    def commit(
-        self, labels: Labels, before: Previous | None, retire: Collection[int]
-    ) -> CommittedFile:
+    def commit(self, labels: Labels, before: Previous | None) -> CommittedFile:
         self.finish()
         self.publish()
         return CommittedFile(

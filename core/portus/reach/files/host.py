@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -40,7 +40,7 @@ from portus.reach.protocol.messages import (
     digest_rows,
     pack_column,
     pack_handles,
-    pack_metrics,
+    pack_map,
 )
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import Credentials, error_of
@@ -96,7 +96,8 @@ class HostPool(PoolReader):
         self.durable: Final = durable
         self._untold = ""
         self._known: tuple[bytes, Catalogue | None] = b"", None
-        self._newest: tuple[bytes, int] = b"", 0
+        self.newest: tuple[bytes, int] = b"", 0
+        """The pool, and its newest commit, that were seen last."""
         self._committed: tuple[bytes, bytes] = b"", b""
         try:
             pins = HostLocks(self.links)
@@ -115,7 +116,7 @@ class HostPool(PoolReader):
     def catalogue(self) -> Catalogue:
         """What is committed now. What was read before and is the same is not fetched again."""
         while True:  # ends: each turn but the last the host was started again meanwhile
-            before, uuid = self._newest, self.superblock.uuid
+            before, uuid = self.newest, self.superblock.uuid
             known = self._known[1] if self._known[0] == uuid else None
             try:
                 found = newest_catalogue(self.medium, uuid, known)
@@ -124,12 +125,12 @@ class HostPool(PoolReader):
                     raise
                 continue  # it has another pool now, in its memory
             self._known = uuid, found
-            self._heed(before, uuid, found.root.sequence)
+            self.heed(before, uuid, found.root.sequence)
             return found
 
     def note_commit(self, info: VersionInfo) -> None:
         """The host told of a commit."""
-        self._newest = self.links.welcome.uuid, info.commit
+        self.newest = self.links.welcome.uuid, info.commit
         self._committed = self.links.welcome.uuid, info.token
 
     def has_committed(self, token: bytes) -> bool:
@@ -137,9 +138,9 @@ class HostPool(PoolReader):
         else a version is made of may be elsewhere in it than in the pool before."""
         return self._committed == (self.links.welcome.uuid, token)
 
-    def _heed(self, before: tuple[bytes, int], uuid: bytes, commit: int) -> None:
+    def heed(self, before: tuple[bytes, int], uuid: bytes, commit: int) -> None:
         """Say so if the host has another pool than ``before``, or an older history of it."""
-        self._newest = uuid, commit
+        self.newest = uuid, commit
         where = f"{self.links.address}"
         if self.links.address.second is not None:
             return  # of two hosts the second one has another pool, and it was said
@@ -299,7 +300,7 @@ class HostDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> None:
         """The host has them."""
 
-    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> Before:
         link = self._ready(Stop())
         assert before is None or isinstance(before, Before), "a pool shares with its own versions"
         # The host may have another pool by now, in which what is to be shared is elsewhere.
@@ -309,12 +310,13 @@ class HostDraft:
             digests=self._digests().tobytes(),
             before=before.record.info.token if before is not None else _NO_TOKEN,
             contents=labels.contents,
-            retire=pack_column(sorted(retire)),
+            keep=pack_map(asdict(labels.keep) if labels.keep else {}),
             inexact=labels.inexact,
-            metrics=pack_metrics(labels.metrics),
+            metrics=pack_map(labels.metrics),
         )
         # Noted first: after a break the connection may lead to another pool.
         uuid = asked = self._pool.links.uuid_of(link)
+        newest = self._pool.newest
         try:
             answer = self._pool.links.ask_for_work(link, confirm)
         except TransportError as error:
@@ -327,6 +329,7 @@ class HostDraft:
             record = decode_version(memoryview(answer.record))
             info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
             record = replace(record, info=info)
+            self._pool.heed(newest, uuid, info.commit - 1)
         # Frames have digests; what the host makes of them in its memory has none (V4).
         self._refuse_other(record, labels, before, confirm, uuid)
         if self._pool.durable > 1 and uuid == asked:

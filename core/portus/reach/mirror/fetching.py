@@ -117,7 +117,7 @@ def fetch_version(
             inexact=version.info.inexact,
             metrics=version.info.metrics,
         )
-        return draft.commit(labels, None, ()).record
+        return draft.commit(labels, None).record
     finally:
         draft.release()
 

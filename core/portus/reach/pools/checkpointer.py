@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -42,6 +40,9 @@ Result = TypeVar("Result")
 _log: Final = logging.getLogger("portus")
 
 _NAME_MAX: Final = 200
+
+# Not None: a step that is saved again replaces its older version.
+_KEEP_ALL: Final = Keep(last=1 << 60)
 
 
 class PoolCheckpointer(Checkpointer):
@@ -82,7 +83,7 @@ class PoolCheckpointer(Checkpointer):
             if self.settings.mirror is not None:
                 raise UsageError(f"mirror: {why}")
             _log.warning("portus: model %r is NOT mirrored: %s", model, why)
-        self._keep: Final = Keep.of(keep)
+        self._keep: Final = Keep.of(keep) or _KEEP_ALL
         self._pool: Final = TrainingPool(place, lambda: model, self.settings, is_named=True)
         self._companions = []
         if self.settings.journal:
@@ -108,8 +109,8 @@ class PoolCheckpointer(Checkpointer):
     ) -> SaveHandle:
         self._check_usable()
         number, scored = check_step(step), check_metrics(metrics)
-        request = _VersionRequest(
-            step=number, metrics=scored, companions=self._companions, checkpointer=self
+        request = AccompaniedRequest(
+            step=number, metrics=scored, keep=self._keep, companions=self._companions
         )
         self._last = handle = self._saver.save_version(f"step-{number:08d}.pt", state, request)
         if synchronous or is_blocking():
@@ -172,31 +173,6 @@ class PoolCheckpointer(Checkpointer):
         if not self._is_there():
             raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
         return view.use_version([self._pool.open()], self.model, step, use)
-
-    # On the worker.
-
-    def _surplus(self, step: int, metrics: Mapping[str, float]) -> Collection[int]:
-        """The versions that go once one of ``step`` is committed, by id."""
-        infos = self._infos()
-        # A step is in the pool once: its newer version replaces it in the same commit (V5).
-        same = {info.id for info in infos if info.step == step}
-        if not infos or self._keep is None:
-            return same
-        others = [info for info in infos if info.id not in same]
-        # ``keep`` counts the version that is about to be committed, with its metrics.
-        made = replace(infos[0], id=0, step=step, time_ns=time.time_ns(), metrics=metrics)
-        staying = {info.id for info in self._keep.staying([*others, made])}
-        return same | {info.id for info in others if info.id not in staying}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _VersionRequest(AccompaniedRequest):
-    """The request of one step, to be saved to a pool."""
-
-    checkpointer: PoolCheckpointer
-
-    def retire(self) -> Collection[int]:
-        return self.checkpointer._surplus(self.step, self.metrics)
 
 
 def _check_model(model: object) -> None:

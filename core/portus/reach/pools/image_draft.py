@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -129,7 +129,7 @@ class ImageDraft:
     ) -> NDArray[np.uint8] | None:
         return self._draft.read_back(storage, offset, length)
 
-    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> Before:
         # At the commit: these bytes contain the digests and CRCs of all others.
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)
@@ -137,7 +137,7 @@ class ImageDraft:
         self._with_room(lambda: self._draft.copy(indices, address, Stop()))
         labels = replace(labels, model=self._model, contents=encode_table(self._table))
         known = self.before()
-        version = self._draft.commit(labels, known.version if known else None, retire)
+        version = self._draft.commit(labels, known.version if known else None)
         self.committed = CommittedImages(version, len(self._table.files), self._crcs)
         return version
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -348,14 +348,14 @@ class PointerDraft(ImageDraft):
     def make_room(self) -> bool:
         return self._request.make_room()
 
-    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> Before:
         if self._files is None:
-            return super().commit(labels, before, retire)
+            return super().commit(labels, before)
         # Read now: after ``publish`` the new pointers are at their paths.
         replaced = [self._pool.pointer_at(path) for path in self._paths]
         # Durable before the version is committed: after that only names are left to change.
         self._files.finish()
-        version = super().commit(labels, before, retire)
+        version = super().commit(labels, before)
         try:
             self._files.publish()
         except AbandonedError:

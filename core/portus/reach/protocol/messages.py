@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ NAME_SIZE_MAX: Final = 200
 METRICS_MAX: Final = 64
 """Metrics of one version, at most."""
 METRICS_SIZE_MAX: Final = 64 << 10
+KEEP_SIZE_MAX: Final = 1 << 10
 TEXT_SIZE_MAX: Final = 4096
 STORAGES_MAX: Final = 1 << 20
 """Storages of one version, or of one message about storages, at most."""
@@ -260,20 +261,21 @@ class Shared(Message, frozen=True):
     {Phase.SAVING: Phase.CONFIRMING},
     handler="confirm",
     body_size_max=(
-        DIGEST_SIZE * UNITS_MAX + CONTENTS_SIZE_MAX + 8 * IDS_MAX + METRICS_SIZE_MAX + SMALL
+        DIGEST_SIZE * UNITS_MAX + CONTENTS_SIZE_MAX + KEEP_SIZE_MAX + METRICS_SIZE_MAX + SMALL
     ),
 )
 class Confirm(Message, frozen=True):
     """All storages are pulled or shared, and their digests, which the client found itself, are
     ``digests``: commit. ``before``: the token of a version whose contents may be equal.
-    ``retire``: ids of versions to let go of in the same commit. ``inexact``: the client saw a part
+    ``keep``: which versions of the model stay: the same commit removes the others, and an older one
+    of the same step (``pack_map``; empty: all stay). ``inexact``: the client saw a part
     of it being written by another process while it was pulled. ``metrics``: what the version
-    scored (``pack_metrics``)."""
+    scored (``pack_map``)."""
 
     digests: Digests
     before: Token
     contents: Annotated[bytes, Meta(max_length=CONTENTS_SIZE_MAX)]
-    retire: Ids
+    keep: Annotated[bytes, Meta(max_length=KEEP_SIZE_MAX)]
     inexact: bool = False
     # Bytes: a name in a body of this size could take four times as much memory as the body.
     metrics: Annotated[bytes, Meta(max_length=METRICS_SIZE_MAX)] = b""
@@ -559,9 +561,10 @@ BYTES: Final = MESSAGES.payload(74, "BYTES", {Phase.READING: Phase.READING}, PAY
 """The bytes of a read."""
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_metrics_decoder: Final = msgspec.msgpack.Decoder(
-    Annotated[dict[str, float], Meta(max_length=METRICS_MAX)]
-)
+_map_decoders: Final[dict[str, msgspec.msgpack.Decoder[dict[str, Any]]]] = {
+    "metrics": msgspec.msgpack.Decoder(Annotated[dict[str, float], Meta(max_length=METRICS_MAX)]),
+    "keep": msgspec.msgpack.Decoder(dict[str, Any]),
+}
 _decoders: Final = {
     kind: msgspec.msgpack.Decoder(kind.type) for kind in MESSAGES if kind.type is not None
 }
@@ -644,17 +647,17 @@ def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
     return addresses, keys
 
 
-def pack_metrics(metrics: Mapping[str, float]) -> bytes:
-    """Metrics for the wire: a map of msgpack, or nothing if there are none."""
-    return _encoder.encode(dict(metrics)) if metrics else b""
+def pack_map(values: Mapping[str, object]) -> bytes:
+    """A map for the wire: of msgpack, or nothing if it is empty."""
+    return _encoder.encode(dict(values)) if values else b""
 
 
-def unpack_metrics(data: bytes) -> dict[str, float]:
-    """Metrics from the wire. Raises ``ProtocolError``."""
+def unpack_map(data: bytes, what: str) -> dict[str, Any]:
+    """A map from the wire: ``metrics``, or the fields of a ``keep``. Raises ``ProtocolError``."""
     try:
-        return _metrics_decoder.decode(data) if data else {}
+        return _map_decoders[what].decode(data) if data else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"metrics of {len(data)} bytes: {error}") from error
+        raise ProtocolError(f"{what} of {len(data)} bytes: {error}") from error
 
 
 def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:

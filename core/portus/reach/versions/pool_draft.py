@@ -6,8 +6,9 @@ In a pool of this process. A storage host makes the same, and brings the bytes b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -54,6 +55,8 @@ class PoolDraft:
         self._groups: list[StorageRows] = []
         self._held: list[list[Extent]] = []
         self._copied: list[Extent] = []
+        self.retired = 0
+        """The versions that went with the commit."""
 
     @property
     def name(self) -> str:
@@ -145,12 +148,12 @@ class PoolDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
 
-    def commit(self, labels: Labels, before: Previous | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> Before:
         assert before is None or isinstance(before, Before), "a pool shares with its own versions"
         known = None
         if before is not None and before.contents == labels.contents:
             known = self.hold_contents(before.record)
-        record = self.commit_rows(self.rows(), labels, known, retire)
+        record = self.commit_rows(self.rows(), labels, known)
         return Before(record, labels.contents)
 
     def hold_contents(self, record: VersionRecord) -> Pointer | None:
@@ -168,25 +171,18 @@ class PoolDraft:
         return rows_of(self._groups, self._lengths)
 
     def commit_rows(
-        self,
-        rows: tuple[Rows, Rows, Rows],
-        labels: Labels,
-        known: Pointer | None,
-        retire: Collection[int],
+        self, rows: tuple[Rows, Rows, Rows], labels: Labels, known: Pointer | None
     ) -> VersionRecord:
         """Commit, and let go. known: where the contents are already."""
-        change = self.change(rows, labels, known, retire)
+        change = self.change(rows, labels, known)
+        self.retired = len(change.retire)
         record = self._writer.commit(change.new, change.data, change.retire)
         assert record is not None
         self.release()
         return record
 
     def change(
-        self,
-        rows: tuple[Rows, Rows, Rows],
-        labels: Labels,
-        known: Pointer | None,
-        retire: Collection[int],
+        self, rows: tuple[Rows, Rows, Rows], labels: Labels, known: Pointer | None
     ) -> Change:
         """What a commit of this version is asked for."""
         storages, extents, units = rows
@@ -201,7 +197,22 @@ class PoolDraft:
             inexact=labels.inexact,
             metrics=labels.metrics,
         )
-        return Change(new, self._copied, retire)
+        return Change(new, self._copied, self._surplus(labels))
+
+    def _surplus(self, labels: Labels) -> set[int]:
+        """The versions that go once this one is committed, by id."""
+        model = self._writer.catalogue().models.get(labels.model)
+        if model is None or labels.keep is None:
+            return set()
+        infos = [entry.info for entry in model.versions]
+        # A step is in the pool once: its newer version replaces it in the same commit (V5).
+        others = [info for info in infos if info.step != labels.step]
+        # ``keep`` counts the version that is about to be committed, with its metrics.
+        made = replace(
+            infos[-1], id=0, step=labels.step, time_ns=time.time_ns(), metrics=labels.metrics
+        )
+        staying = {info.id for info in labels.keep.staying([*others, made])}
+        return {info.id for info in infos} - staying
 
     def release(self) -> None:
         held, self._held = self._held, []

@@ -110,7 +110,8 @@ def test_a_host_keeps_metrics_and_what_is_best(server: Server) -> None:
 
 
 def test_a_save_takes_few_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a group each rank makes its own: what one needs more, a host hears as often."""
+    """Of a group each rank makes its own: what one needs more, a host hears as often. No request
+    asks what ``keep`` is to remove: the host knows."""
     asked: list[str] = []
     answer = Requests.answer
 
@@ -123,8 +124,7 @@ def test_a_save_takes_few_requests(server: Server, monkeypatch: pytest.MonkeyPat
         for step in range(3):
             asked.clear()
             run.save({**state(step), "same": torch.ones(9)}, step, metrics={"loss": 0.5}).wait()
-    catalogue = ["READ", "STATUS", "READ", "READ"]  # the roots, how big it is, the table, the model
-    assert asked == ["BEGIN", "SHARE", "OFFER", *catalogue, "OFFER", "CONFIRM"]
+    assert asked == ["BEGIN", "SHARE", "OFFER", "OFFER", "CONFIRM"]
 
 
 def test_a_state_of_too_many_storages_is_not_begun(
@@ -435,7 +435,7 @@ def test_contents_that_stay_equal_are_stored_once(server: Server) -> None:
             draft = tabled(pool.draft(snapshot), snapshot.length.tolist())
             draft.copy(np.arange(1), snapshot.address, Stop())
             labels = Labels(model=snapshot.model, step=step, token=snapshot.token)
-            before = draft.commit(labels, before, ())
+            before = draft.commit(labels, before)
             found.append(before.record.contents)
         assert found[0] == found[1]
         assert check(pool) == []

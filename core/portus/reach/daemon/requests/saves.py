@@ -21,7 +21,7 @@ from portus.engine.copying.local import check
 from portus.engine.copying.segments import Column, Digests, Sources, cut
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
-from portus.engine.settings.keep import check_metrics
+from portus.engine.settings.keep import Keep, check_metrics
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.daemon.house import refusal_of
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
@@ -29,7 +29,7 @@ from portus.reach.format.layout import HEADER
 from portus.reach.index.file_table import decode_table
 from portus.reach.index.records import Pointer, VersionRecord, encode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, column, handles, unpack_metrics
+from portus.reach.protocol.messages import Said, column, handles, unpack_map
 from portus.reach.transport.one_sided import Remote
 from portus.reach.transport.stream import InterruptedByError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
@@ -275,21 +275,20 @@ class SaveRequests:
             token=begin.token,
             contents=message.contents,
             inexact=message.inexact,
-            metrics=check_metrics(unpack_metrics(message.metrics)),
+            metrics=check_metrics(unpack_map(message.metrics, "metrics")),
+            keep=Keep.of(unpack_map(message.keep, "keep") or None),
         )
-        retire = set(column(message.retire, "retire").tolist())
-        changed = {begin.model, *self._guest.models_of(retire)}
         self._refuse_known(begin.token)
         self._refuse_nonsense(draft.lengths, message.contents)
         self._guest.hosted.replica.require(begin.model)
         self._guest.hosted.look()
-        record = draft.pool.commit_rows(rows, labels, self._find_contents(draft, message), retire)
+        record = draft.pool.commit_rows(rows, labels, self._find_contents(draft, message))
         # Once more: if the pool was exchanged meanwhile, nobody will find this version.
         self._guest.hosted.look()
         self._draft = None
         self._guest.link.keep(-draft.size)
         self._guest.hosted.end_save()
-        self._guest.note_change(changed)
+        self._guest.note_change({begin.model})
         self._guest.hosted.replica.note_commit(begin.model, begin.token)
         self._guest.counters.add("saves")
         end = time.perf_counter()
@@ -307,7 +306,7 @@ class SaveRequests:
             commit=info.commit,
             bytes=info.size,
             shared_bytes=draft.shared_bytes,
-            retired=len(retire),
+            retired=draft.pool.retired,
             seconds=end - draft.begun_s,
             commit_seconds=end - start,
         )
