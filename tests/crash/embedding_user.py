@@ -33,6 +33,7 @@ from tests.simulation.crash import CrashFiles
 
 LOG: Final = 4 * PAGE
 DEVICE: Final = 110 * PAGE
+DENSE_BYTES: Final = 4 * 72
 
 State = tuple[bytes, tuple[tuple[bytes, bytes], ...]]
 """The digest of the newest batch, and token and digest of each mark."""
@@ -48,9 +49,20 @@ def first() -> Tensors:
         "step": 0,
         "wide": torch.zeros(12, 700),
         "narrow": torch.zeros(300, 6, dtype=torch.int16),
-        "dense": torch.zeros(70),
+        **{f"dense{number}": torch.zeros(DENSE_BYTES // 16) for number in range(4)},
         "batch": torch.tensor(0),
     }
+
+
+def dense_of(tensors: Tensors) -> Tensors:
+    """The dense part."""
+    return {key: each for key, each in tensors.items() if key.startswith("dense") or key == "step"}
+
+
+def change_dense(tensors: Tensors, step: int) -> None:
+    for key, each in dense_of(tensors).items():
+        # Text of the contents, that changes now and then.
+        tensors[key] = step // 3 if key == "step" else each + step
 
 
 def digest_of(state: object) -> bytes:
@@ -117,14 +129,15 @@ class User(Process[State]):
             tensors[name][number] += 100
         tensors["batch"].fill_(step)
         if sliced:
-            self.dense = {"dense": tensors["dense"], "step": tensors["step"]}
+            self.dense = dense_of(tensors)
         if not is_relaxed:
-            tensors["dense"] = tensors["dense"] + step
-            tensors["step"] = step // 3  # text of the contents, that changes now and then
+            change_dense(tensors, step)
             self.dense_batch = step
         moment = self.moment(step, None if whole or self.is_new else numbers)
         if is_relaxed or sliced:
-            dense = [spec.storage for spec in walk(tensors).tensors if spec.name == "dense"]
+            dense = [
+                each.storage for each in walk(tensors).tensors if each.name in dense_of(tensors)
+            ]
             moment = replace(moment, left=dense, sliced=sliced)
         else:
             self.dense = {}
@@ -159,7 +172,8 @@ class User(Process[State]):
         """A slice of the dense part; after the last one that is durable."""
         after = (digest_of(self.tensors), self.state[1]) if is_last else self.state
         self.report((self.state, after))
-        self.store.go_on(Stop())
+        while self.store.is_behind:
+            self.store.go_on(Stop())
         if is_last:
             self.dense = {}
         self.state = after

@@ -1,40 +1,49 @@
-"""Dense parts in slices, each written with one mistake."""
+"""Slices of a dense part, each written with one mistake."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.slices import Slices
+from portus.companions.embedding.pieces import Slices, _cut
 from portus.companions.embedding.store import TableStore
 
 
-def a_slice_is_not_persisted(patch: pytest.MonkeyPatch) -> None:
+def _without(
+    patch: pytest.MonkeyPatch, call: str, is_wrong: Callable[[Slices], bool] = lambda _: True
+) -> None:
+    """Pieces of slices that ``is_wrong`` chooses are written by a medium that ignores a call."""
     right = Slices.go_on
 
-    def wrong(self: Slices) -> None:
+    def wrong(self: Slices, *arguments: Any) -> None:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(type(self._pool.medium), "persist", lambda medium, ranges: None)
-            right(self)
+            if is_wrong(self):
+                within.setattr(type(self._pool.medium), call, lambda *_: None)
+            right(self, *arguments)
 
     patch.setattr(Slices, "go_on", wrong)
+
+
+def _is_last(slices: Slices) -> bool:
+    return len(slices._digests) + 1 == len(slices._pieces)
+
+
+def a_slice_is_not_persisted(patch: pytest.MonkeyPatch) -> None:
+    _without(patch, "persist")
 
 
 def slices_are_committed_before_the_last_one(patch: pytest.MonkeyPatch) -> None:
     """It is stored, and persisted later."""
-    right = Slices.go_on
+    _without(patch, "persist", _is_last)
 
-    def wrong(self: Slices) -> None:
-        if self.done + 1 < self.count or self.count == 1:
-            right(self)
-            return
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(type(self._pool.medium), "persist", lambda medium, ranges: None)
-            right(self)
 
-    patch.setattr(Slices, "go_on", wrong)
+def slices_end_one_early(patch: pytest.MonkeyPatch) -> None:
+    """They are taken for whole when one is missing, which is hashed and never stored."""
+    _without(patch, "store", _is_last)
 
 
 def slices_go_over_the_dense_part_that_counts(patch: pytest.MonkeyPatch) -> None:
@@ -45,24 +54,13 @@ def slices_go_over_the_dense_part_that_counts(patch: pytest.MonkeyPatch) -> None
         right(self, moment)
         slices, record = self._slices, self._record
         if slices is not None and not slices.done and record is not None:
-            there = [list(record.storage_extents(each)) for each in slices.indices.tolist()]
-            slices._extents[:] = there
+            indices = slices.indices
+            there = [list(record.storage_extents(each)) for each in indices.tolist()]
+            addresses, lengths = moment.address[indices], moment.length[indices]
+            slices.extents[:] = there
+            slices._pieces[:] = _cut(addresses.tolist(), lengths.tolist(), there, 1)
 
     patch.setattr(TableStore, "_slice_on", wrong)
-
-
-def slices_end_one_early(patch: pytest.MonkeyPatch) -> None:
-    """They are taken for whole when one is missing, which is hashed and never stored."""
-    right = Slices.go_on
-
-    def wrong(self: Slices) -> None:
-        right(self)
-        if self.done + 1 == self.count:
-            with pytest.MonkeyPatch.context() as within:
-                within.setattr(type(self._pool.medium), "store", lambda medium, at, data: None)
-                right(self)
-
-    patch.setattr(Slices, "go_on", wrong)
 
 
 def the_contents_are_those_of_the_dense_part_before(patch: pytest.MonkeyPatch) -> None:

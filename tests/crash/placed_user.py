@@ -26,7 +26,15 @@ from portus.engine.state.walk import walk
 from portus.reach.index.directory import open_writer
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.pools.restore import load
-from tests.crash.embedding_user import EMPTY, State, Tensors, digest_of, shown
+from tests.crash.embedding_user import (
+    EMPTY,
+    State,
+    Tensors,
+    change_dense,
+    dense_of,
+    digest_of,
+    shown,
+)
 from tests.crash.logged import POOL, DeviceProcess, Report
 from tests.simulation.crash import CrashFiles
 
@@ -43,7 +51,7 @@ def first() -> Tensors:
         "step": 0,
         WIDE: torch.zeros(12, 96),
         NARROW: torch.zeros(320, 6, dtype=torch.int16),
-        "dense": torch.zeros(70),
+        **{f"dense{number}": torch.zeros(18) for number in range(4)},
         "batch": torch.tensor(0),
         "digests": [torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)],
     }
@@ -125,10 +133,9 @@ class User(DeviceProcess[State]):
             self.update(more, step)
         self.tensors["batch"].fill_(step)
         if sliced:
-            self.dense = {"dense": self.tensors["dense"], "step": self.tensors["step"]}
+            self.dense = dense_of(self.tensors)
         if not is_relaxed:
-            self.tensors["dense"] = self.tensors["dense"] + step
-            self.tensors["step"] = step // 3
+            change_dense(self.tensors, step)
             self.dense_batch = step
         self.end(step, sliced, is_left=is_relaxed or bool(sliced), ends=ends)
 
@@ -140,7 +147,8 @@ class User(DeviceProcess[State]):
         """The batch is over: both this one and the one before may be found from now on."""
         moment = self.moment(step)
         if is_left:
-            moment = replace(moment, left=[self.index("dense")], sliced=sliced)
+            left = [self.index(each) for each in dense_of(self.tensors) if each != "step"]
+            moment = replace(moment, left=left, sliced=sliced)
         moment = replace(moment, ahead=self.rows(self.upcoming))
         self.upcoming = {}
         if not is_left:

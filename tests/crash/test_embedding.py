@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from portus.companions.embedding import fold, store
+from portus.companions.embedding import fold, pieces, store
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.store import TableStore
@@ -21,6 +21,7 @@ from portus.reach.index.log import Bunch, LogWriter, Patch
 from portus.reach.index.pool import PoolWriter
 from tests.crash import logged
 from tests.crash.embedding_user import (
+    DENSE_BYTES,
     DEVICE,
     Folding,
     FoldingOnDevice,
@@ -90,8 +91,8 @@ def on_device_folding(plans: Plans, budgets: tuple[int, ...]) -> Searched:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each storage is a piece of a fold by itself."""
-    monkeypatch.setattr(fold, "PIECE", 1)
+    """Each table is a piece of a fold by itself, and so is the dense part."""
+    monkeypatch.setattr(pieces, "PIECE", DENSE_BYTES)
 
 
 def on_device(plans: Plans, budgets: tuple[int, ...]) -> Searched:
@@ -214,23 +215,24 @@ class RowsLeftOut(LogWriter):
 
 
 def the_log_is_folded_in_without_this_batch(patch: pytest.MonkeyPatch) -> None:
-    right = Fold.version
+    right = Fold.add
 
-    def wrong(self: Fold, *arguments: Any) -> object:
-        del self._waiting[-1:]
-        return right(self, *arguments)
+    def wrong(self: Fold, moment: Moment) -> bool:
+        if not self.image.is_whole:
+            return right(self, moment)
+        self.batch, self.contents = moment.batch, moment.contents
+        return True
 
-    patch.setattr(Fold, "version", wrong)
+    patch.setattr(Fold, "add", wrong)
 
 
 def what_came_while_it_was_folded_in_is_cut_with_the_log(patch: pytest.MonkeyPatch) -> None:
-    right = Fold.go_on
+    right = Fold.add
 
-    def wrong(self: Fold, stop: Stop) -> None:
-        self._waiting.clear()
-        right(self, stop)
+    def wrong(self: Fold, moment: Moment) -> bool:
+        return not self.image.is_whole or right(self, moment)
 
-    patch.setattr(Fold, "go_on", wrong)
+    patch.setattr(Fold, "add", wrong)
 
 
 def a_fold_is_committed_before_the_update_beside_it_is_over(patch: pytest.MonkeyPatch) -> None:
@@ -244,8 +246,8 @@ def a_fold_is_committed_before_the_update_beside_it_is_over(patch: pytest.Monkey
 
     def wrong(self: TableStore, stop: Stop) -> None:
         right(self, stop)
-        if newest and self._fold is not None and self._fold.is_whole:
-            self._replace(self._fold, newest[0])
+        if newest and self._fold is not None and self._fold.image.is_whole:
+            self._replace(self._fold)
 
     patch.setattr(Fold, "add", added)
     patch.setattr(TableStore, "go_on", wrong)
@@ -265,9 +267,9 @@ def a_piece_is_not_persisted(patch: pytest.MonkeyPatch) -> None:
 def the_old_version_goes_before_the_new_one_is_there(patch: pytest.MonkeyPatch) -> None:
     right = TableStore._replace
 
-    def wrong(self: TableStore, fold: Fold, moment: Moment) -> None:
+    def wrong(self: TableStore, fold: Fold) -> None:
         self.pool.retire(self._superseded_versions())
-        right(self, fold, moment)
+        right(self, fold)
 
     patch.setattr(TableStore, "_replace", wrong)
 
@@ -276,7 +278,7 @@ def the_log_is_cut_too_early(patch: pytest.MonkeyPatch) -> None:
     """Its pages are blanked for the next one while the older root still reaches them."""
     right = TableStore._replace
 
-    def wrong(self: TableStore, fold: Fold, moment: Moment) -> None:
+    def wrong(self: TableStore, fold: Fold) -> None:
         old, version = self._log, fold.version
 
         def cutting(*arguments: Any) -> Any:  # once it was seen that nobody else changed it
@@ -286,7 +288,7 @@ def the_log_is_cut_too_early(patch: pytest.MonkeyPatch) -> None:
 
         with pytest.MonkeyPatch.context() as within:
             within.setattr(fold, "version", cutting)
-            right(self, fold, moment)
+            right(self, fold)
 
     patch.setattr(TableStore, "_replace", wrong)
 

@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from portus.companions.embedding import in_pool
+from portus.companions.embedding import fold, in_pool, store
 from portus.companions.embedding.in_pool import PlacedMoment, PlacedStore
-from portus.companions.embedding.slices import Slices
 from portus.companions.embedding.store import TableStore
 from portus.reach.index.in_place import cell_digests
 from portus.reach.index.log import Bunch, LogWriter, pending
@@ -129,7 +128,11 @@ class UndoThatCounts(LogWriter):
 
 
 def log_of(writer: type[LogWriter]) -> Mistake:
-    return lambda patch: patch.setattr(in_pool, "LogWriter", writer)
+    def patched(patch: pytest.MonkeyPatch) -> None:
+        for module in (store, fold):
+            patch.setattr(module, "LogWriter", writer)
+
+    return patched
 
 
 class LoggedAfterwards(User):
@@ -257,28 +260,29 @@ def folded_in_within_a_batch(patch: pytest.MonkeyPatch) -> None:
 
 def announced_before_the_slices_end(patch: pytest.MonkeyPatch) -> None:
     """The undo of the next batch is in the log that the last slice ends."""
-    right = PlacedStore._write_slice
+    right = PlacedStore._fold_in
 
-    def wrong(self: PlacedStore, moment: PlacedMoment, slices: Slices) -> None:
-        self.log(moment.ahead)
-        right(self, moment, slices)
+    def wrong(self: PlacedStore, moment: PlacedMoment) -> None:
+        if self._slices is not None and self._slices.is_whole:
+            self.log(moment.ahead)
+        right(self, moment)
 
-    patch.setattr(PlacedStore, "_write_slice", wrong)
+    patch.setattr(PlacedStore, "_fold_in", wrong)
 
 
 def a_fold_between_slices_has_what_is_in_memory(patch: pytest.MonkeyPatch) -> None:
     """Of the dense part that is being written, and says the text of the one before."""
-    right = PlacedStore._group
+    right = PlacedStore._fold_of
 
-    def wrong(self: PlacedStore, moment: PlacedMoment, held: Any, slices: Any) -> Any:
-        if slices is None and self._slices is not None:
+    def wrong(self: PlacedStore, moment: PlacedMoment) -> Any:
+        if self._slices is not None and not self._slices.is_whole:
             address = moment.address.copy()
             for each in self._slices.indices.tolist():
                 address[each] = self._slices.moment.address[each]
             moment = replace(moment, address=address)
-        return right(self, moment, held, slices)
+        return right(self, moment)
 
-    patch.setattr(PlacedStore, "_group", wrong)
+    patch.setattr(PlacedStore, "_fold_of", wrong)
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,6 @@ LARGE = {
     "engine/copying/local": "each way in which bytes move within a machine, side by side",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
-    "companions/embedding/in_pool": "undo before an update, digests after it: they are one rule",
     "reach/index/log": "one record format: its writer, its reader, its recovery",
     "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import portus
+from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.in_pool import PlacedStore
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.slices import Slices
+from portus.companions.embedding.pieces import Slices
 from portus.companions.embedding.store import MODEL
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
 from portus.engine.spec import PAGE, Extent
@@ -38,7 +39,7 @@ BIG = 96 << 20
 LOG = 60 * PAGE
 
 
-class InPlace(Training):
+class InPlace(sliced.Halves):
     """The training whose tables are in the pool."""
 
     def protected(self, path: str, **settings: Any) -> Any:
@@ -122,10 +123,10 @@ def trained(device: str, numbers: range, patch: pytest.MonkeyPatch) -> tuple[lis
     def shown() -> list[Any]:
         return [training.model.top.weight.detach().clone(), training.scheduler.last_epoch]
 
-    def noted(self: PlacedStore, moment: Any, slices: Any = None) -> None:
-        if slices is not None:
+    def noted(self: PlacedStore, moment: Any) -> None:
+        if self._slices is not None and self._slices.is_whole:
             look(moment.batch)
-        fold_in(self, moment, slices)
+        fold_in(self, moment)
 
     with training.protected(device) as tables, patch.context() as within:
         within.setattr(PlacedStore, "_fold_in", noted)
@@ -420,6 +421,25 @@ def test_a_load_that_is_refused_leaves_no_view_of_its_tables(
     assert raised.value.__traceback__ is not None
     assert "views of tables" not in caplog.text
     assert durable(device)["batch"] == 4
+
+
+def test_nobody_else_goes_on_with_what_an_update_folds_in(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, shared = Fold.version, list[bool]()
+    training = InPlace()
+    with training.protected(device) as tables, monkeypatch.context() as patch:
+
+        def told(self: Fold, *rest: Any) -> Any:
+            shared.append(tables._store.has_more)
+            return version(self, *rest)
+
+        patch.setattr(Fold, "version", told)
+        while len(shared) < 3:
+            with tables.batch():
+                training.step(tables.batches + 1)
+            tables.wait()
+    assert not any(shared), "the thread that commits would copy the same pieces"
 
 
 def test_folding_in_flushes_no_table_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

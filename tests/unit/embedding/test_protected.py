@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
-from portus.companions.embedding import capture, early, fold
+from portus.companions.embedding import capture, early, pieces
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
@@ -191,7 +191,7 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
     go_on, commit, small = Fold.go_on, TableStore.commit, Small()
 
     def slow(self: Fold, stop: Stop) -> None:
-        if not self.done and order:  # the first image is awaited
+        if not self.image.done and order:  # the first image is awaited
             until(lambda: tables._committer._moment is not None)
         go_on(self, stop)
         order.append("piece")
@@ -202,7 +202,7 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
         if moment.batch == 1:
             order[:] = ["begun"]
 
-    monkeypatch.setattr(fold, "PIECE", 1)
+    monkeypatch.setattr(pieces, "PIECE", 1)
     monkeypatch.setattr(Fold, "go_on", slow)
     monkeypatch.setattr(TableStore, "commit", told)
     monkeypatch.setattr(TableStore, "is_behind", False)
@@ -223,10 +223,10 @@ def test_no_batch_waits_for_a_whole_image_also_if_batches_leave_no_time(
     version, small = Fold.version, Small(torch.optim.Adagrad)
 
     def told(self: Fold, *rest: Any) -> Any:
-        missing.append(not self.is_whole)
+        missing.append(not self.image.is_whole)
         return version(self, *rest)
 
-    monkeypatch.setattr(fold, "PIECE", 1)
+    monkeypatch.setattr(pieces, "PIECE", 1)
     monkeypatch.setattr(Fold, "version", told)
     monkeypatch.setattr(TableStore, "has_more", False)
     with small.protect(path) as tables:
@@ -251,7 +251,7 @@ def test_a_load_gives_up_what_was_folded_in_of_an_update_that_is_not_gone_on_wit
         with pytest.raises(RuntimeError, match="later"):
             broken_off(tables, small)
         assert small.weight[2].any()
-        while not tables._store._fold.is_whole:
+        while not tables._store._fold.image.is_whole:
             tables._store.go_on(Stop())
         tables.load()
         small.step(1)
@@ -453,12 +453,12 @@ def test_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_ga
 ) -> None:
     written = sliced.noted(monkeypatch)
     monkeypatch.setattr(TableStore, "has_more", False)  # as late as may be
-    training = Training()
+    training = sliced.Halves()
     gaps = trained(training, path, tmp_path, range(1, 2 * GAP + 2))
     sliced.require_even(written, gaps, GAP)
     # Whoever goes on from the oldest dense part stays within the gap as well.
     worst = tmp_path / f"{1 + gaps.index(max(gaps))}.portus"
-    trained(Training(), worst, tmp_path, range(100, 102 + GAP))
+    trained(sliced.Halves(), worst, tmp_path, range(100, 102 + GAP))
 
 
 def trained(training: Training, path: Path, place: Path, numbers: range) -> list[int]:

@@ -20,25 +20,23 @@ reader is promised to have is changed in place.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from portus.companions.embedding.fold import Fold, version_of
 from portus.companions.embedding.moment import Bytes, Column, Moment, Rows
-from portus.companions.embedding.slices import Slices
-from portus.companions.embedding.store import MARKS, MODEL, TableStore
-from portus.engine.copying.local import copy
-from portus.engine.copying.segments import Source, Stop, memory
+from portus.companions.embedding.pieces import Pieces
+from portus.companions.embedding.store import MARKS, TableStore
+from portus.engine.copying.segments import Stop, memory
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT, unit_count
 from portus.engine.media.base import MappedMedium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
-from portus.reach.format.layout import EXTENT, UNDO
-from portus.reach.index.commit_records import NewVersion
+from portus.reach.format.layout import UNDO
 from portus.reach.index.in_place import (
     InPlace,
     cell_digests,
@@ -48,11 +46,11 @@ from portus.reach.index.in_place import (
     unit_sum,
     update_sum,
 )
-from portus.reach.index.log import Bunch, LogWriter, entry_size, pending, read_log
+from portus.reach.index.log import Bunch, entry_size, pending, read_log
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import InPlaceStorage, VersionLog, VersionRecord
+from portus.reach.index.records import InPlaceStorage, VersionRecord
 from portus.reach.media.pool import Extents
-from portus.reach.versions.parts import StorageRows, part, rows_of
+from portus.reach.versions.parts import StorageRows
 
 _FREE_SHARE: Final = 2
 """A batch begins with this part of its log free."""
@@ -114,15 +112,14 @@ class PlacedStore(TableStore):
     """What a pool has of one training whose tables are changed in place. One thread at a time."""
 
     in_place = True
+    _spare = 2 * PAGE  # for the entries that `_make_room` names
 
     def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
         """Open the pool as ``TableStore`` does, and put back what an uncommitted batch changed."""
         self._places: dict[int, TensorLocation] = {}
         """Places of the tables of the newest version, by the index of the storage."""
-        self._reserved: list[tuple[TensorLocation, Extent]] = []
-        self.batch = 0
-        """The batch that was committed last, or loaded."""
-        super().__init__(pool, log_bytes)
+        self._reserved: list[Extent] = []
+        super().__init__(pool, log_bytes, fold_from=1.0)  # not beside batches
 
     @property
     def places(self) -> Mapping[int, TensorLocation]:
@@ -136,9 +133,8 @@ class PlacedStore(TableStore):
         Raises ``MediumError`` (ENOSPC) if there is none in one piece.
         """
         [area] = self.pool.reserve(length, contiguous=True)
-        made = TensorLocation(Extent(area.offset, length), row, cell_size(length, row))
-        self._reserved.append((made, area))
-        return made
+        self._reserved.append(area)
+        return TensorLocation(Extent(area.offset, length), row, cell_size(length, row))
 
     def log(self, rows: Sequence[RowsThere]) -> None:
         """Have the bytes of rows durable as undo, those that are not in this batch already, before
@@ -159,7 +155,7 @@ class PlacedStore(TableStore):
         if not found:
             return
         bunches = [Bunch(_offsets(place, cells), data) for place, cells, data in found]
-        self._make_room(entry_size([], 0, [each.data.shape for each in bunches]) + 2 * PAGE)
+        self._make_room(entry_size([], 0, [each.data.shape for each in bunches]) + self._spare)
         assert self._log is not None
         assert self._record is not None
         # Durable before the update writes a byte of these rows (decision 0178).
@@ -190,43 +186,38 @@ class PlacedStore(TableStore):
             # (decision 0178).
             self.pool.medium.persist(Extents(*np.concatenate(changed).T))
         _say(moment, sums)
-        if not self._append(moment):
-            self._fold_in(moment)
-        self.batch = moment.batch
+        super().commit(moment)
         for index, place in moment.placed.items():
             place.sums = sums[index]
         for place in self._places.values():
             place.logged, place.old = np.empty(0, np.int64), []
-        self._slice_on(moment)
-        if self._slices is not None:
-            self._write_slice(moment, self._slices)
+        slices = self._slices
+        while slices is not None and slices.is_behind:
+            slices.go_on(Stop())
+        if slices is not None and slices.is_whole:
+            dense = slices.moment
+            try:
+                self._fold_in(
+                    replace(moment, contents=dense.contents, dense_batch=dense.dense_batch)
+                )
+            finally:
+                self._give_up_slices()
         self.log(moment.ahead)  # in the log that there is by now
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
         """Keep a mark as ``TableStore`` does, but by a copy of everything."""
         if self._log is not None:
             self._log.look()
-        held: list[list[Extent]] = []
+        moment = self._standing(whole=True)
+        image = Pieces(self.pool, moment, np.arange(len(moment.length)))
         try:
-            moment = self._standing(whole=True)
-            group, stored = self._afresh(moment, np.arange(len(moment.length)), held)
-            storages, extents, units = rows_of([group], moment.length)
-            self.pool.commit(
-                NewVersion(
-                    model=MARKS,
-                    step=batch,
-                    token=token,
-                    contents=moment.contents,
-                    storages=storages,
-                    extents=extents,
-                    units=units,
-                ),
-                stored,
-                retire,
-            )
+            while not image.is_whole:
+                image.go_on(Stop())
+            rows = [image.rows()]
+            made = version_of(MARKS, batch, moment.contents, rows, moment.length, None, token)
+            self.pool.commit(made, (), retire)
         finally:
-            for each in held:
-                self.pool.release(each)
+            image.release()
 
     def seal(self) -> None:
         """Seal the log as ``TableStore`` does. If an uncommitted batch has begun, leave the log as
@@ -241,28 +232,7 @@ class PlacedStore(TableStore):
         """Commit by an entry of the log, with all that is not placed. False if it is not made for
         that."""
         assert isinstance(moment, PlacedMoment)
-        log, record = self._log, self._record
-        if log is None or record is None or not self._is_next(moment):
-            return False
-        if dict(moment.placed) != self._places:
-            return False
-        left = {*moment.left, *self._places}
-        bunches = [
-            bunch
-            for index in range(len(moment.length))
-            if index not in left
-            for bunch in moment.whole(index, record.storage_extents(index))
-        ]
-        said = b"" if moment.left or moment.contents == self._contents else moment.contents
-        # Two pages stay free, for the entries that `_make_room` names.
-        if entry_size([], len(said), [each.data.shape for each in bunches]) > log.room - 2 * PAGE:
-            return False
-        log.append([], said, record.info.commit, bunches)
-        self._open_end = True
-        self._contents = said or self._contents
-        if not moment.left:
-            self._dense_batch = moment.dense_batch
-        return True
+        return dict(moment.placed) == self._places and super()._append(moment)
 
     def _new_sums(self, place: TensorLocation) -> list[int]:
         """The digests of units after a batch, of which the cells that were logged have changed."""
@@ -296,106 +266,33 @@ class PlacedStore(TableStore):
 
     # --- all but the tables anew ----------------------------------------------------------------
 
-    def _write_slice(self, moment: PlacedMoment, slices: Slices) -> None:
-        """The slice that is due once a moment is committed. After the last one a version is
-        committed, of this moment, that has the dense part of the slices."""
-        if slices.is_behind:
-            slices.go_on()
-        if slices.is_whole:
-            try:
-                self._fold_in(moment, slices)
-            finally:
-                self._give_up_slices()
-
-    def _fold_in(self, moment: Moment, slices: Slices | None = None) -> None:
-        """Commit by a new version, with a new log, and the tables where they are. ``slices``: that
-        are all there, for the dense part that it has."""
+    def _fold_of(self, moment: Moment) -> Fold:
+        """Return a fold of a moment, whose tables stay where they are, and so does a dense part
+        whose slices are all there."""
         assert isinstance(moment, PlacedMoment)
-        before, held = self._log, list[list[Extent]]()
-        dense = moment if slices is None else slices.moment
-        if before is not None:
-            before.look()
-        try:
-            groups, stored = self._group(moment, held, slices)
-            [area] = self.pool.reserve(self._log_length(moment), contiguous=True)
-            held.append([area])
-            storages, extents, units = rows_of(groups, moment.length)
-            in_place = tuple(
-                InPlaceStorage(index, place.cell, moment.digests[index])
-                for index, place in sorted(moment.placed.items())
-            )
-            record = self.pool.commit(
-                NewVersion(
-                    model=MODEL,
-                    step=moment.batch,
-                    token=os.urandom(16),
-                    contents=dense.contents,
-                    storages=storages,
-                    extents=extents,
-                    units=units,
-                    log=VersionLog(area, os.urandom(16), 0, 0, in_place),
-                    has_bunches=True,
-                ),
-                stored,
-                self._superseded_versions(),
-            )
-        finally:
-            for each in held:
-                self.pool.release(each)
-        assert record is not None
-        assert record.log is not None
-        if before is not None and before.room >= PAGE:
-            # Whoever reads the old version learns that its tables are not its own any more.
-            assert self._record is not None
-            before.store([], b"", self._record.info.commit, flags=UNDO)
-        self._record = record
-        self._log = LogWriter(self.pool.medium, record.log, look=self.pool.glance)
-        self._contents, self._alike, self._open_end = dense.contents, (b"", None), False
-        self._dense_batch = dense.dense_batch
-        self._places = dict(moment.placed)
-        for _, area in self._reserved:
-            self.pool.release([area])
-        self._reserved.clear()
-
-    def _group(
-        self, moment: PlacedMoment, held: list[list[Extent]], slices: Slices | None
-    ) -> tuple[list[StorageRows], list[Extent]]:
-        """Where the storages are: those that are not placed, nor in ``slices``, in new extents,
-        which are ``held``; and what was stored to these. What is placed is durable already."""
-        there = {*moment.placed, *(() if slices is None else slices.indices.tolist())}
-        rest = np.array([i for i in range(len(moment.length)) if i not in there], np.int64)
-        group, stored = self._afresh(moment, rest, held)
-        groups = [group] if slices is None else [group, slices.rows()]
-        before = self._record
-        for index, place in moment.placed.items():
+        kept, in_place, before = list[StorageRows](), list[InPlaceStorage](), self._record
+        for index, place in sorted(moment.placed.items()):
             data = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * place.units)
+            units = np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE).copy()
             known = [i for i, each in self._places.items() if each is place]
             born = int(before.storages["born"][known[0]]) if known and before is not None else 0
-            groups.append(
-                StorageRows(
-                    np.array([index]),
-                    np.array([(place.extent.offset, place.extent.length)], EXTENT.dtype),
-                    np.ones(1, np.int64),
-                    np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE).copy(),
-                    np.array([born]),
-                )
-            )
-        return groups, stored
+            kept.append(StorageRows.over(np.array([index]), [[place.extent]], units, born))
+            in_place.append(InPlaceStorage(index, place.cell, moment.digests[index]))
+        if self._slices is not None and self._slices.is_whole:
+            kept.append(self._slices.rows())
+        return Fold(self.pool, moment, self._log_length(moment), kept, in_place)
 
-    def _afresh(
-        self, moment: Moment, indices: Column, held: list[list[Extent]]
-    ) -> tuple[StorageRows, list[Extent]]:
-        """Storages of a moment in new extents, which are ``held``; and what was stored to."""
-        sources: list[Source] = []
-        for index in indices.tolist():
-            length = int(moment.length[index])
-            extents = self.pool.reserve(length) if length else []
-            held.append(extents)
-            address = int(moment.address[index]) if length else 0
-            sources.append(Source(address, length, tuple(part(extents, 0, length))))
-        digests = copy(self.pool.medium, sources, Stop())
-        group = StorageRows.over(indices, [each.extents for each in sources], digests)
-        return group, [extent for source in sources for extent in source.extents]
+    def _fold_in(self, moment: Moment) -> None:
+        assert isinstance(moment, PlacedMoment)
+        before, record = self._log, self._record
+        super()._fold_in(moment)
+        self._places = dict(moment.placed)
+        for area in self._reserved:
+            self.pool.release([area])
+        self._reserved.clear()
+        if before is not None and record is not None and before.room >= PAGE:
+            # Whoever reads the old version learns that its tables are not its own any more.
+            before.store([], b"", record.info.commit, flags=UNDO)
 
     def _standing(self, *, whole: bool = False) -> PlacedMoment:
         """What is committed, as a moment; ``whole``: with the bytes of the tables. No update has

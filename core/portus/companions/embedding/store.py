@@ -6,7 +6,7 @@ tables, and all of the dense part; or none of it, where it may be older than the
 and dense part are one commit, with one persist, and there is no second thing that could be newer.
 
 A dense part that may be older than the tables is in no entry, but comes in slices beside batches
-(``slices``): when all are there, a version is committed that has them, and otherwise the storages
+(``pieces``): when all are there, a version is committed that has them, and otherwise the storages
 and the log of the newest one, whose entries so far it counts by their number.
 
 A log that fills is folded in, beside the batches that go on (``fold``): then a batch is a new
@@ -20,28 +20,26 @@ are none of its. What a mark reaches stays, whatever is folded in.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from portus.companions.embedding.fold import Fold
+from portus.companions.embedding.fold import Fold, version_of
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.slices import Slices
+from portus.companions.embedding.pieces import Slices
 from portus.engine.copying.segments import Stop
 from portus.engine.image.key_paths import storages_in
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.spec import PAGE, TensorSpec
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Entry, LogWriter, entries, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.index.tables import MARKS as MARKS
 from portus.reach.index.tables import MODEL as MODEL
-from portus.reach.versions.parts import rows_of, share
+from portus.reach.versions.parts import StorageRows, share
 
 _LOG_MIN: Final = 64 << 20
 _LOG_SHARE: Final = 2
@@ -52,7 +50,10 @@ class TableStore:
     """What a pool has of one training. One thread at a time."""
 
     in_place = False
-    """Tables are changed in the pool itself: see ``placed``."""
+    """Tables are changed in the pool itself: see ``in_pool``."""
+
+    _spare = 0
+    """Bytes of a log that no batch takes."""
 
     def __init__(
         self, pool: PoolWriter, log_bytes: int | None = None, *, fold_from: float = 0.75
@@ -81,8 +82,8 @@ class TableStore:
         """There was none to begin a fold; the log is used up first."""
         self._slices: Slices | None = None
         """A dense part that is being written."""
-        self._batch = 0
-        """The batch that was committed last."""
+        self.batch = 0
+        """The batch that was committed last, or loaded."""
         self._dense_batch = 0
         """The batch of the dense part that was committed last, as far as it is known."""
         self._open()
@@ -115,17 +116,16 @@ class TableStore:
         if fold is not None and not (self._is_next(moment) and fold.add(moment)):
             self._give_up_fold()
             fold = None
-        if fold is not None and fold.is_whole:
-            self._replace(fold, moment)
+        if fold is not None and fold.image.is_whole:
+            self._replace(fold)
         elif self._append(moment):
             if fold is None and self._log_is_filling():
                 self._begin_fold(moment)
         elif fold is not None:
-            self._replace(fold, moment)
+            self._replace(fold)
         else:
-            self._fold = Fold(self.pool, moment, self._log_length(moment))
-            self._replace(self._fold, moment)
-        self._batch = moment.batch
+            self._fold_in(moment)
+        self.batch = moment.batch
         self._slice_on(moment)
 
     @property
@@ -133,7 +133,7 @@ class TableStore:
         """True while ``go_on`` has something to do."""
         if self._slices is not None and self._slices.is_behind:
             return True
-        return self._fold is not None and not self._fold.is_whole
+        return self._fold is not None and not self._fold.image.is_whole
 
     @property
     def is_behind(self) -> bool:
@@ -142,13 +142,12 @@ class TableStore:
         if self._slices is not None and self._slices.is_behind:
             return True
         fold, log = self._fold, self._log
-        if fold is None or log is None or fold.is_whole:
+        if fold is None or log is None or fold.image.is_whole:
             return False
         begin = log.log.extent.length * self._fold_from
-        filled = (
-            log.used_extent.length + self._entry_bytes - begin
-        )  # when the next one is there too
-        return fold.done * (log.log.extent.length - begin) < fold.size * filled
+        # When the next one is there too.
+        filled = log.used_extent.length + self._entry_bytes - begin
+        return fold.image.done * (log.log.extent.length - begin) < fold.image.size * filled
 
     def go_on(self, stop: Stop) -> None:
         """Write the slice that is due, or do the next piece of folding the log in; ``stop``: says
@@ -158,10 +157,10 @@ class TableStore:
             self._log.look()
         slices = self._slices
         if slices is not None and slices.is_behind:
-            slices.go_on()
+            slices.go_on(stop)
             if slices.is_whole:
                 self._commit_slices(slices)
-        elif self._fold is not None:
+        elif self._fold is not None and not self._fold.image.is_whole:
             self._fold.go_on(stop)
 
     def give_up(self) -> None:
@@ -177,21 +176,11 @@ class TableStore:
         assert record is not None, "a mark of nothing"
         assert log is not None
         log.look()
-        self.pool.commit(
-            NewVersion(
-                model=MARKS,
-                step=batch,
-                token=token,
-                contents=self._contents,
-                storages=record.storages,
-                extents=record.extents,
-                units=record.units,
-                log=replace(log.log, entries=log.count),
-                has_bunches=True,
-            ),
-            (),
-            retire,
-        )
+        now = replace(log.log, entries=log.count)
+        every = [share(record, np.arange(len(record.storages)))]
+        length = record.storages["length"].astype(np.int64)
+        made = version_of(MARKS, batch, self._contents, every, length, now, token)
+        self.pool.commit(made, (), retire)
 
     def seal(self) -> None:
         """Say that the last entry of the log was not torn, by one more behind it: from now on
@@ -235,11 +224,11 @@ class TableStore:
             return False
         bunches = moment.bunches(record.storage_extents)
         said = b"" if moment.left or moment.contents == self._contents else moment.contents
-        if entry_size([], len(said), [each.data.shape for each in bunches]) > log.room:
+        size = entry_size([], len(said), [each.data.shape for each in bunches])
+        if size > log.room - self._spare:
             return False
-        before = log.room
         log.append([], said, record.info.commit, bunches)
-        self._entry_bytes = before - log.room
+        self._entry_bytes = size
         self._open_end = True
         self._contents = said or self._contents
         if not moment.left:
@@ -252,7 +241,7 @@ class TableStore:
         """A batch was committed: the next slice is due, of the dense part that it begins, or of
         the one before."""
         slices = self._slices
-        if slices is not None and slices.batch <= self._dense_batch:  # it was folded in
+        if slices is not None and slices.moment.dense_batch <= self._dense_batch:  # folded in
             self._give_up_slices()
             slices = None
         if slices is not None:
@@ -266,32 +255,18 @@ class TableStore:
         assert record is not None
         assert log is not None
         others = np.setdiff1d(np.arange(len(record.storages)), slices.indices)
-        lengths = record.storages["length"].astype(np.int64)
-        rows = slices.rows()
-        storages, extents, units = rows_of([rows, share(record, others)], lengths)
+        groups: list[StorageRows] = [slices.rows(), share(record, others)]
+        now, dense = replace(log.log, entries=log.count), slices.moment
+        new = version_of(MODEL, self.batch, dense.contents, groups, dense.length, now)
         try:
-            made = self.pool.commit(
-                NewVersion(
-                    model=MODEL,
-                    step=self._batch,
-                    token=os.urandom(16),
-                    contents=slices.moment.contents,
-                    storages=storages,
-                    extents=extents,
-                    units=units,
-                    log=replace(log.log, entries=log.count),
-                    has_bunches=True,
-                ),
-                (),
-                self._superseded_versions(),
-            )
+            made = self.pool.commit(new, (), self._superseded_versions())
         finally:
             self._give_up_slices()
         assert made is not None
         assert made.log is not None
         self._record, log.log = made, made.log
-        self._contents, self._dense_batch = slices.moment.contents, slices.batch
-        if self._fold is not None and not self._fold.add_dense(slices.moment):
+        self._contents, self._dense_batch = dense.contents, dense.dense_batch
+        if self._fold is not None and not self._fold.add_dense(dense):
             self._give_up_fold()
 
     def _give_up_slices(self) -> None:
@@ -311,21 +286,30 @@ class TableStore:
         """Fold in what is committed, ``moment`` included, beside what follows; not if there is no
         room now: readers may hold some."""
         try:
-            self._fold = Fold(self.pool, moment, self._log_length(moment))
+            self._fold = self._fold_of(moment)
         except MediumError as error:
             if error.errno not in OUT_OF_SPACE:
                 raise
             self._has_no_room = True
 
-    def _replace(self, fold: Fold, moment: Moment) -> None:
-        """Commit by the version of a fold to which the moment was added, or that began with it."""
-        if self._log is not None:
-            self._log.look()
+    def _fold_of(self, moment: Moment) -> Fold:
+        """Return a fold that begins with a moment. Raises ``MediumError``."""
+        return Fold(self.pool, moment, self._log_length(moment))
+
+    def _fold_in(self, moment: Moment) -> None:
+        """Commit a moment by a version with all of it, and a new log."""
+        self._replace(self._fold_of(moment))  # no other thread goes on with it
+
+    def _replace(self, fold: Fold) -> None:
+        """Commit by the version of a fold to which a moment was added, or that began with it."""
         try:
+            if self._log is not None:
+                self._log.look()
             new, stored = fold.version(MODEL, Stop())
             record = self.pool.commit(new, stored, self._superseded_versions())
         finally:
-            self._give_up_fold()
+            self._fold = None
+            fold.release()
         assert record is not None
         assert record.log is not None
         self._dense_batch = fold.dense_batch
