@@ -13,13 +13,8 @@ from typing import Final, cast
 import numpy as np
 import torch
 
-from portus.companions.embedding.in_pool import (
-    NO_ROWS,
-    PlacedMoment,
-    PlacedStore,
-    RowsThere,
-    TensorLocation,
-)
+from portus.companions.embedding.in_pool import PlacedStore
+from portus.companions.embedding.moment import NO_ROWS, Moment, RowsThere, TensorLocation
 from portus.engine.spec import PAGE
 from portus.engine.state.pickling import pickle_state
 from portus.engine.state.walk import walk
@@ -164,11 +159,11 @@ class User(DeviceProcess[State]):
         self.state = after[-1]
         self.report((self.state,))
 
-    def moment(self, step: int) -> PlacedMoment:
+    def moment(self, step: int) -> Moment:
         flat = walk(self.tensors)
         index = {each.name: each.storage for each in flat.tensors}
         placed = {index[name]: place for name, place in self.places.items()}
-        return PlacedMoment(
+        return Moment(
             batch=step,
             contents=pickle_state(self.tensors).pickle,
             address=np.array([each.data_ptr() for each in flat.storages], np.int64),

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from portus.companions.embedding import fold, in_pool, store
-from portus.companions.embedding.in_pool import PlacedMoment, PlacedStore
+from portus.companions.embedding.in_pool import PlacedStore
+from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.store import TableStore
 from portus.reach.index.in_place import cell_digests
 from portus.reach.index.log import Bunch, LogWriter, pending
@@ -180,7 +181,7 @@ def logged_once_and_for_all(patch: pytest.MonkeyPatch) -> None:
     """What was logged before the update of one batch is taken for the undo of the next."""
     right = PlacedStore.commit
 
-    def wrong(self: PlacedStore, moment: PlacedMoment) -> None:
+    def wrong(self: PlacedStore, moment: Moment) -> None:
         kept = [(place, place.logged) for place in self._places.values()]
         right(self, moment)
         for place, cells in kept:
@@ -262,7 +263,7 @@ def announced_before_the_slices_end(patch: pytest.MonkeyPatch) -> None:
     """The undo of the next batch is in the log that the last slice ends."""
     right = PlacedStore._fold_in
 
-    def wrong(self: PlacedStore, moment: PlacedMoment) -> None:
+    def wrong(self: PlacedStore, moment: Moment) -> None:
         if self._slices is not None and self._slices.is_whole:
             self.log(moment.ahead)
         right(self, moment)
@@ -274,7 +275,7 @@ def a_fold_between_slices_has_what_is_in_memory(patch: pytest.MonkeyPatch) -> No
     """Of the dense part that is being written, and says the text of the one before."""
     right = PlacedStore._fold_of
 
-    def wrong(self: PlacedStore, moment: PlacedMoment) -> Any:
+    def wrong(self: PlacedStore, moment: Moment) -> Any:
         if self._slices is not None and not self._slices.is_whole:
             address = moment.address.copy()
             for each in self._slices.indices.tolist():

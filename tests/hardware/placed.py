@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from portus.companions.embedding.in_pool import NO_ROWS, PlacedMoment, PlacedStore, TensorLocation
+from portus.companions.embedding.in_pool import PlacedStore
+from portus.companions.embedding.moment import NO_ROWS, Moment, TensorLocation
 from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.spec import PAGE
 from portus.reach.index.check import check
@@ -149,11 +150,11 @@ class Training:
             self.store.mark(step, step.to_bytes(16, "little"), gone)
         return step
 
-    def _moment(self, step: int) -> PlacedMoment:
+    def _moment(self, step: int) -> Moment:
         dense = np.full(DENSE, step % 251, np.uint8)
         dense[:8] = np.frombuffer(step.to_bytes(8, "little"), np.uint8)
         memory = [dense, np.empty(DIGEST_SIZE, np.uint8), np.empty(DIGEST_SIZE, np.uint8)]
-        return PlacedMoment(
+        return Moment(
             batch=step,
             contents=_pickled(),
             address=np.array([0, 0, *(each.ctypes.data for each in memory)], np.int64),

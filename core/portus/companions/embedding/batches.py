@@ -25,10 +25,9 @@ from portus.companions.embedding.ahead import rows_ahead
 from portus.companions.embedding.capture import Moments
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.early import EarlyLookups
-from portus.companions.embedding.in_pool import RowsThere
 from portus.companions.embedding.mapping import Mapped
 from portus.companions.embedding.marks import Marks
-from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.moment import Moment, RowsThere
 from portus.companions.embedding.schedulers import settings_of
 from portus.companions.embedding.store import TableStore
 from portus.companions.embedding.tables import Table
@@ -317,12 +316,10 @@ class Batches:
 
     def go_on_from_newest(self, batch: int) -> None:
         """What was committed last was loaded, and is of that batch."""
-        self.count = batch
+        self.count = self._store.batch = batch
         self._moments.forget_dense()
         mapped = self._mapped
         self._may_update, self._moments.is_whole = True, mapped is not None and mapped.adopt()
-        if mapped is not None:
-            mapped.goes_on_from(batch)
         for table in self._training.tables:
             table.touched.clear()
         self._note()

@@ -15,9 +15,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.companions.embedding.in_pool import NO_ROWS, PlacedMoment, RowsThere
 from portus.companions.embedding.mapping import Mapped
-from portus.companions.embedding.moment import Moment, Rows
+from portus.companions.embedding.moment import NO_ROWS, Moment, Rows, RowsThere
 from portus.companions.embedding.schedulers import settings_of
 from portus.companions.embedding.tables import Table, copy_rows
 from portus.companions.embedding.training import ProtectedTraining
@@ -123,10 +122,11 @@ class Moments:
             sliced=self._slices if left else 0,
             tensors=self._tensors,
             alive=(flat, copied) if mapped is None else copied,  # else tables are the pool's own
+            placed=places,
+            digests=digests,
+            ahead=self._rows_ahead(),
         )
         self.is_whole = False
-        if mapped is not None:
-            moment = PlacedMoment.of(moment, places, digests, self._rows_ahead())
         if self._slices:
             self._dense = _Dense(moment, index, counter, others)
         return moment
@@ -194,22 +194,18 @@ class _Dense:
 
     def with_rows(self, batch: int, tables: Sequence[Table], ahead: Sequence[RowsThere]) -> Moment:
         """The moment of a later batch, with the rows that changed in it, and this dense part."""
-        moment = self.moment
-        if isinstance(moment, PlacedMoment):
-            moment = replace(moment, ahead=ahead)
-            rows = _copy_changes(tables, self.index, moment.placed)
-        else:
-            rows = _copy_changes(tables, self.index, ())
-        counted, address = np.array([batch], np.int64), self.moment.address.copy()
+        moment, counted = self.moment, np.array([batch], np.int64)
+        address = moment.address.copy()
         address[self.counter] = counted.ctypes.data
         return replace(
             moment,
             batch=batch,
             address=address,
-            rows=rows,
+            rows=_copy_changes(tables, self.index, moment.placed),
             left=self.others,
             sliced=0,
-            alive=(self.moment.alive, counted),
+            alive=(moment.alive, counted),
+            ahead=ahead,
         )
 
 

@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
 from portus.companions.embedding.batches import Batches
 from portus.companions.embedding.others import OtherStates
 from portus.companions.embedding.schedulers import SchedulerSteps, optimizers_of, watch
-from portus.companions.embedding.tables import check_ids
 from portus.companions.embedding.training import ProtectedTraining
 from portus.errors import PortusError
 
@@ -35,11 +34,24 @@ class Hooks:
         self._training: Final = training
         self._batches: Final = batches
         self._states: Final = states
-        self._handles: list[Any] = []
-        self._hook_steps()
-        self._hook_modules()
-        self._hook_optimizers()
-        self._hook_schedulers()
+        self._handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._hook(Hooks._before_step)),
+            register_optimizer_step_post_hook(self._hook(Hooks._after_step)),
+            training.model.register_forward_pre_hook(self._hook(Hooks._begin)),
+            SchedulerSteps(self._hook(Hooks._after_schedule)),
+        ]
+        for module, _ in training.modules:
+            self._handles += [
+                module.register_forward_pre_hook(self._hook(Hooks._look_up)),
+                module.register_state_dict_post_hook(self._hook(Hooks._show)),
+                module.register_load_state_dict_pre_hook(self._hook(Hooks._take)),
+            ]
+        for optimizer in training.optimizers:
+            self._handles += [
+                optimizer.register_load_state_dict_post_hook(self._hook(Hooks._after_load)),
+                optimizer.register_state_dict_post_hook(self._hook(Hooks._show_rows)),
+                optimizer.register_load_state_dict_pre_hook(self._hook(Hooks._take_rows)),
+            ]
 
     def remove(self) -> None:
         """Torch calls none of them any more."""
@@ -47,107 +59,64 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
-    def _hook_steps(self) -> None:
-        known = weakref.ref(self)
+    def _hook(self, call: Callable[..., Any]) -> _Hook:
+        return _Hook(weakref.ref(self), call)
 
-        def before(
-            optimizer: Optimizer, arguments: tuple[object, ...], named: dict[str, object]
-        ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-            owner = known()
-            return None if owner is None else owner._before_step(optimizer, arguments, named)
+    # --- modules --------------------------------------------------------------------------------
 
-        def after(optimizer: Optimizer, _: tuple[object, ...], __: dict[str, object]) -> None:
-            owner = known()
-            if owner is not None and owner._training.has(optimizer):
-                watch()  # what a scheduler that was made since is a subclass of
-                owner._batches.after_update(optimizer)
+    def _begin(self, module: torch.nn.Module, _: object) -> None:
+        """The next batch begins, if it is training that calls the module, and no evaluation."""
+        if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+            return
+        if module is self._training.model or self._training.table_of(module) is not None:
+            with contextlib.suppress(PortusError):  # the update raises it
+                self._batches.begin()
 
-        self._handles.append(register_optimizer_step_pre_hook(before))
-        self._handles.append(register_optimizer_step_post_hook(after))
+    def _look_up(self, module: torch.nn.Module, arguments: tuple[object, ...]) -> None:
+        if module is not self._training.model:  # whose batch began above
+            self._begin(module, arguments)
+        self._training.check_lookup(module, arguments)
 
-    def _hook_modules(self) -> None:
-        known = weakref.ref(self)
+    def _show(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]
+    ) -> None:
+        table = self._training.table_of(module)
+        if table is not None:
+            self._states.leave_out(table, state, prefix, about)
 
-        def looked_up(module: torch.nn.Module, _: object) -> None:
-            owner = known()
-            if owner is not None:
-                owner._training.check_lookup(module)
+    def _take(
+        self,
+        module: torch.nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        about: dict[str, Any],
+        *_: object,
+    ) -> None:
+        table = self._training.table_of(module)
+        state.update(self._states.fill(state, resumes=table is not None))
+        if table is not None and prefix + "weight" in state:
+            self._batches.before_others_write(table)
+            self._states.go_on_from(about)
 
-        def begun(module: torch.nn.Module, _: object) -> None:
-            """Training calls it, and not an evaluation: the next batch has begun."""
-            owner = None if torch.compiler.is_compiling() else known()
-            if owner is None or not module.training or not torch.is_grad_enabled():
-                return
-            if module is owner._training.model or owner._training.table_of(module) is not None:
-                with contextlib.suppress(PortusError):  # the update raises it
-                    owner._batches.begin()
+    # --- optimizers, and their schedulers -------------------------------------------------------
 
-        def shown(
-            module: torch.nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]
-        ) -> None:
-            owner = known()
-            table = None if owner is None else owner._training.table_of(module)
-            if owner is not None and table is not None:
-                owner._states.leave_out(table, state, prefix, about)
+    def _show_rows(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        return self._states.leave_out_rows(optimizer, state)
 
-        def taken(
-            module: torch.nn.Module,
-            state: dict[str, Any],
-            prefix: str,
-            about: dict[str, Any],
-            *_: object,
-        ) -> None:
-            owner = known()
-            if owner is not None:
-                table = owner._training.table_of(module)
-                state.update(owner._states.fill(state, resumes=table is not None))
-                if table is not None and prefix + "weight" in state:
-                    owner._batches.before_others_write(table)
-                    owner._states.go_on_from(about)
+    def _take_rows(self, _: Optimizer, state: dict[str, Any]) -> Any:
+        return self._states.fill(state)
 
-        model = self._training.model
-        self._handles.append(model.register_forward_pre_hook(_Hook(begun)))
-        for module, table in self._training.modules:
-            self._handles += [
-                module.register_forward_pre_hook(_Hook(begun)),
-                module.register_forward_pre_hook(_Hook(_ids_hook(table.name, table.shape[0]))),
-                module.register_forward_pre_hook(_Hook(looked_up)),
-                module.register_state_dict_post_hook(_Hook(shown)),
-                module.register_load_state_dict_pre_hook(_Hook(taken)),
-            ]
+    def _after_load(self, _: Optimizer) -> None:
+        self._batches.note_settings()
 
-    def _hook_optimizers(self) -> None:
-        known = weakref.ref(self)
+    def _after_schedule(self, scheduler: object, is_made: bool) -> None:
+        if any(map(self._training.has, optimizers_of(scheduler))):
+            self._batches.after_schedule(scheduler, is_made=is_made)
 
-        def shown_by(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-            owner = known()
-            return None if owner is None else owner._states.leave_out_rows(optimizer, state)
-
-        def taken_by(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-            owner = known()
-            return None if owner is None else owner._states.fill(state)
-
-        def loaded(_: Optimizer) -> None:
-            owner = known()
-            if owner is not None:
-                owner._batches.note_settings()
-
-        for optimizer in self._training.optimizers:
-            self._handles += [
-                optimizer.register_load_state_dict_post_hook(loaded),
-                optimizer.register_state_dict_post_hook(shown_by),
-                optimizer.register_load_state_dict_pre_hook(taken_by),
-            ]
-
-    def _hook_schedulers(self) -> None:
-        known = weakref.ref(self)
-
-        def stepped(scheduler: object, is_made: bool) -> None:
-            owner = known()
-            if owner is not None and any(map(owner._training.has, optimizers_of(scheduler))):
-                owner._batches.after_schedule(scheduler, is_made=is_made)
-
-        self._handles.append(SchedulerSteps(stepped))
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._training.has(optimizer):
+            watch()  # what a scheduler that was made since is a subclass of
+            self._batches.after_update(optimizer)
 
     def _before_step(
         self, optimizer: Optimizer, arguments: tuple[object, ...], named: dict[str, object]
@@ -172,14 +141,17 @@ class Hooks:
 
 
 class _Hook:
-    """What torch calls of a module. What ``pickle`` makes of it does nothing: a module that went
-    through a file is one like any other. A ``deepcopy`` of a module has the hook itself."""
+    """What torch calls, as long as its training is there. What ``pickle`` makes of it does nothing:
+    a module that went through a file is one like any other. A ``deepcopy`` of a module has the hook
+    itself."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, known: weakref.ref[Hooks], call: Callable[..., Any]) -> None:
+        self._known: Final = known
         self._call: Final = call
 
-    def __call__(self, *arguments: object) -> None:
-        self._call(*arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        owner = self._known()
+        return None if owner is None else self._call(owner, *arguments)
 
     def __deepcopy__(self, _: object) -> _Hook:
         return self
@@ -193,11 +165,3 @@ def _copy_hook() -> Callable[..., None]:
 
 
 def _do_nothing(*_: object) -> None: ...
-
-
-def _ids_hook(name: str, rows: int) -> Callable[[torch.nn.Module, tuple[object, ...]], None]:
-    def check(module: torch.nn.Module, arguments: tuple[object, ...]) -> None:
-        if arguments:
-            check_ids(name, rows, arguments[0])
-
-    return check

@@ -21,18 +21,18 @@ reader is promised to have is changed in place.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from portus.companions.embedding.fold import Fold, version_of
-from portus.companions.embedding.moment import Bytes, Column, Moment, Rows
+from portus.companions.embedding.moment import Bytes, Column, Moment, RowsThere, TensorLocation
 from portus.companions.embedding.pieces import Pieces
 from portus.companions.embedding.store import MARKS, TableStore
 from portus.engine.copying.segments import Stop, memory
-from portus.engine.format.checksum import DIGEST_SIZE, UNIT, unit_count
+from portus.engine.format.checksum import DIGEST_SIZE, UNIT
 from portus.engine.media.base import MappedMedium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
@@ -54,58 +54,6 @@ from portus.reach.versions.parts import StorageRows
 
 _FREE_SHARE: Final = 2
 """A batch begins with this part of its log free."""
-
-
-@dataclass(slots=True, eq=False)
-class TensorLocation:
-    """Where a tensor with rows is in the pool. ``row``, ``cell``: bytes of each. ``sums``: digests
-    of its units, as they were committed last; empty before the first commit. ``logged``: cells
-    whose bytes are in undo entries of this batch, in order; ``old``: the digests that these had.
-    """
-
-    extent: Extent
-    row: int
-    cell: int
-    sums: list[int] = field(default_factory=list)
-    logged: Column = field(default_factory=lambda: np.empty(0, np.int64))
-    old: list[int] = field(default_factory=list)
-
-    @property
-    def units(self) -> int:
-        """How many there are."""
-        return unit_count(self.extent.length)
-
-
-RowsThere = tuple[TensorLocation, Column]
-"""Rows by their numbers, each once, in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedMoment(Moment):
-    """``placed``: of the storages that are in the pool already, the place. ``digests``: of each of
-    these, the storage that is to have the digests of its units, and whose memory the store fills.
-    ``rows``, if it is not None, says no more than which are placed. ``ahead``: what the next batch
-    was announced to change."""
-
-    placed: Mapping[int, TensorLocation]
-    digests: Mapping[int, int]
-    ahead: Sequence[RowsThere] = ()
-
-    @classmethod
-    def of(
-        cls,
-        moment: Moment,
-        placed: Mapping[int, TensorLocation],
-        digests: Mapping[int, int],
-        ahead: Sequence[RowsThere],
-    ) -> PlacedMoment:
-        """A moment with its places."""
-        own = {each.name: getattr(moment, each.name) for each in fields(moment)}
-        return cls(**own, placed=placed, digests=digests, ahead=ahead)
-
-
-NO_ROWS: Final = Rows(np.empty(0, np.int64), np.empty((0, 0), np.uint8))
-"""The rows of a table that is placed: nothing of it is copied."""
 
 
 class PlacedStore(TableStore):
@@ -171,7 +119,6 @@ class PlacedStore(TableStore):
     def commit(self, moment: Moment) -> None:
         """Commit as ``TableStore`` does: what the places of the moment have now, and the rest of
         it. Then write the slice that is due, and log what comes next, as far as it is known."""
-        assert isinstance(moment, PlacedMoment)
         sums: dict[int, list[int]] = {}
         changed: list[NDArray[np.int64]] = []
         for index, place in moment.placed.items():
@@ -231,7 +178,6 @@ class PlacedStore(TableStore):
     def _append(self, moment: Moment) -> bool:
         """Commit by an entry of the log, with all that is not placed. False if it is not made for
         that."""
-        assert isinstance(moment, PlacedMoment)
         return dict(moment.placed) == self._places and super()._append(moment)
 
     def _new_sums(self, place: TensorLocation) -> list[int]:
@@ -269,7 +215,6 @@ class PlacedStore(TableStore):
     def _fold_of(self, moment: Moment) -> Fold:
         """Return a fold of a moment, whose tables stay where they are, and so does a dense part
         whose slices are all there."""
-        assert isinstance(moment, PlacedMoment)
         kept, in_place, before = list[StorageRows](), list[InPlaceStorage](), self._record
         for index, place in sorted(moment.placed.items()):
             data = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * place.units)
@@ -283,7 +228,6 @@ class PlacedStore(TableStore):
         return Fold(self.pool, moment, self._log_length(moment), kept, in_place)
 
     def _fold_in(self, moment: Moment) -> None:
-        assert isinstance(moment, PlacedMoment)
         before, record = self._log, self._record
         super()._fold_in(moment)
         self._places = dict(moment.placed)
@@ -294,7 +238,7 @@ class PlacedStore(TableStore):
             # Whoever reads the old version learns that its tables are not its own any more.
             before.store([], b"", record.info.commit, flags=UNDO)
 
-    def _standing(self, *, whole: bool = False) -> PlacedMoment:
+    def _standing(self, *, whole: bool = False) -> Moment:
         """What is committed, as a moment; ``whole``: with the bytes of the tables. No update has
         begun since."""
         record = self._record
@@ -312,7 +256,7 @@ class PlacedStore(TableStore):
                 alive.append(np.frombuffer(data, np.uint8))
                 address[index] = alive[-1].ctypes.data
         digests = {each.storage: each.digests for each in record.log.in_place}
-        return PlacedMoment(
+        return Moment(
             batch=self.batch,
             contents=self._contents,
             address=address,
@@ -400,7 +344,7 @@ def _runs(place: TensorLocation) -> NDArray[np.int64]:
     return np.stack([place.extent.offset + cells[first] * place.cell, count * place.cell], 1)
 
 
-def _say(moment: PlacedMoment, sums: Mapping[int, list[int]]) -> None:
+def _say(moment: Moment, sums: Mapping[int, list[int]]) -> None:
     """Fill the storages of a moment that have the digests of its tables."""
     for index, each in sums.items():
         target = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * len(each))

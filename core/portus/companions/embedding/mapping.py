@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from portus.companions.embedding.in_pool import PlacedStore, RowsThere, TensorLocation
+from portus.companions.embedding.in_pool import PlacedStore
+from portus.companions.embedding.moment import RowsThere, TensorLocation
 from portus.companions.embedding.tables import Table
 from portus.engine.copying.segments import memory
 from portus.engine.format.checksum import DIGEST_SIZE
@@ -52,7 +53,7 @@ class Mapped:
         missing = [
             (table, key, self._copy(table, key, tensor))
             for table in self._tables
-            for key, tensor in _tensors(table)
+            for key, tensor in table.tensors_by_key().items()
             if tensor.data_ptr() not in self._places or tensor.is_meta
         ]
         for each in missing:  # only now that there was room for all of them
@@ -98,8 +99,7 @@ class Mapped:
         digests. Both are keyed by storage; ``index`` gives the storage at each address."""
         places: dict[int, TensorLocation] = {}
         digests: dict[int, int] = {}
-        tensors = [tensor for table in self._tables for _, tensor in _tensors(table)]
-        for tensor, digest in zip(tensors, self.digests, strict=True):
+        for tensor, digest in zip(self._tensors(), self.digests, strict=True):
             storage = index[tensor.data_ptr()]
             places[storage] = self._places[tensor.data_ptr()]
             digests[storage] = index[digest.data_ptr()]
@@ -107,11 +107,8 @@ class Mapped:
 
     def measure(self) -> None:
         """Make the tensors for digests of what is placed now."""
-        sizes = [
-            self._places[tensor.data_ptr()].units * DIGEST_SIZE
-            for table in self._tables
-            for _, tensor in _tensors(table)
-        ]
+        places = [self._places[tensor.data_ptr()] for tensor in self._tensors()]
+        sizes = [place.units * DIGEST_SIZE for place in places]
         if [len(each) for each in self.digests] != sizes:
             self.digests = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
@@ -120,17 +117,13 @@ class Mapped:
         numbers = np.unique(number.numpy())
         return [
             (self._places[tensor.data_ptr()], numbers)
-            for _, tensor in _tensors(table)
+            for tensor in table.tensors()
             if tensor.data_ptr() in self._places
         ]
 
     def log(self, rows: Sequence[RowsThere]) -> None:
         """Have rows durable before an update changes them. Raises as ``PlacedStore.log``."""
         self._store.log(rows)
-
-    def goes_on_from(self, batch: int) -> None:
-        """Say which batch was loaded."""
-        self._store.batch = batch
 
     def let_go(self) -> None:
         """The model and its optimizers have no rows any more: the pool is about to be closed, and
@@ -141,7 +134,7 @@ class Mapped:
         for table in self._tables:
             for key, shape, dtype in [
                 (key, each.shape, each.dtype)
-                for key, each in _tensors(table)
+                for key, each in table.tensors_by_key().items()
                 if each.data_ptr() in self._places
             ]:  # names of tensors would be views
                 self._put(table, key, torch.empty((0, *shape[1:]), dtype=dtype, device="cpu"))
@@ -158,6 +151,9 @@ class Mapped:
             # At the same addresses: whoever has a view would else end the process by a read
             # (decision 0178).
             self._medium.close_but(list(kept.values()))
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for table in self._tables for tensor in table.tensors()]
 
     def _copy(self, table: Table, key: str | None, tensor: torch.Tensor) -> torch.Tensor:
         place = self._store.place(tensor.nbytes, tensor.nbytes // tensor.shape[0])
@@ -199,15 +195,6 @@ def persistent(medium: Medium) -> DaxDevice | DaxFile:
         f"tables that are changed in place, found {medium.info.kind.name}; leave in_place away, "
         "or take another pool"
     )
-
-
-def _tensors(table: Table) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """The table, and what the optimizer keeps of each row, by its key; None is for the table."""
-    yield None, table.weight.detach()
-    if table.optimizer is not None:
-        for key, each in table.optimizer.state[table.weight].items():
-            if isinstance(each, torch.Tensor) and each.ndim and each.shape[0] == table.shape[0]:
-                yield key, each
 
 
 def _first(table: Table) -> float:

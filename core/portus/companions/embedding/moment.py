@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from portus.engine.copying.segments import memory
+from portus.engine.format.checksum import unit_count
 from portus.engine.spec import Extent, TensorSpec
 from portus.reach.index.log import Bunch
 
@@ -25,6 +27,34 @@ class Rows:
     data: Bytes
 
 
+@dataclass(slots=True, eq=False)
+class TensorLocation:
+    """Where a tensor with rows is in the pool. ``row``, ``cell``: bytes of each. ``sums``: digests
+    of its units, as they were committed last; empty before the first commit. ``logged``: cells
+    whose bytes are in undo entries of this batch, in order; ``old``: the digests that these had.
+    """
+
+    extent: Extent
+    row: int
+    cell: int
+    sums: list[int] = field(default_factory=list)
+    logged: Column = field(default_factory=lambda: np.empty(0, np.int64))
+    old: list[int] = field(default_factory=list)
+
+    @property
+    def units(self) -> int:
+        """How many there are."""
+        return unit_count(self.extent.length)
+
+
+RowsThere = tuple[TensorLocation, Column]
+"""Rows by their numbers, each once, in order."""
+
+
+NO_ROWS: Final = Rows(np.empty(0, np.int64), np.empty((0, 0), np.uint8))
+"""The rows of a table that is in the pool itself: nothing of it is copied."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """What is to be committed of one batch.
@@ -35,6 +65,11 @@ class Moment:
     each is taken. ``left``: storages that an entry leaves as they were, and the contents with
     them, if there are any; a version takes them all. ``tensors``: those of the state,
     if they are known. ``alive``: what has the memory.
+
+    ``placed``: of the storages that are in the pool already, the place; ``rows``, if it is not
+    None, has ``NO_ROWS`` of these. ``digests``: of each of them, the storage that is to have the
+    digests of its units, and whose memory the store fills. ``ahead``: what the next batch was
+    announced to change there.
     """
 
     batch: int
@@ -47,6 +82,9 @@ class Moment:
     sliced: int = 0
     tensors: tuple[TensorSpec, ...] | None = None
     alive: object = field(default=None, compare=False)
+    placed: Mapping[int, TensorLocation] = field(default_factory=dict)
+    digests: Mapping[int, int] = field(default_factory=dict)
+    ahead: Sequence[RowsThere] = ()
 
     def bunches(self, extents_of: Callable[[int], Sequence[Extent]]) -> list[Bunch]:
         """What an entry of it has: new rows, and the rest whole. ``extents_of``: a storage, by its

@@ -119,7 +119,7 @@ class TableStore:
         if fold is not None and fold.image.is_whole:
             self._replace(fold)
         elif self._append(moment):
-            if fold is None and self._log_is_filling():
+            if fold is None:
                 self._begin_fold(moment)
         elif fold is not None:
             self._replace(fold)
@@ -197,16 +197,10 @@ class TableStore:
         record = self._record
         if record is None or moment.rows is None:
             return False
-        same = np.array_equal(moment.length, record.storages["length"].astype(np.int64))
-        return same and self._has_tensors_of(moment)
-
-    def tensors(self) -> list[TensorSpec]:
-        """The tensors of what is committed."""
-        return _storages_of(self._contents)[1]
-
-    def _has_tensors_of(self, moment: Moment) -> bool:
-        """True if what is committed names the same tensors. Contents are followed only if it is not
-        known otherwise: that takes longer than many a batch."""
+        if not np.array_equal(moment.length, record.storages["length"].astype(np.int64)):
+            return False
+        # Contents are followed only if it is not known otherwise whether they name the same
+        # tensors: that takes longer than many a batch.
         contents, tensors = self._alike
         if moment.contents in (self._contents, contents):
             return True
@@ -216,6 +210,10 @@ class TableStore:
             return False
         self._alike = moment.contents, moment.tensors
         return True
+
+    def tensors(self) -> list[TensorSpec]:
+        """Return the tensors of what is committed."""
+        return _storages_of(self._contents)[1]
 
     def _append(self, moment: Moment) -> bool:
         """Commit by an entry of the log. False if it is not made for that."""
@@ -276,15 +274,14 @@ class TableStore:
 
     # --- all of it anew -------------------------------------------------------------------------
 
-    def _log_is_filling(self) -> bool:
+    def _begin_fold(self, moment: Moment) -> None:
+        """Fold in what is committed, ``moment`` included, beside what follows, if the log is
+        filling; not if there is no room now: readers may hold some."""
         log = self._log
         if log is None or self._has_no_room:
-            return False
-        return log.used_extent.length > log.log.extent.length * self._fold_from
-
-    def _begin_fold(self, moment: Moment) -> None:
-        """Fold in what is committed, ``moment`` included, beside what follows; not if there is no
-        room now: readers may hold some."""
+            return
+        if log.used_extent.length <= log.log.extent.length * self._fold_from:
+            return
         try:
             self._fold = self._fold_of(moment)
         except MediumError as error:

@@ -49,11 +49,18 @@ class Table:
     known: list[Known] = field(default_factory=list)
     """What is known of each tensor, as of the last moment or the end of an update."""
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The table, and what the optimizer keeps of each row."""
+    def tensors_by_key(self) -> dict[str | None, torch.Tensor]:
+        """Return the table, by None, and what the optimizer keeps of each row, by its key."""
         state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state[self.weight]
-        kept = [each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim]
-        return [self.weight.detach(), *(each for each in kept if each.shape[0] == self.shape[0])]
+        found: dict[str | None, torch.Tensor] = {None: self.weight.detach()}
+        for key, each in state.items():
+            if isinstance(each, torch.Tensor) and each.ndim and each.shape[0] == self.shape[0]:
+                found[key] = each
+        return found
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the table, and what the optimizer keeps of each row."""
+        return list(self.tensors_by_key().values())
 
     def note(self) -> None:
         """Remember how its tensors are now, as nobody else may write them."""

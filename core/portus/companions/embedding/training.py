@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from portus.companions.embedding.tables import Table, check_optimizer
+from portus.companions.embedding.tables import Table, check_ids, check_optimizer
 from portus.errors import UsageError
 from portus.reach.index.pool import PoolWriter
 
@@ -84,10 +84,14 @@ class ProtectedTraining:
                 f"{os.getpid()}: a forked child cannot use it"
             )
 
-    def check_lookup(self, module: torch.nn.Module) -> None:
-        """Raise ``UsageError`` if a lookup would change rows."""
+    def check_lookup(self, module: torch.nn.Module, arguments: Sequence[object]) -> None:
+        """Raise ``UsageError`` if a lookup of ids that the table does not have is about to begin,
+        or one that would change rows."""
         table = self.table_of(module)
-        if table is not None and module.max_norm is not None:
+        if table is None:
+            return
+        check_ids(table.name, table.shape[0], arguments[0] if arguments else None)
+        if module.max_norm is not None:
             raise UsageError(
                 f"{table.name}: max_norm={module.max_norm} changes rows in the forward pass, "
                 "before any update; set it to None"
