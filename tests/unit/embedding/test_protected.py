@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
-from portus.companions.embedding import capture, early, pieces
+from portus.companions.embedding import early, pieces
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
@@ -28,11 +28,9 @@ from portus.companions.embedding.store import MARKS, MODEL, TableStore
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
 from portus.engine.copying.segments import Stop
 from portus.engine.spec import PAGE
-from portus.engine.state.pickling import PickledState
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.reach.index.check import check
 from portus.reach.index.log import LogWriter
-from portus.reach.pools.weights_only import pickle_for_pool
 from tests.crash.embedded import Training, same
 from tests.unit.client.stuck import until
 from tests.unit.embedding import sliced
@@ -1311,23 +1309,6 @@ def test_another_kind_of_dense_optimizer_is_named(name: str, path: Path) -> None
             with pytest.raises(UsageError, match=said):
                 tables.load()
     assert durable(path)[1, 0] == -1
-
-
-def test_a_pool_that_does_not_say_of_which_kinds_its_optimizers_are_is_loaded(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without(state: Any) -> PickledState:
-        return pickle_for_pool({key: state[key] for key in state if key != "optimizer_kinds"})
-
-    for batch in range(2):
-        small = Small()
-        with monkeypatch.context() as patch:
-            patch.setattr(capture, "pickle_for_pool", without)
-            with small.protect(path) as tables:
-                assert (tables.load() is not None) == bool(batch)
-                small.step(1)
-                tables.wait()
-    assert durable(path)[1, 0] == -2
 
 
 def test_extra_may_have_all_that_weights_only_loads_and_arrays(path: Path) -> None:

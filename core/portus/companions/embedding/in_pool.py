@@ -155,7 +155,7 @@ class PlacedStore(TableStore):
         """Keep a mark as ``TableStore`` does, but by a copy of everything."""
         if self._log is not None:
             self._log.look()
-        moment = self._standing(whole=True)
+        moment = self._standing()
         image = Pieces(self.pool, moment, np.arange(len(moment.length)))
         try:
             while not image.is_whole:
@@ -238,9 +238,8 @@ class PlacedStore(TableStore):
             # Whoever reads the old version learns that its tables are not its own any more.
             before.store([], b"", record.info.commit, flags=UNDO)
 
-    def _standing(self, *, whole: bool = False) -> Moment:
-        """What is committed, as a moment; ``whole``: with the bytes of the tables. No update has
-        begun since."""
+    def _standing(self) -> Moment:
+        """Return what is committed, as a moment. No update has begun since."""
         record = self._record
         assert record is not None, "a moment of nothing"
         assert record.log is not None
@@ -251,8 +250,9 @@ class PlacedStore(TableStore):
             place = self._places.get(index)
             if place is not None and isinstance(self.pool.medium, MappedMedium):
                 address[index] = self.pool.medium.address(place.extent)
-            elif place is None or whole:
-                data = there.content(index) if place is None else self._content(place)
+            else:
+                units = [there.content(index)] if place is None else map(bytes, self._units(place))
+                data = b"".join(units)
                 alive.append(np.frombuffer(data, np.uint8))
                 address[index] = alive[-1].ctypes.data
         digests = {each.storage: each.digests for each in record.log.in_place}
@@ -289,9 +289,6 @@ class PlacedStore(TableStore):
             target = held[: min(UNIT, place.extent.length - at)]
             self.pool.medium.load(place.extent.offset + at, target)
             yield target
-
-    def _content(self, place: TensorLocation) -> bytes:
-        return b"".join(map(bytes, self._units(place)))
 
     # --- opening --------------------------------------------------------------------------------
 

@@ -9,10 +9,9 @@ from typing import Final
 import torch
 
 from portus.companions.embedding.committer import Committer
-from portus.companions.embedding.elsewhere import marked_state
 from portus.companions.embedding.store import TableStore
 from portus.engine.state.elsewhere import Elsewhere
-from portus.reach.pools.elsewhere import within
+from portus.reach.pools.elsewhere import marked_state, within
 
 _log: Final = logging.getLogger("portus")
 

@@ -13,6 +13,7 @@ from portus.engine.copying.segments import memory
 from portus.engine.format.checksum import unit_count
 from portus.engine.spec import Extent, TensorSpec
 from portus.reach.index.log import Bunch
+from portus.reach.versions.parts import part
 
 Column = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -130,12 +131,9 @@ def _bunches_of(rows: Rows, extents: Sequence[Extent]) -> list[Bunch]:
     if whole.any():
         found.append(Bunch(place[whole], rows.data[whole]))
     for row in np.flatnonzero(~whole).tolist():
-        at, done = int(start[row]), 0
-        for extent, begin, end in zip(extents, begins.tolist(), ends.tolist(), strict=True):
-            low, high = max(at, begin), min(at + size, end)
-            if low < high:
-                piece = rows.data[row : row + 1, done : done + high - low]
-                place = np.array([extent.offset + low - begin], np.int64)
-                found.append(Bunch(place, np.ascontiguousarray(piece)))
-                done += high - low
+        done = 0
+        for extent in part(extents, int(start[row]), int(start[row]) + size):
+            piece = rows.data[row : row + 1, done : done + extent.length]
+            found.append(Bunch(np.array([extent.offset]), np.ascontiguousarray(piece)))
+            done += extent.length
     return found

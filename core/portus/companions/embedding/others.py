@@ -37,7 +37,7 @@ class OtherStates:
         """Put a mark in place of the table in a module's state, if ``may_mark`` allows. about:
         receives where the table is from, for a file that has the table filled in."""
         if self._batches.may_mark:
-            place = self._elsewhere("model", f"{table.name}.weight".lstrip("."))
+            place = self._elsewhere("model", table.key)
             state[prefix + "weight"] = place
             about[_ABOUT] = {"pool": self._training.identity, "batch": place.batch}
 

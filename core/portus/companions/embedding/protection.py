@@ -37,7 +37,6 @@ from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import create_pool, has_pool, open_writer
 from portus.reach.index.place import Place
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import VersionEntry
 from portus.reach.media.local import LocalFiles
 
 _log: Final = logging.getLogger("portus")
@@ -126,6 +125,7 @@ def protect(
     return Protected(
         model,
         optimizers,
+        tables,
         opened,
         extra=extra,
         every=every,
@@ -145,15 +145,16 @@ class Protected:
         self,
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
+        tables: Sequence[Table],
         pool: PoolWriter,
         *,
         extra: Callable[[], object] | None,
         every: int,
         keep: int | None,
         log_bytes: int | None,
-        ids_of: IdsOf | None = None,
-        early_lookup: bool = False,
-        in_place: bool = False,
+        ids_of: IdsOf | None,
+        early_lookup: bool,
+        in_place: bool,
     ) -> None:
         """pool: is closed by it, also if this raises. every: the dense part is less than so many
         batches older than the tables."""
@@ -161,10 +162,11 @@ class Protected:
         self._every: Final = every
         self._ids_of: Final = ids_of
         try:
-            tables = tables_of(model, optimizers, in_place=in_place)
             self._training: Final = ProtectedTraining(model, optimizers, tables, pool)
             self._store: Final = (PlacedStore if in_place else TableStore)(pool, log_bytes)
-            self._mapped: Final = _mapping_of(self._store, tables)
+            self._mapped: Final = (
+                Mapped(self._store, tables) if isinstance(self._store, PlacedStore) else None
+            )
             if self._mapped is not None and self._store.newest is None:
                 self._mapped.adopt()
             moments = Moments(self._training, self._mapped, extra=extra, every=every)
@@ -214,15 +216,13 @@ class Protected:
         if newest is None:
             return None
         try:
-            return self._load(newest, self._every - 1 if gap_max is None else gap_max)
+            gap = self._every - 1 if gap_max is None else gap_max
+            resumed = resume(self._pool, newest, self._training, self._mapped, gap)
+            self._batches.go_on_from_newest(resumed.batch)
+            return resumed
         except BaseException as error:
             forget_locals(error)
             raise
-
-    def _load(self, newest: VersionEntry, gap_max: int) -> Resumed:
-        resumed = resume(self._pool, newest, self._training, self._mapped, gap_max)
-        self._batches.go_on_from_newest(resumed.batch)
-        return resumed
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -303,10 +303,6 @@ def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
             made.remove(pool.medium.info.name)
         pool.close()
         raise
-
-
-def _mapping_of(store: TableStore, tables: Sequence[Table]) -> Mapped | None:
-    return Mapped(store, tables) if isinstance(store, PlacedStore) else None
 
 
 def _of_torch(model: object, optimizer: object) -> list[Optimizer]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from portus.companions.embedding.mapping import Mapped
 from portus.companions.embedding.tables import Table
@@ -59,8 +58,8 @@ def resume(
             f"{training.name}: expected {len(saved)} optimizers, as saved, found "
             f"{len(optimizers)}; nothing was loaded"
         )
-    _require_kinds(training, state.get("optimizer_kinds"))
-    _require_same(training.tables, model, state["model"])
+    _require_kinds(training, state["optimizer_kinds"])
+    _require_same(training.tables, state["model"])
     for table in training.tables:
         numbers = [i for i, each in enumerate(optimizers) if each is table.optimizer]
         if numbers:
@@ -71,7 +70,7 @@ def resume(
         else:
             _load_rest(model, mapped.take(model, state["model"]), state["model"])
         for optimizer, each in zip(optimizers, saved, strict=True):
-            _load_optimizer(optimizer, each)
+            optimizer.load_state_dict(each)
     except (RuntimeError, ValueError, KeyError) as error:
         raise UsageError(
             f"{training.name}: the saved state does not fit this model and its optimizers; load "
@@ -89,11 +88,10 @@ def forget_locals(error: BaseException | None) -> None:
         error = error.__cause__
 
 
-def _require_kinds(training: ProtectedTraining, saved: Any) -> None:
-    """Raise ``UsageError`` unless the optimizers are of the saved classes, in the saved order.
-    saved: None in a pool that does not say."""
+def _require_kinds(training: ProtectedTraining, saved: Sequence[str]) -> None:
+    """Raise ``UsageError`` unless the optimizers are of the saved classes, in the saved order."""
     found = training.optimizer_kinds
-    if saved is None or saved == found:
+    if saved == found:
         return
     advice = "take those, or a new pool"
     if sorted(saved) == sorted(found):
@@ -104,14 +102,11 @@ def _require_kinds(training: ProtectedTraining, saved: Any) -> None:
     )
 
 
-def _require_same(
-    tables: Sequence[Table], model: torch.nn.Module, saved: Mapping[str, Any]
-) -> None:
+def _require_same(tables: Sequence[Table], saved: Mapping[str, Any]) -> None:
     """Raise ``UsageError`` for a table of another shape or dtype than the saved one."""
-    weights = {id(table.weight): table for table in tables}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        table, found = weights.get(id(parameter)), saved.get(name)
-        if table is None or not isinstance(found, torch.Tensor):
+    for table in tables:
+        found = saved.get(table.key)
+        if not isinstance(found, torch.Tensor):
             continue
         if found.shape != table.shape or found.dtype != table.dtype:
             raise UsageError(
@@ -120,23 +115,6 @@ def _require_same(
                 "the table as it was, or protect this one with a new pool, and copy the rows from "
                 "`portus.open`"
             )
-
-
-def _load_optimizer(optimizer: Optimizer, saved: Any) -> None:
-    """Raises ``ValueError`` if what was saved is of another kind of optimizer, also where torch
-    does not say so."""
-    name = type(optimizer).__name__
-    settings = {
-        key for group in optimizer.param_groups for key in group
-    } & optimizer.defaults.keys()
-    try:
-        optimizer.load_state_dict(saved)
-    except KeyError as error:
-        raise ValueError(f"the pool has none of {name}'s {error}") from error
-    for group in optimizer.param_groups:
-        missing = sorted(settings - group.keys())
-        if missing:
-            raise ValueError(f"the pool has none of {name}'s {missing}")
 
 
 def _load_rest(model: torch.nn.Module, rest: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -49,6 +49,11 @@ class Table:
     known: list[Known] = field(default_factory=list)
     """What is known of each tensor, as of the last moment or the end of an update."""
 
+    @property
+    def key(self) -> str:
+        """Return its key in the state of the model."""
+        return f"{self.name}.weight".lstrip(".")
+
     def tensors_by_key(self) -> dict[str | None, torch.Tensor]:
         """Return the table, by None, and what the optimizer keeps of each row, by its key."""
         state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state[self.weight]
@@ -78,7 +83,6 @@ class Table:
     def touch(self) -> bool:
         """Note which rows the update that comes changes; False if it changes none. Raises
         ``UsageError``, naming what is not as it was protected, before anything is changed."""
-        self.require_same()
         if self.optimizer is not None:
             check_optimizer(self.name, self.weight, self.optimizer)
         gradient = self.weight.grad
