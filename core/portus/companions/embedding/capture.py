@@ -80,13 +80,11 @@ class Moments:
         goes nowhere. afresh: ``extra`` is asked again."""
         self._dense, was_whole, self.announced = self._before
         self.is_whole = self.is_whole or was_whole
-        return self._take(batch, asks=afresh)
+        return self.take(batch, asks=afresh)
 
-    def take(self, batch: int) -> Moment:
-        """The moment of a batch. Rows that changed, and the dense part, are copied."""
-        return self._take(batch, asks=True)
-
-    def _take(self, batch: int, *, asks: bool) -> Moment:
+    def take(self, batch: int, *, asks: bool = True) -> Moment:
+        """The moment of a batch. Rows that changed, and the dense part, are copied. asks: ``extra``
+        is asked, and not what it said last."""
         mapped, dense = self._mapped, self._dense
         self._settings = settings_of(self._training.optimizers)
         self._before = dense, self.is_whole, self.announced
