@@ -27,7 +27,7 @@ ONE_IMPLEMENTATION = {
 """Why there is a ``Protocol`` that fewer than two classes of what is shipped, but for the test kit,
 implement. With one, write its class instead, or pass what is needed of it."""
 
-FUNCTIONS_MAX = 250
+FUNCTIONS_MAX = 248
 """How many parameters and fields of what is shipped, but for the test kit, are functions. It only
 falls. Where a function would have one value, call it, make it a method, pass the object that has
 it, or return an iterator; then lower this."""
@@ -152,6 +152,8 @@ def passed_functions() -> Iterator[str]:
 def test_no_more_functions_are_passed_than_were() -> None:
     found = list(passed_functions())
     assert "core/portus/engine/paths/saver.py: _Owner.name" in found
-    assert "core/portus/engine/fence/guards.py: wait(written)" in found, "under a name of its own"
+    assert "core/portus/engine/image/stored_file.py: verify(read)" in found, (
+        "under a name of its own"
+    )
     assert len(found) <= FUNCTIONS_MAX
     assert len(found) > FUNCTIONS_MAX - 10, f"lower FUNCTIONS_MAX to {len(found)}"

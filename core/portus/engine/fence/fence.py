@@ -16,11 +16,15 @@ the source again, nor commit. Training goes on.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Final, TypeVar, cast
 
 import torch
@@ -32,7 +36,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from portus.engine.fence import writers
-from portus.engine.fence.guards import Guards, Written
+from portus.engine.fence.guards import GUARDED, Arguments, Guarded
 from portus.engine.media.calls import is_nested, mark
 from portus.engine.pipeline.run import Save
 
@@ -254,7 +258,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
 
 # The hooks.
 
-_Arguments = tuple[object, ...]
 _Named = dict[str, object]
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -272,8 +275,8 @@ def _no_compile(hook: _F) -> _F:
 
 @_no_compile
 def _before_step(
-    optimizer: Optimizer, arguments: _Arguments, named: _Named
-) -> tuple[_Arguments, _Named] | None:
+    optimizer: Optimizer, arguments: Arguments, named: _Named
+) -> tuple[Arguments, _Named] | None:
     """Torch's global step pre-hook; ``arguments[0]`` is the optimizer again. Never raises."""
     global _steps
     _steps += 1
@@ -297,7 +300,7 @@ def _before_step(
 
 
 @_no_compile
-def _after_step(optimizer: Optimizer, arguments: _Arguments, named: _Named) -> None:
+def _after_step(optimizer: Optimizer, arguments: Arguments, named: _Named) -> None:
     """Torch's global step post-hook. Never raises."""
     for listener in _listeners_after:
         listener(optimizer)
@@ -320,14 +323,95 @@ def _wait_for(optimizer: Optimizer) -> None:
             fence._wait_for(optimizer)
 
 
-class _Guards(Guards):
-    def wait(self, written: Written) -> None:
-        if _in_flight:
-            try:
-                storages = written()
-            except (RuntimeError, NotImplementedError, AttributeError, TypeError, AssertionError):
-                storages = None
-            before_write(storages)
+# The guarded functions.
+
+
+class _Guards:
+    """The patched functions. ``_lock`` is held around it."""
+
+    def __init__(self) -> None:
+        self._missing: list[Guarded] = list(GUARDED)
+        self._patches: list[_Patch] = []
+
+    def put_on(self) -> None:
+        """Patch what is loaded by now. Calling it again costs microseconds."""
+        missing = []
+        for guarded in self._missing:
+            patch = _patch(guarded)
+            if patch is None:
+                missing.append(guarded)
+            else:
+                self._patches.append(patch)
+        self._missing = missing
+
+    def take_off(self) -> None:
+        """Put every function back. What somebody else has patched since is left to them; our
+        part of it only passes calls on."""
+        for patch in self._patches:
+            patch.undo()
+        self._patches = []
+        self._missing = list(GUARDED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    owner: object
+    name: str
+    ours: object
+    before: object
+    inherited: bool
+
+    def undo(self) -> None:
+        # Somebody patched it since, over ours: to restore it would remove theirs.
+        if vars(self.owner).get(self.name) is not self.ours:
+            return
+        # If it were set, the class would no longer see a change of its base.
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
+def _patch(guarded: Guarded) -> _Patch | None:
+    """Put the guard in place; None if the function is not loaded, or not in this version."""
+    module_name, _, path = guarded.place.partition(":")
+    owner: object = sys.modules.get(module_name)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part, None)
+    # getattr would unwrap a staticmethod, and ``undo`` would put back a plain function.
+    before = None if owner is None else inspect.getattr_static(owner, name, None)
+    if before is None:
+        return None
+    inherited = name not in vars(owner)
+    if isinstance(before, staticmethod):
+        ours: object = staticmethod(_waiting(before.__func__, guarded))
+    else:
+        assert callable(before), f"{guarded.place} is no function"
+        ours = _waiting(before, guarded)
+    setattr(owner, name, ours)
+    return _Patch(owner, name, ours, before, inherited)
+
+
+def _waiting(function: Callable[..., object], guarded: Guarded) -> Callable[..., object]:
+    @functools.wraps(function)
+    def waits(*arguments: object, **named: object) -> object:
+        # While torch.compile traces, nothing is written; the test is folded away.
+        if not torch.compiler.is_compiling():
+            _wait_before(guarded, arguments)
+        return function(*arguments, **named)
+
+    return waits
+
+
+def _wait_before(guarded: Guarded, arguments: Arguments) -> None:
+    """Wait before a guarded function writes. Raises nothing."""
+    if _in_flight:
+        try:
+            storages = guarded.written(arguments)
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError, AssertionError):
+            storages = None
+        before_write(storages)
 
 
 _guards: Final = _Guards()

@@ -8,10 +8,6 @@ it was.
 
 from __future__ import annotations
 
-import abc
-import functools
-import inspect
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
@@ -21,15 +17,12 @@ import torch
 from portus.engine.fence.writers import pointer
 
 Arguments = tuple[object, ...]
-Written = Callable[[], "Collection[int] | None"]
-"""The storages (data pointers) about to be written, None for any. Asked only if a save is in
-flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
     """A function that writes. ``place`` is ``module:name`` or ``module:class.name``; ``written``
-    says, from its positional arguments, which storages it writes (None: any of them)."""
+    says, from its positional arguments, which storages (data pointers) it writes; None: any."""
 
     place: str
     written: Callable[[Arguments], Collection[int] | None]
@@ -94,90 +87,3 @@ GUARDED: Final = (
     ),
     *(Guarded(place, _of_any) for place in (*_LIGHTNING, *_AVERAGES)),
 )
-
-
-class Guards(abc.ABC):
-    """The patched functions.
-
-    Not for several threads at once: the fence's lock is held around it.
-    """
-
-    def __init__(self) -> None:
-        self._missing: list[Guarded] = list(GUARDED)
-        self._patches: list[_Patch] = []
-
-    @abc.abstractmethod
-    def wait(self, written: Written) -> None:
-        """Wait before a write. Raises nothing."""
-
-    def put_on(self) -> None:
-        """Patch what is loaded by now. Calling it again costs microseconds."""
-        missing = []
-        for guarded in self._missing:
-            patch = _patch(guarded, self)
-            if patch is None:
-                missing.append(guarded)
-            else:
-                self._patches.append(patch)
-        self._missing = missing
-
-    def take_off(self) -> None:
-        """Put every function back. What somebody else has patched since is left to them; our
-        part of it only passes calls on."""
-        for patch in self._patches:
-            patch.undo()
-        self._patches = []
-        self._missing = list(GUARDED)
-
-
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    owner: object
-    name: str
-    ours: object
-    before: object
-    inherited: bool
-
-    def undo(self) -> None:
-        # Somebody patched it since, over ours: to restore it would remove theirs.
-        if vars(self.owner).get(self.name) is not self.ours:
-            return
-        # If it were set, the class would no longer see a change of its base.
-        if self.inherited:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-
-
-def _patch(guarded: Guarded, guards: Guards) -> _Patch | None:
-    """Put the guard in place; None if the function is not loaded, or not in this version."""
-    module_name, _, path = guarded.place.partition(":")
-    owner: object = sys.modules.get(module_name)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part, None)
-    # getattr would unwrap a staticmethod, and ``undo`` would put back a plain function.
-    before = None if owner is None else inspect.getattr_static(owner, name, None)
-    if before is None:
-        return None
-    inherited = name not in vars(owner)
-    if isinstance(before, staticmethod):
-        ours: object = staticmethod(_waiting(before.__func__, guarded, guards))
-    else:
-        assert callable(before), f"{guarded.place} is no function"
-        ours = _waiting(before, guarded, guards)
-    setattr(owner, name, ours)
-    return _Patch(owner, name, ours, before, inherited)
-
-
-def _waiting(
-    function: Callable[..., object], guarded: Guarded, guards: Guards
-) -> Callable[..., object]:
-    @functools.wraps(function)
-    def waits(*arguments: object, **named: object) -> object:
-        # While torch.compile traces, nothing is written; the test is folded away.
-        if not torch.compiler.is_compiling():
-            guards.wait(lambda: guarded.written(arguments))
-        return function(*arguments, **named)
-
-    return waits
