@@ -7,25 +7,37 @@ link beside it leads to is not removed before the link leads elsewhere.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import errno
 import logging
 import os
+import re
 import threading
 from typing import Final
 
+from portus.engine.files.queue import Errand
+from portus.engine.paths.saver import FileSaver
 from portus.errors import MediumError, printable
+from portus.reach.training.file_mirror import DirectoryMirror
 from portus.reach.training.links import replace_link
 
 _log: Final = logging.getLogger("portus")
 
 
-class AfterCommit(abc.ABC):
+class AfterCommit:
     """Removals and links that wait for the saves of one training. Paths are absolute, and their
-    last link is not followed."""
+    last link is not followed.
 
-    def __init__(self) -> None:
+    saver: of the training. telling: the names of files that a directory loses first. mirror: hears
+    of what is removed.
+    """
+
+    def __init__(
+        self, saver: FileSaver, telling: re.Pattern[str], mirror: DirectoryMirror | None
+    ) -> None:
+        self.mirror = mirror
+        self._saver: Final = saver
+        self._telling: Final = telling
         # Reentrant: a signal handler that saves may interrupt a thread that holds it.
         self._lock: Final = threading.RLock()
         self._asked = 0
@@ -41,13 +53,14 @@ class AfterCommit(abc.ABC):
         self._links: list[tuple[int, str, str]] = []
         """Links that wait: after which save, what they are called, and where they are to lead."""
 
-    @abc.abstractmethod
     def delete(self, path: str) -> None:
         """Remove a file, or a directory, durably. Raises ``MediumError``."""
-
-    @abc.abstractmethod
-    def remove_later(self) -> None:
-        """Have the worker call ``remove_ready``, after the saves that were asked for so far."""
+        if self.mirror is not None:
+            self.mirror.removing(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            self._saver.remove_directory(path, self._telling)
+        else:
+            self._saver.remove(path)
 
     def begin_save(self, path: str) -> int:
         """Return the number of a save to ``path``, which begins. What is there is not to be removed
@@ -148,7 +161,8 @@ class AfterCommit(abc.ABC):
         if not self._removals:
             return
         if self._in_flight:
-            self.remove_later()
+            # On the worker, after the saves that were asked for so far.
+            self._saver.shared.queue.put(Errand(self.remove_ready))
         else:
             self.remove_ready()
 

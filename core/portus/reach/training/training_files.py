@@ -19,7 +19,6 @@ from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
-from portus.engine.files.queue import Errand
 from portus.engine.image.image import bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
@@ -362,7 +361,7 @@ class TrainingFiles:
         self._forget_parent()
         if self._saver is None or self._after is None:
             saver = FileSaver(join(self), self._settings, destination=self._destination())
-            self._saver, self._after = saver, _AfterCommit(self, saver)
+            self._saver, self._after = saver, AfterCommit(saver, self._telling, self._mirror)
         return self._saver, self._after
 
     def _destination(self) -> TrainingPool | None:
@@ -390,32 +389,14 @@ class TrainingFiles:
                 wait_s=self._settings.mirror_wait,
                 of_directories=self._of_directories,
             )
+            if self._after is not None:
+                self._after.mirror = self._mirror
         return self._mirror
 
     def _begin_journal(self) -> None:
         if self._settings.journal and self._journal is None and self._journal_at is not None:
             name, place = self._journal_at
             self._journal = Journal(name, lambda: place)
-
-
-class _AfterCommit(AfterCommit):
-    """See ``AfterCommit``."""
-
-    def __init__(self, training: TrainingFiles, saver: FileSaver) -> None:
-        super().__init__()
-        self._training: Final = training
-        self._saver: Final = saver
-
-    def delete(self, path: str) -> None:
-        if self._training._mirror is not None:
-            self._training._mirror.removing(path)
-        if os.path.isdir(path) and not os.path.islink(path):
-            self._saver.remove_directory(path, self._training._telling)
-        else:
-            self._saver.remove(path)
-
-    def remove_later(self) -> None:
-        self._saver.shared.queue.put(Errand(self.remove_ready))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

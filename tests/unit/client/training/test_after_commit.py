@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import os
 import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from portus.engine.job.settings import Settings
+from portus.engine.paths.saver import FileSaver
+from portus.engine.paths.shared_writer import SharedWriter
 from portus.errors import MediumError
 from portus.reach.training.after_commit import AfterCommit
 
 
-class After(AfterCommit):
-    """What waits removes at the end of a save, as on the worker."""
+def after_commit(saver: FileSaver) -> AfterCommit:
+    return AfterCommit(saver, re.compile(""), None)
 
-    is_waiting = False
 
-    def delete(self, path: str) -> None:
-        Path(path).unlink(missing_ok=True)
-
-    def remove_later(self) -> None:
-        self.is_waiting = True
+@pytest.fixture
+def saver() -> Iterator[FileSaver]:
+    shared = SharedWriter(0)
+    saver = FileSaver(shared, Settings())
+    yield saver
+    saver.close()
+    shared.close()
 
 
 class Scene:
     """Saves that end when they are told to."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, saver: FileSaver) -> None:
         self.root = root
-        self.after = After()
+        self.saver = saver
+        self.after = after_commit(saver)
         self.numbers: dict[str, int] = {}
 
     def path(self, name: str) -> str:
@@ -45,17 +52,15 @@ class Scene:
             if ok:
                 Path(self.path(name)).write_text(str(self.numbers[name]))
             self.after.over(self.numbers[name], self.path(name), is_committed=ok)
-        if self.after.is_waiting:
-            self.after.is_waiting = False
-            self.after.remove_ready()
+        self.saver.catch_up()
 
     def there(self) -> list[str]:
         return sorted(os.listdir(self.root))
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return Scene(tmp_path)
+def scene(tmp_path: Path, saver: FileSaver) -> Scene:
+    return Scene(tmp_path, saver)
 
 
 def test_a_removal_waits_for_the_newest_save_that_was_asked_for(scene: Scene) -> None:
@@ -70,16 +75,18 @@ def test_a_removal_waits_for_the_newest_save_that_was_asked_for(scene: Scene) ->
     assert scene.there() == ["b"]
 
 
-def test_a_file_is_gone_for_its_user_while_it_is_being_removed(tmp_path: Path) -> None:
+def test_a_file_is_gone_for_its_user_while_it_is_being_removed(
+    tmp_path: Path, saver: FileSaver
+) -> None:
     seen = []
     path = os.fspath(tmp_path / "a")
 
-    class Failing(After):
+    class Failing(AfterCommit):
         def delete(self, path: str) -> None:
             seen.append(self.is_there(path))
             raise MediumError(5, "the disk fails")
 
-    after = Failing()
+    after = Failing(saver, re.compile(""), None)
     Path(path).write_text("a")
     after.remove(path)
     assert seen == [False]
@@ -211,23 +218,20 @@ def test_a_full_disk_is_given_the_older_of_two(scene: Scene) -> None:
 
 
 def test_what_cannot_be_removed_is_said_and_harms_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, saver: FileSaver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Refusing(After):
-        def delete(self, path: str) -> None:
-            raise MediumError(13, f"{path}: Permission denied")
-
-    Refusing().remove(os.fspath(tmp_path / "a"))
+    (tmp_path / "file").touch()
+    after_commit(saver).remove(os.fspath(tmp_path / "file/a"))
     assert "remove it yourself" in caplog.text
 
 
 def test_at_any_moment_of_any_order_the_newest_commit_is_there_and_the_link_leads_somewhere(
-    tmp_path: Path, seed: int
+    tmp_path: Path, saver: FileSaver, seed: int
 ) -> None:
     source = random.Random(seed)
     for number in range(60):
         (tmp_path / str(number)).mkdir()
-        scene = Scene(tmp_path / str(number))
+        scene = Scene(tmp_path / str(number), saver)
         link, flying, committed, at = scene.path("last"), [], [], 0
         for _ in range(40):
             act: Any = source.choice(["save", "save", "over", "over", "remove", "link"])
