@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
+import socket
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from portus.reach.transport.one_sided import (
     push,
 )
 from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gather
+from portus.reach.transport.stream import EndedError, Link
 from portus.reach.transport.verbs import Domain, Region, WorkError
 from portus.reach.versions.parts import sources
 from portus.reach.versions.placement import pack, place
@@ -113,8 +116,20 @@ class Registry(Domain):
         return Region(start, length, close)
 
 
-def nobody(_since_s: float) -> None:
-    """Watches."""
+@contextlib.contextmanager
+def conversation() -> Iterator[tuple[Link, socket.socket]]:
+    """The host's end, and the client's."""
+    here, there = socket.socketpair()
+    link = Link(here, is_client=False, name="client", silence_s=60)
+    with there:
+        yield link, there
+    link.close()
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    with conversation() as (link, _):
+        yield link
 
 
 class Client:
@@ -155,8 +170,9 @@ def room_for(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Sourc
 class Host:
     """A pool, and what is registered of it."""
 
-    def __init__(self, medium: Medium) -> None:
+    def __init__(self, medium: Medium, link: Link) -> None:
         self.registry = Registry()
+        self.link = link
         self._medium = medium
         self._rings = Rings(self.registry)
 
@@ -167,13 +183,13 @@ class Host:
         """A fresh one, as each transfer has it."""
         if isinstance(self._medium, MappedMedium) and is_pinnable(self._medium):
             return Straight(PoolRegions(self.registry, self._medium))
-        with self._rings.borrow(nobody) as ring:
+        with self._rings.borrow(self.link) as ring:
             return Bounced(self._medium, ring)
 
 
 @pytest.fixture
-def host(medium: Medium) -> Host:
-    return Host(medium)
+def host(medium: Medium, link: Link) -> Host:
+    return Host(medium, link)
 
 
 @pytest.fixture(params=["straight", "ring"])
@@ -201,14 +217,14 @@ def test_what_is_pulled_is_stored_and_comes_back(medium: Medium, host: Host, see
     assert np.array_equal(client.parts.digests, expected)
     moved, _ = room_for(client.lengths)
     card = host.card(seed)
-    done = pull(card, host.landing(), client.remote, moved, nobody)
+    done = pull(card, host.landing(), client.remote, moved, host.link)
     assert np.array_equal(done.digests, expected)
     assert done.bounced == (0 if is_pinnable(medium) else moved.size)
     assert card.longest <= one_sided.PIECE
     small = int(client.small.sum())
     assert card.requests < 50 < small, "small storages travel together"
     client.clear()
-    done = push(host.card(seed), host.landing(), client.remote, moved, nobody)
+    done = push(host.card(seed), host.landing(), client.remote, moved, host.link)
     assert np.array_equal(done.digests, expected)
     client.parts.scatter(Stop())
     client.parts.hash_big(Stop())
@@ -232,7 +248,7 @@ def test_what_lies_between_two_storages_stays_as_it_is(
     start = memory.ctypes.data
     remote = Remote(np.array([start, start + PAGE]), np.full(2, KEY))
     card = host.card(seed)
-    pull(card, host.landing(), remote, moved, nobody)
+    pull(card, host.landing(), remote, moved, host.link)
     found = bytearray(4 * PAGE)
     medium.load(0, memoryview(found))
     expected = bytearray(b"x" * 4 * PAGE)
@@ -252,27 +268,26 @@ def test_a_pull_that_fails_anywhere_closes_the_pair_first(
     for fail_at in range(1, 13):
         card = host.card(seed, fail_at)
         with pytest.raises(WorkError):
-            pull(card, host.landing(), client.remote, moved, nobody)
+            pull(card, host.landing(), client.remote, moved, host.link)
         assert card.closed
         failed += 1
     assert failed == 12
-    done = pull(host.card(seed), host.landing(), client.remote, moved, nobody)
+    done = pull(host.card(seed), host.landing(), client.remote, moved, host.link)
     client.parts.hash_big(Stop())
     assert np.array_equal(done.digests, client.parts.digests)
 
 
-def test_the_watch_ends_a_pull(medium: Medium, host: Host) -> None:
+def test_a_client_that_hangs_up_ends_a_pull(medium: Medium, host: Host) -> None:
     class Stuck(Card):
         def poll(self) -> int:
             return 0
 
-    def watch(_since_s: float) -> None:
-        raise TransportError("it hung up")
-
     client = Client([70_000])
     card, landing = Stuck(host.registry, 0), host.landing()
-    with pytest.raises(TransportError, match="hung up"):
-        pull(card, landing, client.remote, room_for(client.lengths)[0], watch)
+    with conversation() as (link, there):
+        there.close()
+        with pytest.raises(EndedError, match="client is gone"):
+            pull(card, landing, client.remote, room_for(client.lengths)[0], link)
     assert card.closed
 
 
@@ -291,23 +306,18 @@ def test_a_block_of_a_pool_is_registered_when_it_is_needed(monkeypatch: pytest.M
     medium.close()
 
 
-def test_rings_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rings_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
     monkeypatch.setattr(one_sided, "RINGS_MAX", 1)
-
-    class EnoughError(Exception):
-        pass
-
-    def watch(_since_s: float) -> None:
-        raise EnoughError
-
     registry = Registry()
     rings = Rings(registry)
-    with rings.borrow(nobody) as ring:
-        assert ring.region.length == one_sided.AHEAD * UNIT
-        with pytest.raises(EnoughError), rings.borrow(watch):
-            pass
-    with rings.borrow(watch) as again:
-        assert again is ring
+    with conversation() as (lost, there):
+        there.close()
+        with rings.borrow(link) as ring:
+            assert ring.region.length == one_sided.AHEAD * UNIT
+            with pytest.raises(EndedError), rings.borrow(lost):
+                pass
+        with rings.borrow(lost) as again:
+            assert again is ring
     assert registry.made == 1
 
 

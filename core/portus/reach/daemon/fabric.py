@@ -26,12 +26,11 @@ from portus.reach.transport.one_sided import (
     Remote,
     Rings,
     Straight,
-    Watch,
     is_pinnable,
     pull,
     push,
 )
-from portus.reach.transport.stream import EndedError, InterruptedByError, Link
+from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import (
     Domain,
     Endpoint,
@@ -189,12 +188,12 @@ class HostLane:
         """See ``onesided.pull``. Raises ``InterruptedByError`` and ``EndedError`` too: when the
         client says something meanwhile, or goes."""
         with self._landing() as landing:
-            return pull(self._pair, landing, remote, moved, self._watch)
+            return pull(self._pair, landing, remote, moved, self._link)
 
     def push(self, remote: Remote, moved: Sources) -> Moved:
         """See ``onesided.push``; raises as ``pull``."""
         with self._landing() as landing:
-            return push(self._pair, landing, remote, moved, self._watch)
+            return push(self._pair, landing, remote, moved, self._link)
 
     def close(self) -> None:
         """Nothing more is read or written."""
@@ -210,7 +209,7 @@ class HostLane:
                 self._device.give_up(self._hosted, error)
                 raise
             return
-        with self._device.rings.borrow(self._watch) as ring:
+        with self._device.rings.borrow(self._link) as ring:
             yield Bounced(self._hosted.writer.medium, ring)
 
     def _straight(self) -> Straight | None:
@@ -225,18 +224,3 @@ class HostLane:
         except RegisterError as error:
             self._device.give_up(self._hosted, error)
             return None
-
-    @property
-    def _watch(self) -> Watch:
-        link = self._link
-
-        def watch(since_s: float) -> None:
-            link.pause(since_s)
-            if link.has_word():
-                try:
-                    word = link.hear()
-                except EndedError as error:
-                    raise EndedError(f"{link.name}: the client is gone: {error}") from error
-                raise InterruptedByError(word)
-
-        return watch

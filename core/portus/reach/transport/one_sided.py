@@ -20,7 +20,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -32,6 +32,7 @@ from portus.engine.copying.segments import Column, Digests, Segments, Sources, S
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
+from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import DEPTH, Domain, Region
 
 PIECE: Final = 4 << 20
@@ -67,11 +68,6 @@ class Pair(Protocol):
 
     def close(self) -> None:
         """When this returns, nothing is read or written for it any more."""
-
-
-Watch = Callable[[float], None]
-"""Called between two looks for completions, with the time of the last one (``time.monotonic``);
-raises to end the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +107,18 @@ class Landing(Protocol):
         """Have the bytes of a batch at its place before it is pushed, and note their digests."""
 
 
-def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
+def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, link: Link) -> Moved:
     """Fill the extents of ``moved`` from the client's memory; the digests are of what arrived.
 
-    Raises ``TransportError`` (``WorkError`` if the client's memory cannot be reached), what
-    ``watch`` raises, and what the medium raises; then ``pair`` is closed.
+    link: to the client. Raises as ``Link.watch``, ``TransportError`` (``WorkError`` if the client's
+    memory cannot be reached), and what the medium raises; then ``pair`` is closed.
     """
-    return _transfer(pair, landing, remote, moved, watch, is_pull=True)
+    return _transfer(pair, landing, remote, moved, link, is_pull=True)
 
 
-def push(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
+def push(pair: Pair, landing: Landing, remote: Remote, moved: Sources, link: Link) -> Moved:
     """The way back: write what the extents of ``moved`` hold into the client's memory."""
-    return _transfer(pair, landing, remote, moved, watch, is_pull=False)
+    return _transfer(pair, landing, remote, moved, link, is_pull=False)
 
 
 def spread(batch: Segments, start: int) -> Column:
@@ -140,13 +136,13 @@ def _transfer(
     landing: Landing,
     remote: Remote,
     moved: Sources,
-    watch: Watch,
+    link: Link,
     *,
     is_pull: bool,
 ) -> Moved:
     segments, digests = cut(moved)
     far = _Far(segments, remote, moved)
-    window = _Window(pair, watch)
+    window = _Window(pair, link)
     under_way: deque[tuple[Segments, Column, int]] = deque()
 
     def finish() -> None:
@@ -231,11 +227,11 @@ def _post(
 class _Window:
     """The requests of a queue pair that are under way. Its completions come in order."""
 
-    def __init__(self, pair: Pair, watch: Watch) -> None:
+    def __init__(self, pair: Pair, link: Link) -> None:
         self.pair: Final = pair
         self.posted = 0
         self._done = 0
-        self._watch: Final = watch
+        self._link: Final = link
         self._begin_s = self._since_s = time.monotonic()
 
     @property
@@ -257,7 +253,7 @@ class _Window:
                 self._since_s = time.monotonic()
                 pause_s = _PAUSE_MIN_S
                 continue
-            self._watch(self._since_s)
+            self._link.watch(self._since_s)
             # Polled, since pyverbs holds Python's lock while it waits (decision 0023).
             time.sleep(pause_s)
             pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
@@ -358,9 +354,9 @@ class Rings:
         self._made = 0
 
     @contextmanager
-    def borrow(self, watch: Watch) -> Iterator[Ring]:
-        """One, when it is free; ``watch`` is called meanwhile. Raises ``TransportError``."""
-        ring = self._take(watch)
+    def borrow(self, link: Link) -> Iterator[Ring]:
+        """Return one, when it is free. Raises ``TransportError``, and as ``Link.watch``."""
+        ring = self._take(link)
         try:
             yield ring
         finally:
@@ -368,12 +364,12 @@ class Rings:
                 self._free.append(ring)
                 self._changed.notify()
 
-    def _take(self, watch: Watch) -> Ring:
+    def _take(self, link: Link) -> Ring:
         since_s = time.monotonic()
         with self._changed:
             while not self._free and self._made >= RINGS_MAX:
                 self._changed.wait(0.1)
-                watch(since_s)
+                link.watch(since_s)
             if self._free:
                 return self._free.pop()
             ring = Ring(self._domain)

@@ -481,6 +481,17 @@ class Link:
         if waited_s > (self.silence_s if limit_s is None else limit_s):
             raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
 
+    def watch(self, since_s: float) -> None:
+        """Raise as ``pause`` does, and if the other side has said something, or hung up:
+        ``InterruptedByError``, ``EndedError``."""
+        self.pause(since_s)
+        if self.has_word():
+            try:
+                word = self.hear()
+            except EndedError as error:
+                raise EndedError(f"{self.name}: the client is gone: {error}") from error
+            raise InterruptedByError(word)
+
 
 _ALL: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
 
