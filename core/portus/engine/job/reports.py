@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
+from portus.engine.files.queue import Queue
 from portus.engine.job.settings import OnError
 from portus.engine.pipeline.handle import RefusedSave
 from portus.engine.pipeline.run import Save
@@ -24,8 +24,11 @@ class Reports:
     resumes on a full disk would train to its end for nothing.
     """
 
-    def __init__(self, on_error: OnError) -> None:
+    def __init__(self, on_error: OnError, queue: Queue, patience_s: float) -> None:
+        """queue: of the saves in flight, which are waited for ``patience_s`` seconds at most."""
         self._on_error: Final = on_error
+        self._queue: Final = queue
+        self._patience_s: Final = patience_s
         self._failed: Final[deque[Save | RefusedSave]] = deque()
         self._given_up: AbandonedError | None = None
         """The first save that was given up, if none was committed before it was logged."""
@@ -37,6 +40,13 @@ class Reports:
         """True once a save was committed."""
         return self._commits > 0
 
+    def await_commit(self) -> bool:
+        """Return whether a save was committed. If none was, one in flight may be the first: wait
+        for it."""
+        if not self.has_committed and not self._queue.on_worker():
+            self._queue.catch_up(self._patience_s)
+        return self.has_committed
+
     def note_commit(self) -> None:
         """Count a committed save."""
         self._commits += 1
@@ -45,22 +55,17 @@ class Reports:
         """Note a failed save, to be reported unless whoever holds its handle hears of it first."""
         self._failed.append(save)
 
-    def tell(self, first_may_commit: Callable[[], None], *, is_save: bool) -> None:
+    def tell(self, *, is_save: bool = False) -> None:
         """Tell of failed saves that nobody heard of, each once: the first of them, if it is raised;
-        the next call has the next one. Called by who saves (``is_save``), waits or closes.
-
-        first_may_commit: waits for a save in flight, if it may be the first.
-        """
+        the next call has the next one. Called by who saves (``is_save``), waits or closes."""
         with contextlib.suppress(IndexError):
             while True:  # ends: there are no more; the worker may add one at any time
                 save = self._failed.popleft()
                 error = save.error
                 if error is None or save.reported:
                     continue
-                if not self.has_committed:
-                    first_may_commit()
                 # The save that is about to begin may be in time where this one was not.
-                goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
+                goes_on = self.await_commit() or (is_save and isinstance(error, AbandonedError))
                 if self._on_error == "raise" or not goes_on:
                     raise error
                 if isinstance(error, AbandonedError) and not self.has_committed:

@@ -102,7 +102,7 @@ class FileSaver:
         self.destination: Final = destination or Destination()
         self.planner: Final = CopyPlanner(SnapshotMode(settings.snapshot))
         self.auditor: Final = Auditor(settings.guard)
-        self.reports: Final = Reports(settings.on_error)
+        self.reports: Final = Reports(settings.on_error, shared.queue, settings.fence_timeout)
         self.shared: Final = shared
         self._raises_wrong_path: Final = raises_wrong_path
         self._fence: Final = Fence(settings.fence_timeout)
@@ -137,7 +137,7 @@ class FileSaver:
         nobody writes before ``fence`` was called: they are copied late. Raises as ``portus.save``,
         and ``UsageError`` for files of several directories."""
         start = time.perf_counter()
-        self._tell(is_save=True)
+        self.reports.tell(is_save=True)
         try:
             targets = targets_of(files, follows_links=request.follows_links)
         except MediumError as error:
@@ -154,7 +154,7 @@ class FileSaver:
         """Begin to save ``state`` as a version of the pool that is a file called ``name``, without
         a pointer. Raises as ``portus.save``."""
         start = time.perf_counter()
-        self._tell(is_save=True)
+        self.reports.tell(is_save=True)
         return self._save([NewFile(name, "", _contents_of(state))], request, (), start)
 
     def _save(
@@ -207,16 +207,12 @@ class FileSaver:
         heard of, as ``on_error`` says."""
         if not self.shared.queue.on_worker() and not self.shared.queue.catch_up(timeout):
             raise TimeoutError(f"saves were not over after {timeout} s")
-        self._tell()
+        self.reports.tell()
 
     def catch_up(self) -> None:
         """Block until all saves so far are over. Raises nothing."""
         if not self.shared.queue.on_worker():
             self.shared.queue.catch_up()
-
-    def _tell(self, *, is_save: bool = False) -> None:
-        """Report failures that nobody heard of."""
-        self.reports.tell(self._first_may_commit, is_save=is_save)
 
     def close(self) -> None:
         """Finish the saves in flight. Failures that nobody heard of are reported. Behind Ctrl-C it
@@ -238,7 +234,7 @@ class FileSaver:
             raise
         self._fence.close()
         self.destination.close()
-        self._tell()
+        self.reports.tell()
 
     def remove(self, path: str) -> None:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""
@@ -266,19 +262,13 @@ class FileSaver:
         that has saved before does not end because its disk failed once."""
         if self._raises_wrong_path and error.errno in _WRONG_PATH:
             return False
-        if not self.reports.has_committed:
-            self._first_may_commit()
-        return self.reports.has_committed
+        return self.reports.await_commit()
 
     def refuse(self, error: PortusError, waited_s: float = 0.0) -> SaveHandle:
         """A save that could not be begun, told as one that failed later is."""
         refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self.reports.note_failure(refused)
         return SaveHandle(refused)
-
-    def _first_may_commit(self) -> None:
-        if not self.shared.queue.on_worker():
-            self.shared.queue.catch_up(self._fence_timeout)
 
     def _begin_save(
         self,

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from portus.engine.copying.segments import Stop
-from portus.engine.media.base import Medium
+from portus.engine.media import linux
+from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.catalogue import Catalogue
@@ -34,10 +35,12 @@ from portus.reach.index.space import (
     without,
 )
 from portus.reach.media.pool import Locks
-from portus.reach.media.warm import warm
 
 _TOUCHED: Final = 2 << 20
 """Bytes of which it is remembered together whether they were touched."""
+
+_WARMED: Final = 32 << 20
+"""Bytes whose pages are made present by one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ class FreeSpace:
         set. Raises ``MediumError`` as stores do."""
         for extent in extents:
             for fresh in self._fresh(extent):
-                done = warm(self._medium, fresh, lambda: not stop.is_set())
+                done = _warm(self._medium, fresh, stop)
                 first, after = fresh.offset // _TOUCHED, -(-(fresh.offset + done) // _TOUCHED)
                 with self._guard:
                     # Blocks count as touched if a part is; at worst some pages still fault one by
@@ -233,3 +236,25 @@ class FreeSpace:
 def extents_of(runs: Runs) -> list[Extent]:
     """Page runs as extents."""
     return [Extent(first * PAGE, (after - first) * PAGE) for first, after in runs.tolist()]
+
+
+def _warm(medium: Medium, extent: Extent, stop: Stop) -> int:
+    """Make the pages of ``extent`` present and writable, without changing a byte of them: the first
+    store to a page costs ten later ones.
+
+    Blocks (about 0.7 s for each GiB of tmpfs measured), other threads run on; ends early once
+    ``stop`` is set. Returns how many bytes were warmed: 0 for a medium without addresses, or a
+    kernel before 5.14. Raises ``MediumError`` as stores do.
+    """
+    if not isinstance(medium, MappedMedium):
+        return 0
+    done = 0
+    while done < extent.length and not stop.is_set():
+        part = Extent(extent.offset + done, min(_WARMED, extent.length - done))
+        try:
+            linux.advise_pages(medium.address(part), part.length, linux.MADV_POPULATE_WRITE)
+        except OSError:
+            return done
+        medium.wrote(part)  # its zeros go out now, not with the first save
+        done += part.length
+    return done

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
 
 import pytest
 
+from portus.engine.files.queue import Errand, Queue
 from portus.engine.job.reports import Reports
 from portus.engine.pipeline.handle import RefusedSave, SaveStats
 from portus.errors import AbandonedError, MediumError, PortusError
 
+WAIT_S = 10.0
 WARNED = "a save failed; training continues"
 
 
@@ -22,22 +25,29 @@ def full() -> MediumError:
     return MediumError(28, "no space")
 
 
-def nothing() -> None:
-    pass
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    queue = Queue("test")
+    yield queue
+    queue.close()
 
 
-def saved(reports: Reports, wait: Callable[[], None] = nothing) -> None:
-    reports.tell(wait, is_save=True)
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
+def saved(reports: Reports) -> None:
+    reports.tell(is_save=True)
 
 
 def waited(reports: Reports) -> None:
-    reports.tell(nothing, is_save=False)
+    reports.tell()
 
 
 def test_before_a_first_commit_a_failure_is_raised_and_after_it_logged(
-    caplog: pytest.LogCaptureFixture,
+    queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reports, error = Reports("warn"), full()
+    reports, error = Reports("warn", queue, WAIT_S), full()
     reports.note_failure(failed(error))
     with pytest.raises(MediumError) as found:
         saved(reports)
@@ -50,27 +60,36 @@ def test_before_a_first_commit_a_failure_is_raised_and_after_it_logged(
 
 
 def test_a_first_save_in_flight_is_waited_for_before_a_failure_is_raised(
-    caplog: pytest.LogCaptureFixture,
+    queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reports = Reports("warn")
+    reports = Reports("warn", queue, WAIT_S)
     reports.note_failure(failed(full()))
-    saved(reports, wait=reports.note_commit)
+    is_asked = threading.Event()
+
+    def commits() -> None:
+        assert_set(is_asked)
+        reports.note_commit()
+
+    queue.put(Errand(commits))
+    threading.Timer(0.05, is_asked.set).start()
+    saved(reports)
     assert WARNED in caplog.text
 
 
-def test_nobody_is_waited_for_once_a_save_was_committed() -> None:
-    reports = Reports("warn")
+def test_nobody_is_waited_for_once_a_save_was_committed(queue: Queue) -> None:
+    reports = Reports("warn", queue, WAIT_S)
     reports.note_commit()
     reports.note_failure(failed(full()))
+    is_over = threading.Event()
+    queue.put(Errand(lambda: assert_set(is_over)))
+    saved(reports)
+    is_over.set()
 
-    def fails() -> None:
-        raise AssertionError
 
-    saved(reports, wait=fails)
-
-
-def test_raise_raises_the_first_failure_and_leaves_the_next_one_to_the_next_call() -> None:
-    reports, errors = Reports("raise"), [full(), full()]
+def test_raise_raises_the_first_failure_and_leaves_the_next_one_to_the_next_call(
+    queue: Queue,
+) -> None:
+    reports, errors = Reports("raise", queue, WAIT_S), [full(), full()]
     reports.note_commit()
     for error in errors:
         reports.note_failure(failed(error))
@@ -81,8 +100,8 @@ def test_raise_raises_the_first_failure_and_leaves_the_next_one_to_the_next_call
     waited(reports)
 
 
-def test_what_its_caller_heard_of_is_not_told_again() -> None:
-    reports, save = Reports("raise"), failed(full())
+def test_what_its_caller_heard_of_is_not_told_again(queue: Queue) -> None:
+    reports, save = Reports("raise", queue, WAIT_S), failed(full())
     reports.note_failure(save)
     with pytest.raises(MediumError):
         save.result(None)
@@ -90,9 +109,9 @@ def test_what_its_caller_heard_of_is_not_told_again() -> None:
 
 
 def test_a_first_save_that_was_given_up_is_only_logged_by_saves_and_raised_at_the_end(
-    caplog: pytest.LogCaptureFixture,
+    queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reports, error = Reports("warn"), AbandonedError("too late")
+    reports, error = Reports("warn", queue, WAIT_S), AbandonedError("too late")
     reports.note_failure(failed(error))
     saved(reports)
     assert WARNED in caplog.text
@@ -103,8 +122,8 @@ def test_a_first_save_that_was_given_up_is_only_logged_by_saves_and_raised_at_th
     waited(reports)
 
 
-def test_a_save_that_was_given_up_is_forgiven_once_one_was_committed() -> None:
-    reports = Reports("warn")
+def test_a_save_that_was_given_up_is_forgiven_once_one_was_committed(queue: Queue) -> None:
+    reports = Reports("warn", queue, WAIT_S)
     reports.note_failure(failed(AbandonedError("too late")))
     saved(reports)
     reports.note_commit()
@@ -112,9 +131,9 @@ def test_a_save_that_was_given_up_is_forgiven_once_one_was_committed() -> None:
 
 
 def test_of_writes_by_another_process_a_run_is_warned_once(
-    caplog: pytest.LogCaptureFixture,
+    queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reports = Reports("warn")
+    reports = Reports("warn", queue, WAIT_S)
     with caplog.at_level(logging.WARNING, "portus"):
         reports.inexact(3, "model.b", 2)
         reports.inexact(4, "model.a", 1)
