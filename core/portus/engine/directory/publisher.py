@@ -53,6 +53,7 @@ from portus.engine.directory.folder import (
 from portus.engine.directory.recovery import Verify, recover, restore
 from portus.engine.directory.redo import Move
 from portus.engine.directory.system import File, FileState, System
+from portus.engine.pipeline.request import SaveRequest
 from portus.errors import MediumError, printable
 
 _log: Final = logging.getLogger("portus")
@@ -315,6 +316,16 @@ class Publisher(Generic[File]):
             for spare in spares:
                 self._drop_spare(spare)
             return bool(spares)
+
+    def make_room(self, request: SaveRequest) -> bool:
+        """Give back space on a full disk. Return whether that was done. request: of the save that
+        needs it."""
+        # The spare first: nobody misses it.
+        if self.drop_spare():
+            return True
+        has_removed = request.make_room()
+        self.drop_spare()  # what was removed is the spare now
+        return has_removed
 
     def _drop_spare(self, spare: _Spare[File]) -> None:
         with contextlib.suppress(MediumError):
@@ -730,6 +741,10 @@ class Publication(Generic[File]):
     def path_of(self, file: UnpublishedFile[File]) -> str:
         """Where a file is to be, for messages."""
         return printable(os.path.join(self.directory.describe(), file.name))
+
+    def make_room(self, request: SaveRequest) -> bool:
+        """See ``Publisher.make_room``."""
+        return self._publisher.make_room(request)
 
     def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
         """See ``Publisher.publish``."""

@@ -10,9 +10,10 @@ from portus.engine.directory.publisher import Publisher
 from portus.engine.image.image import Image
 from portus.engine.media.base import PLAIN_FILE
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.request import NewFile, SaveRequest
+from portus.engine.paths.request import NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import FileDraft
 

@@ -23,11 +23,12 @@ from portus.engine.loading.restore_report import Restored
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join, recover_left
-from portus.engine.paths.request import AccompaniedRequest, make_directory
+from portus.engine.paths.request import make_directory
 from portus.engine.paths.saver import FileSaver
 from portus.engine.paths.step_files import StepFiles
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.request import AccompaniedRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.settings.keep import Keep, check_metrics
 from portus.engine.spec import VersionInfo

@@ -1,81 +1,17 @@
-"""What one save is asked to do: its files, and whoever is to be told of it."""
+"""The files that one save is to make."""
 
 from __future__ import annotations
 
 import abc
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from portus.engine.pipeline.companions import Companion
-from portus.engine.pipeline.run import Save
-from portus.engine.settings.keep import Keep
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.state.contents import FileContents
 from portus.errors import MediumError, UsageError, printable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """What belongs to one save besides its state. Whoever is to be told of the save derives a class
-    that has some of the methods; the others do nothing. None may hold on to the state.
-
-    step: of training; 0 for a file that has a name alone. note: bytes for a record of the file.
-    follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
-    a directory whose hidden folder has the drafts, if it is above the files and on their file
-    system; else their own directory has them. removed_elsewhere: see ``Publisher.begin``.
-    metrics, keep: of a version in a pool, see ``Labels``.
-    """
-
-    step: int = 0
-    note: bytes = b""
-    follows_links: bool = True
-    base: str | None = None
-    removed_elsewhere: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    keep: Keep | None = None
-
-    def make_room(self) -> bool:
-        """Remove something from a full disk. Return whether that was done."""
-        return False
-
-    def note_start(self, save: Save) -> None:
-        """Note, in the call, that the save is sure to end."""
-
-    def ready(self) -> None:
-        """Return when the files may become visible. Raises ``PortusError`` to forbid it. On the
-        worker."""
-
-    def note_commit(self, save: Save) -> None:
-        """Note that the files are there, before anybody is told. On the worker."""
-
-    def over(self, save: Save) -> None:
-        """Note that the save has ended, and how. On the worker."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccompaniedRequest(SaveRequest):
-    """The request of a save that ``companions`` are told of. path: where it goes, absolute; empty
-    for a version in a pool that has no pointer."""
-
-    companions: Sequence[Companion]
-    path: str = ""
-
-    def make_room(self) -> bool:
-        return any(each.yield_space() for each in self.companions)
-
-    def note_start(self, save: Save) -> None:
-        for each in self.companions:
-            each.note_start(self.path, save)
-
-    def note_commit(self, save: Save) -> None:
-        for each in self.companions:
-            each.note_commit(self.path, save)
-
-    def over(self, save: Save) -> None:
-        for each in self.companions:
-            each.over(save)
 
 
 class ToSave(NamedTuple):

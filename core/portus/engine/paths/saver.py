@@ -15,7 +15,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
@@ -36,21 +35,14 @@ from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.at_once import WrittenFile
 from portus.engine.paths.destination import Destination
-from portus.engine.paths.request import (
-    NewFile,
-    OwnFormat,
-    SaveRequest,
-    ToSave,
-    base_of,
-    name_of,
-    targets_of,
-)
+from portus.engine.paths.request import NewFile, OwnFormat, ToSave, base_of, name_of, targets_of
 from portus.engine.paths.shared_writer import SharedWriter
 from portus.engine.pipeline import observers
 from portus.engine.pipeline.audit import Audit, Auditor, Late
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.state.contents import FileContents, JoinedStorages
 from portus.engine.state.pickling import pickle_state
@@ -344,7 +336,6 @@ class FileSaver:
         self, new: Sequence[NewFile], asked: int, request: SaveRequest, images: Sequence[Image]
     ) -> FileDraft:
         """Begin the files at the paths."""
-        has_made_room = partial(self._has_made_room, request)
         unpublished = self._begin_publication(new, request)
         try:
             files = [
@@ -355,12 +346,11 @@ class FileSaver:
                     is_spare=draft.is_spare,
                     ring=self.shared.ring,
                     ways=self.shared.ways,
-                    make_room=has_made_room,
                 )
                 for draft, image in zip(unpublished.files, images, strict=True)
             ]
             turn = _unless_newer({each.real: each.said for each in new}, asked)
-            return FileDraft(unpublished, files, turn, request.ready)
+            return FileDraft(unpublished, files, turn, request)
         except BaseException:
             self.shared.publisher.abandon(unpublished)
             raise
@@ -368,24 +358,17 @@ class FileSaver:
     def _begin_publication(
         self, files: Sequence[NewFile], request: SaveRequest
     ) -> Publication[Descriptor]:
+        publisher = self.shared.publisher
         while True:  # ends: there is nothing left to give back
             try:
-                return self.shared.publisher.begin(
+                return publisher.begin(
                     *(each.real for each in files),
                     base=base_of(files, request),
                     removed_elsewhere=request.removed_elsewhere,
                 )
             except MediumError as error:
-                if error.errno not in OUT_OF_SPACE or not self._has_made_room(request):
+                if error.errno not in OUT_OF_SPACE or not publisher.make_room(request):
                     raise
-
-    def _has_made_room(self, request: SaveRequest) -> bool:
-        # The spare first: nobody misses it.
-        if self.shared.publisher.drop_spare():
-            return True
-        has_removed = request.make_room()
-        self.shared.publisher.drop_spare()  # what was removed is the spare now
-        return has_removed
 
 
 @dataclass(frozen=True, slots=True)

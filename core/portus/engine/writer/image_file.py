@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -36,6 +36,7 @@ from portus.engine.media.file_calls import OUT_OF_SPACE, advice
 from portus.engine.media.file_system import file_system_of
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Feed, Previous
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.spec import VersionInfo
 from portus.engine.writer import crc
 from portus.engine.writer.cached_way import CachedWay, MappedWay
@@ -65,18 +66,15 @@ class ImageFile:
         is_spare: bool,
         ring: StagingRing,
         ways: Ways,
-        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
-        the file has old bytes, and blocks. ways: which way it goes, and told how long it took.
-        make_room: asked on a full disk, until it gives back no more."""
+        the file has old bytes, and blocks. ways: which way it goes, and told how long it took."""
         self._fd: Final = fd
         self._path: Final = path
         self.image: Final = image
         self._is_spare: Final = is_spare
         self._ring: Final = ring
         self._ways: Final = ways
-        self._make_room: Final = make_room
         self._spent_s = 0.0
         self.kept_bytes = 0
         """Bytes of storages that the spare had already, and that were not written again."""
@@ -88,6 +86,12 @@ class ImageFile:
         self._units: Final = units
         self._digests: Final = np.zeros((int(units.sum()), DIGEST_SIZE), np.uint8)
         self._crcs: Final = np.zeros(int(units.sum()), np.uint32)
+
+    def open(self) -> None:
+        """Have its blocks now: a disk that is full is told before anything is copied. May be called
+        again once there is room. After it has succeeded this does nothing."""
+        with self._translate_errors():
+            self._open_way()
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         """Copy storages from their addresses; the digests of what was stored. Returns when the
@@ -191,16 +195,11 @@ class ImageFile:
         )
 
     def _allocate(self) -> None:
-        """Have its blocks now: a disk that is full is told before anything is copied."""
-        while True:  # ends: there is nothing left to give back
-            try:
-                linux.allocate(self._fd, 0, self.image.size)
-            except OSError as error:
-                if error.errno in OUT_OF_SPACE and self._make_room():
-                    continue
-                if error.errno not in _NO_BLOCKS_AHEAD:
-                    raise
-            return
+        try:
+            linux.allocate(self._fd, 0, self.image.size)
+        except OSError as error:
+            if error.errno not in _NO_BLOCKS_AHEAD:
+                raise
 
     def _zeros(self, literals: Iterable[Literal]) -> Iterator[Literal]:
         """What nothing covers, where a spare has old bytes."""
@@ -247,6 +246,8 @@ class Unpublished(Protocol):
     @property
     def path(self) -> str: ...
 
+    def make_room(self, request: SaveRequest) -> bool: ...
+
     def publish(self, turn: AbstractContextManager[None]) -> None: ...
 
     def abandon(self) -> None: ...
@@ -257,8 +258,8 @@ class FileDraft:
     ``files``.
 
     files: those of the draft, in its order; the storages of the save are theirs, one file after
-    another. ready: called before the files get their names. turn: entered while they do. Both raise
-    what forbids that.
+    another. turn: entered while the files get their names; raises what forbids that. request: of
+    the save.
     """
 
     def __init__(
@@ -266,12 +267,12 @@ class FileDraft:
         draft: Unpublished,
         files: Sequence[ImageFile],
         turn: AbstractContextManager[None],
-        ready: Callable[[], None] = lambda: None,
+        request: SaveRequest,
     ) -> None:
         self._draft: Final = draft
         self._files: Final = files
         self._turn: Final = turn
-        self._ready: Final = ready
+        self._request: Final = request
         counts = np.array([len(each.image.length) for each in files], np.int64)
         self._first: Final = np.cumsum(counts) - counts
 
@@ -323,7 +324,17 @@ class FileDraft:
         for part in np.split(np.arange(len(storages)), cuts):
             if len(part):
                 number = int(owner[part[0]])
+                self._open(self._files[number])
                 yield self._files[number], int(self._first[number]), part
+
+    def _open(self, file: ImageFile) -> None:
+        while True:  # ends: there is nothing left to give back
+            try:
+                file.open()
+                return
+            except MediumError as error:
+                if error.errno not in OUT_OF_SPACE or not self._draft.make_room(self._request):
+                    raise
 
     def commit(self, labels: Labels, before: Previous | None) -> CommittedFile:
         self.finish()
@@ -345,8 +356,9 @@ class FileDraft:
     def finish(self) -> None:
         """Return when the files are durable, and may get their names. Raises ``PortusError``."""
         for file in self._files:
+            self._open(file)
             file.finish()
-        self._ready()
+        self._request.ready()
 
     def publish(self) -> None:
         """Give the files their names. Raises ``PortusError``."""

@@ -18,9 +18,9 @@ from portus.engine.loading.restore_report import Restored
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join
-from portus.engine.paths.request import AccompaniedRequest
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.request import AccompaniedRequest
 from portus.engine.settings.keep import Keep, check_metrics
 from portus.engine.settings.text import is_text
 from portus.engine.spec import VersionInfo, check_step

@@ -19,9 +19,10 @@ from portus.engine.job.settings import Settings
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.destination import Destination
-from portus.engine.paths.request import NewFile, SaveRequest
+from portus.engine.paths.request import NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import (

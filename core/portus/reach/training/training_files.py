@@ -26,9 +26,10 @@ from portus.engine.loading.origin import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
-from portus.engine.paths.request import Laid, SaveRequest, ToSave, make_directory
+from portus.engine.paths.request import Laid, ToSave, make_directory
 from portus.engine.paths.saver import FileSaver, files_below
 from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.spec import VersionInfo
 from portus.errors import MediumError, PortusError, UsageError, printable

@@ -23,8 +23,8 @@ import torch
 from portus.engine.files.pending import PENDING
 from portus.engine.paths import process
 from portus.engine.paths.face import load, save
-from portus.engine.paths.request import SaveRequest
 from portus.engine.pipeline.audit import Auditor
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError

@@ -19,9 +19,10 @@ from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.paths import process
 from portus.engine.paths.face import load
 from portus.engine.paths.process import saver
-from portus.engine.paths.request import Laid, SaveRequest, ToSave
+from portus.engine.paths.request import Laid, ToSave
 from portus.engine.paths.shared_writer import recover
 from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError, UsageError
 from portus.reach.formats.named_tensors import named_tensors
