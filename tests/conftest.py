@@ -175,7 +175,7 @@ def no_thread_left() -> Iterator[None]:
 
 def _listens() -> bool:
     fence = sys.modules.get("portus.engine.fence.fence")
-    return fence is not None and bool(fence._fences or fence._listeners or fence._listeners_after)
+    return fence is not None and bool(fence._fences or fence._listeners)
 
 
 def _users_of_files() -> list[Any]:

@@ -29,10 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import portus
 import portus_accelerate
-from portus.engine.fence import snapshot
+from portus.engine.fence import fence, snapshot
 from portus.engine.fence.snapshot import copy_order
 from portus.engine.files.pending import PENDING
-from portus.engine.pipeline import observers
 from portus.engine.writer.image_file import ImageFile
 from portus_accelerate import launching, patch, resume, settings
 from tests.hosts import serving, url
@@ -805,7 +804,7 @@ def test_a_loop_asks_when_to_save_and_goes_on_with_it_after_a_resume(tmp_path: P
     assert saved(first, 4) == [3]
     first.accelerator.save_state(str(tmp_path / "step_4"))
     first.accelerator.end_training()
-    assert observers._observers == ()
+    assert fence._listeners == ()
 
     for asks_before in (False, True):
         again = Scene(tmp_path, every=3)
@@ -828,7 +827,7 @@ def test_auto_is_what_a_loop_gets_and_time_where_portus_saves_nothing(
     scene = Scene(tmp_path)
     assert portus_accelerate.cadence(scene.accelerator).every == 600.0
     scene.accelerator._portus_saver.finish()
-    assert observers._observers == ()
+    assert fence._listeners == ()
 
 
 def test_no_pool_is_looked_for_where_portus_saves_nothing(

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus.engine.fence import fence
-from portus.engine.pipeline import observers
 from portus_lightning import PortusCheckpoint
 from tests.adapters.tiny import NO_FUSS, Net, files, loader, trainer
 
@@ -35,7 +34,7 @@ def test_it_saves_at_the_steps_that_the_cadence_says_and_goes_on_with_it(tmp_pat
     state = torch.load(tmp_path / "ckpt" / "step=2.ckpt")["callbacks"][first.state_key]
     assert state["portus_cadence"]["left"] == 2
     assert first.cadence is None, "it counts no more"
-    assert observers._observers == ()
+    assert fence._listeners == ()
     assert fence._hook is None
 
     again = checkpoint(tmp_path, max_overhead=0.5, save_last="link")

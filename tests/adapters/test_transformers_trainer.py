@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import portus
 import portus_accelerate
-from portus.engine.pipeline import observers
+from portus.engine.fence import fence
 from portus_accelerate import newest, patch, saver, settings, trainer, trainer_data
 from tests.adapters import forked
 from tests.adapters.launching import TWO
@@ -294,7 +294,7 @@ def test_the_flag_makes_saves_follow_the_cadence_in_place_of_save_steps(
     assert steps_of(tmp_path)[0] == 2
     assert 3 not in steps_of(tmp_path), "save_steps"
     assert steps_of(tmp_path)[-1] == 5, "the last one, as ever"
-    assert observers._observers == ()
+    assert fence._listeners == ()
     written = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
     saved = written["stateful_callbacks"]["PortusCallback"]["attributes"]["saved"]
     assert saved["left"] == 2

@@ -158,7 +158,7 @@ class Training:
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
-        start, listener = time.perf_counter(), self.cadence._clock._before_step
+        start, listener = time.perf_counter(), self.cadence._clock
         fence.unlisten(listener)
         try:
             yield

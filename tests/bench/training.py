@@ -205,7 +205,7 @@ def clock_row(rounds: int) -> Row:
     cadence = portus.Cadence(every=100 * steps * rounds)
 
     def asked() -> float:
-        seen, start = cadence._clock._before_step, time.perf_counter()
+        seen, start = cadence._clock.before_step, time.perf_counter()
         for _ in range(steps):
             seen(optimizer)
             cadence.should_save()

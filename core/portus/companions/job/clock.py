@@ -23,7 +23,6 @@ from portus.companions.cadence.estimate import SaveCosts, StepTimes
 from portus.engine.fence import fence
 from portus.engine.fence.device import DeviceTimeline, Timeline
 from portus.engine.media import calls
-from portus.engine.pipeline import observers
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.run import Save
 
@@ -62,7 +61,7 @@ class HostTimeline:
         return second - first
 
 
-class Clock:
+class Clock(fence.Listener):
     """Counts steps and times them, from when it is made until it is closed. One thread steps;
     saves may begin in another. ``now``: seconds, from any moment on; None: those of this process,
     and of the device that the first optimizer's parameters are on."""
@@ -96,14 +95,12 @@ class Clock:
         self._flying: tuple[Save, ...] = ()
         self._stats: list[SaveStats] = []
         self._from = 0.0
-        observers.observe(self.began)
-        fence.listen(self._before_step)
+        fence.listen(self)
 
     @calls.mark
     def close(self) -> None:
         """Count no more."""
-        fence.unlisten(self._before_step)
-        observers.unobserve(self.began)
+        fence.unlisten(self)
 
     def tick(self) -> None:
         """A step ends here, and the next one begins."""
@@ -205,7 +202,8 @@ class Clock:
         save_s = max(each.total_s for each in stats) or 2 * (self._now() - self._from)
         return Costs(step_s=step_s, cost_s=cost_s, save_s=save_s, stall_s=min(blocked_s, save_s))
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Count the step that ends here, if one does."""
         if not self.optimizers:  # calls that were taken for steps until now were none
             self.optimizers, self.steps, self._last = True, 0, None
             self._untouched.clear()

@@ -104,7 +104,7 @@ class _Asking:
     file: str
 
 
-class Journal(Companion):
+class Journal(Companion, fence.Listener):
     """The journal of one training, which is called ``model`` there. place: returns the directory of
     the journal; None while there is none. It is asked again at each step and save. medium: the kind
     that is saved to."""
@@ -148,11 +148,12 @@ class Journal(Companion):
         self._process: Final = os.getpid()
         global _open
         _open = (*_open, self)
-        fence.listen_after(self._after_step)
+        fence.listen(self)
 
     # Where training is.
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count the step, and write how long it took."""
         number = id(optimizer)
         if number not in self._seen and self._seen:
             self._seen.add(number)  # one of several that make a step together
@@ -330,7 +331,7 @@ class Journal(Companion):
     def _leave_hooks(self) -> None:
         global _open
         _open = tuple(each for each in _open if each is not self)
-        fence.unlisten_after(self._after_step)
+        fence.unlisten(self)
         self._clock.close()
 
     # Files.

@@ -42,7 +42,19 @@ from portus.engine.pipeline.run import Save
 
 _log: Final = logging.getLogger("portus")
 
-Listener = Callable[[Optimizer], None]
+
+class Listener:
+    """Hears of the steps and the saves of this process, each in its own thread. Each method does
+    nothing where it is not overridden; none may raise or wait."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer is about to step."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+
+    def began(self, save: Save, medium: str) -> None:
+        """Note that a save is about to begin, and the kind of medium that it goes to."""
 
 
 class Fence:
@@ -136,43 +148,31 @@ def steps_seen() -> int:
 
 @mark
 def listen(listener: Listener) -> None:
-    """Call ``listener`` with each optimizer that is about to step, in its thread; it may not raise
-    nor wait."""
-    global _listeners
+    """Tell ``listener`` from now on."""
+    global _listeners, _hook_after
     with _lock:
         _listeners = (*_listeners, listener)
         _hook_steps()
-
-
-@mark
-def unlisten(listener: Listener) -> None:
-    """Call it no more."""
-    global _listeners
-    with _lock:
-        _listeners = tuple(other for other in _listeners if other != listener)
-        _unhook_steps()
-
-
-@mark
-def listen_after(listener: Listener) -> None:
-    """Call ``listener`` with each optimizer that has stepped, in its thread; it may not raise nor
-    wait."""
-    global _listeners_after, _hook_after
-    with _lock:
-        _listeners_after = (*_listeners_after, listener)
         if _hook_after is None:
             _hook_after = register_optimizer_step_post_hook(_after_step)
 
 
 @mark
-def unlisten_after(listener: Listener) -> None:
-    """Call it no more."""
-    global _listeners_after, _hook_after
+def unlisten(listener: Listener) -> None:
+    """Tell it no more."""
+    global _listeners, _hook_after
     with _lock:
-        _listeners_after = tuple(other for other in _listeners_after if other != listener)
-        if _hook_after is not None and not _listeners_after:
+        _listeners = tuple(other for other in _listeners if other is not listener)
+        _unhook_steps()
+        if _hook_after is not None and not _listeners:
             _hook_after.remove()
             _hook_after = None
+
+
+def began(save: Save, medium: str) -> None:
+    """Tell all listeners that a save of this process is about to begin."""
+    for listener in _listeners:
+        listener.began(save, medium)
 
 
 def before_write(storages: Collection[int] | None = None) -> float:
@@ -198,7 +198,6 @@ def _may_write(optimizer: Optimizer, save: Save) -> bool:
 _lock = threading.RLock()
 _fences: tuple[Fence, ...] = ()
 _listeners: tuple[Listener, ...] = ()
-_listeners_after: tuple[Listener, ...] = ()
 _in_flight = 0
 _hook: RemovableHandle | None = None
 _hook_after: RemovableHandle | None = None
@@ -281,7 +280,7 @@ def _before_step(
     global _steps
     _steps += 1
     for listener in _listeners:
-        listener(optimizer)
+        listener.before_step(optimizer)
     if _fences:
         writers.learn(optimizer)
     closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
@@ -302,8 +301,8 @@ def _before_step(
 @_no_compile
 def _after_step(optimizer: Optimizer, arguments: Arguments, named: _Named) -> None:
     """Torch's global step post-hook. Never raises."""
-    for listener in _listeners_after:
-        listener(optimizer)
+    for listener in _listeners:
+        listener.after_step(optimizer)
 
 
 def _then_wait(closure: Callable[[], object], optimizer: Optimizer) -> Callable[[], object]:

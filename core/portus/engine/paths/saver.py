@@ -22,6 +22,7 @@ import torch
 from portus.engine.copying.segments import Stop
 from portus.engine.directory.publisher import Publication
 from portus.engine.directory.system import medium_error
+from portus.engine.fence import fence
 from portus.engine.fence.fence import Fence
 from portus.engine.fence.snapshot import CopyPlanner, SnapshotMode
 from portus.engine.files import order
@@ -37,7 +38,7 @@ from portus.engine.paths.at_once import WrittenFile
 from portus.engine.paths.destination import Destination
 from portus.engine.paths.request import NewFile, OwnFormat, ToSave, base_of, name_of, targets_of
 from portus.engine.paths.shared_writer import SharedWriter
-from portus.engine.pipeline import observers
+from portus.engine.pipeline import commits
 from portus.engine.pipeline.audit import Audit, Auditor, Late
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
@@ -289,7 +290,7 @@ class FileSaver:
                 draft.release()
             raise
         try:
-            observers.began(save, self.destination.kind)
+            fence.began(save, self.destination.kind)
             self.planner.begins(save)
             for path in paths:
                 # From here on the save is sure to end, so others may wait for it.
@@ -403,7 +404,7 @@ class _Owner(SaveOwner):
         saver, shared = self.saver, self.saver.shared
         if save.error is None:
             saver.reports.note_commit()
-            observers.note_commit(save.result(0))
+            commits.note(save.result(0))
             # Between two saves, not in one: with huge pages the next audit is nearly free
             # (decision 0051).
             for _ in saver.auditor.use_huge_pages():

@@ -15,7 +15,6 @@ from torch import nn
 import portus
 from portus.companions.job import clock
 from portus.engine.fence import fence
-from portus.engine.pipeline import observers
 from portus.errors import UsageError
 from tests.unit.client.job.flight import Flight
 from tests.warm import Warm
@@ -56,7 +55,7 @@ class Training:
             if self.cadence.should_save():
                 self.saved.append(self.steps)
                 self.flight, self.left = Flight(), flying
-                observers.began(self.flight, "memory")
+                fence.began(self.flight, "memory")
                 self.flight.stats.call_s = save_s / 7
                 self.now.s += save_s
 
@@ -275,7 +274,7 @@ def test_saves_of_a_checkpointer_are_seen_and_nothing_stays_behind(tmp_path: Pat
     del cadence
     gc.collect()
     assert fence._hook is None, "torch is left as it was"
-    assert observers._observers == ()
+    assert fence._listeners == ()
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +23,6 @@ from portus.companions.journal.account import Account, account
 from portus.companions.journal.lines import Decided, Head, Saved, encode
 from portus.engine.fence import fence
 from portus.engine.media.file_system import FileSystemTraits, file_system_of
-from portus.engine.pipeline import observers
 from portus.reach.index.journals import journals_in, pages, read
 from portus.reach.media import local
 from portus.reach.pools.checkpointer import PoolCheckpointer
@@ -229,11 +227,8 @@ def test_a_forked_child_beats_for_nobody(run: Training) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "lock", [(observers, "_guard"), (fence, "_lock")], ids=["observers", "fence"]
-)
 def test_a_fork_while_another_thread_opens_or_closes_holds_no_child_up(
-    lock: tuple[Any, str], run: Training
+    run: Training,
 ) -> None:
     def forked() -> int:
         child = os.fork()
@@ -247,7 +242,7 @@ def test_a_fork_while_another_thread_opens_or_closes_holds_no_child_up(
         return ended[1]
 
     run.go(4)
-    with getattr(*lock), ThreadPoolExecutor(1) as other:
+    with fence._lock, ThreadPoolExecutor(1) as other:
         assert other.submit(forked).result() == 0
 
 
@@ -359,7 +354,7 @@ def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     sys.setprofile(note)
     try:
         for _ in range(200):
-            journal._after_step(run.optimizer)
+            journal.after_step(run.optimizer)
     finally:
         sys.setprofile(None)
         gc.enable()

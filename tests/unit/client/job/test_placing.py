@@ -13,7 +13,6 @@ from portus.companions.job.clock import Clock, HostTimeline
 from portus.companions.job.placing import Placing
 from portus.engine.fence import fence
 from portus.engine.fence.device import DeviceRoom
-from portus.engine.pipeline import observers
 from portus.engine.pipeline.handle import SaveStats
 from tests.unit.client.job.flight import Flight
 
@@ -48,7 +47,7 @@ class Training:
         if is_on_device:
             self.placing.note_copy(HostTimeline(lambda: 0.0), 0.0, self.device_s)
         made = Flight(SaveStats(copy_s=self.host_s, total_s=self.host_s), over=True)
-        observers.began(made, "memory")
+        fence.began(made, "memory")
         self.placing.begins(made)
         self.now.s += 0.75
         return is_on_device
@@ -81,12 +80,12 @@ def test_the_choice_follows_what_a_copy_to_the_host_takes_now() -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    before = observers._observers
+    before = fence._listeners
     training = Training(1.0, 1.0)
-    assert observers._observers != before
+    assert fence._listeners != before
     del training
     gc.collect()
-    assert observers._observers == before
+    assert fence._listeners == before
     assert fence._hook is None
 
 

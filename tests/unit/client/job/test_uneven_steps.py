@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import portus
-from portus.engine.pipeline import observers
+from portus.engine.fence import fence
 from portus.engine.pipeline.handle import SaveStats
 from tests.unit.client.job.flight import Flight
 
@@ -118,7 +118,7 @@ def train(shape: Shape, every: str, steps: int = 6000, first_save_s: float = 0.0
             extra_s = COST_S if seen.saved else COST_S + first_save_s
             seen.saved.append((step, now[0]))
             flight = Flight(SaveStats(total_s=0.001))
-            observers.began(flight, "memory")
+            fence.began(flight, "memory")
     return seen
 
 

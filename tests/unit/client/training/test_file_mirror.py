@@ -432,10 +432,10 @@ def test_a_mirror_that_cannot_be_written_is_an_error_at_the_start(
         raise UnwritableError("permission is denied")
 
     monkeypatch.setattr(bucket.store, "create", create)
-    before = fence._listeners, fence._listeners_after
+    before = fence._listeners
     with pytest.raises(UsageError, match="may be read, not written"):
         Run(bucket, tmp_path / "run").begin()
-    assert (fence._listeners, fence._listeners_after) == before, "nobody listens to steps"
+    assert fence._listeners == before, "nobody listens to steps"
 
 
 def test_a_mirror_that_does_not_answer_is_an_error_only_where_there_is_nothing_to_go_on_from(
