@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from portus.engine.media import calls, process
+from portus.engine.pipeline.handle import SavePending
 
 
 class Ticket(NamedTuple):
     """One path of a save in flight."""
 
     path: str
-    wait: Callable[[], object]
+    save: SavePending
 
 
 class _Thread(threading.local):
@@ -42,26 +43,25 @@ class PendingPaths:
         self._thread: Final = _Thread()
         self._is_hooked = False
 
-    def add(self, path: str, wait: Callable[[], object]) -> None:
-        """Note that a save to ``path``, absolute and without links, is in flight. wait: blocks
-        until it is over."""
+    def add(self, path: str, save: SavePending) -> None:
+        """Note that a save to ``path``, absolute and without links, is in flight."""
         with self._lock:
-            self._tickets = (*self._tickets, Ticket(path, wait))
+            self._tickets = (*self._tickets, Ticket(path, save))
             if not self._is_hooked:
                 self._is_hooked = True
                 # With the first save, since a hook cannot be removed again.
                 sys.addaudithook(self._heard)
 
-    def remove(self, wait: Callable[[], object]) -> None:
+    def remove(self, save: SavePending) -> None:
         """Remove the paths of a save that has ended. A second call does nothing."""
         with self._lock:
-            self._tickets = tuple(each for each in self._tickets if each.wait != wait)
+            self._tickets = tuple(each for each in self._tickets if each.save is not save)
 
     def wait_for(self, path: str) -> None:
         """Wait until no save of this process to ``path``, or below it, is in flight."""
         for ticket in self._tickets:
             if _is_within(ticket.path, path):
-                ticket.wait()
+                ticket.save.join()
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class PendingPaths:
         # No lock is held here: ``remove``, which takes it, is what ends the wait.
         for ticket in awaited:
             with contextlib.suppress(Exception):  # the save's own error is told elsewhere
-                ticket.wait()
+                ticket.save.join()
 
 
 Touched = Callable[[tuple[Ticket, ...], tuple[Any, ...]], list[Ticket]]

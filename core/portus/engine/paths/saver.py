@@ -294,7 +294,7 @@ class FileSaver:
             self.planner.begins(save)
             for path in paths:
                 # From here on the save is sure to end, so others may wait for it.
-                PENDING.add(path, save.join)
+                PENDING.add(path, save)
             request.note_start(save)
             save.copy_now()
             self._fence.guard(save)
@@ -400,7 +400,7 @@ class _Owner(SaveOwner):
         self.request.note_commit(save)
 
     def note_end(self, save: Save) -> None:
-        PENDING.remove(save.join)
+        PENDING.remove(save)
         saver, shared = self.saver, self.saver.shared
         if save.error is None:
             saver.reports.note_commit()

@@ -20,11 +20,24 @@ import pytest
 from portus.engine.files.pending import PENDING, PendingPaths
 from portus.engine.media import process
 from portus.engine.media.process import Descriptor
+from portus.engine.pipeline.handle import RefusedSave, SaveStats
+from portus.errors import PortusError
 from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
 WAIT_S_MAX = 30.0
+
+
+class Saving(RefusedSave):
+    """A save that is over when ``wait`` returns."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__(PortusError("no save"), SaveStats())
+        self._wait = wait
+
+    def join(self) -> None:
+        self._wait()
 
 
 class Late:
@@ -35,7 +48,8 @@ class Late:
         self.waits = 0
         self._over = threading.Event()
         self._awaited = threading.Event()
-        PENDING.add(os.path.realpath(path), self.wait)
+        self._save = Saving(self.wait)
+        PENDING.add(os.path.realpath(path), self._save)
         self._thread = threading.Thread(target=self._appear)
         self._thread.start()
 
@@ -50,7 +64,7 @@ class Late:
                 return
             time.sleep(0.05)
             self.path.write_text("whole")
-            PENDING.remove(self.wait)
+            PENDING.remove(self._save)
             self._over.set()
 
     def end(self) -> None:
@@ -183,10 +197,11 @@ def test_a_save_may_close_files_while_portus_waits_for_its_path(tmp_path: Path) 
         with PENDING.exempt():
             Descriptor(str(path), os.O_RDONLY).close()
             path.write_text("whole")
-            PENDING.remove(wait)
+            PENDING.remove(saving)
             closed.set()
 
-    PENDING.add(os.path.realpath(path), wait)
+    saving = Saving(wait)
+    PENDING.add(os.path.realpath(path), saving)
     opened = Descriptor(str(path), os.O_RDONLY)
     assert os.read(opened.number, 9) == b"whole"
     opened.close()
@@ -202,11 +217,12 @@ def test_a_save_that_begins_as_portus_opens_its_path_is_not_awaited_with_the_loc
         waits.append("with the lock")
 
     def late(*arguments: Any) -> int:
-        PENDING.add(os.path.realpath(path), wait)
+        saving = Saving(wait)
+        PENDING.add(os.path.realpath(path), saving)
         try:
             return really_open(*arguments)
         finally:
-            PENDING.remove(wait)
+            PENDING.remove(saving)
 
     monkeypatch.setattr(process, "_open", late)
     Descriptor(str(path), os.O_RDONLY).close()
@@ -224,19 +240,18 @@ def test_an_error_of_a_save_is_not_that_of_whoever_opens_the_file(tmp_path: Path
     def fail() -> None:
         raise ValueError
 
-    PENDING.add(str(tmp_path / "x"), fail)
+    failing = Saving(fail)
+    PENDING.add(str(tmp_path / "x"), failing)
     try:
         assert os.listdir(tmp_path) == []
     finally:
-        PENDING.remove(fail)
-        PENDING.remove(fail)
+        PENDING.remove(failing)
+        PENDING.remove(failing)
 
 
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
-    def wait() -> None:
-        time.sleep(WAIT_S_MAX)
-
-    PENDING.add(str(tmp_path / "x"), wait)
+    saving = Saving(lambda: time.sleep(WAIT_S_MAX))
+    PENDING.add(str(tmp_path / "x"), saving)
 
     def listed() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -248,14 +263,14 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
             listed()
     finally:
         signal.signal(signal.SIGALRM, before)
-        PENDING.remove(wait)
+        PENDING.remove(saving)
 
 
 def test_a_forked_child_waits_for_nobody(tmp_path: Path) -> None:
     program = (
-        "import os, time\n"
-        "from portus.engine.files.pending import PENDING\n"
-        f"PENDING.add({str(tmp_path / 'x')!r}, lambda: time.sleep(60))\n"
+        "import os\n"
+        "from tests.unit.client.files.test_pending import PENDING, Saving, time\n"
+        f"PENDING.add({str(tmp_path / 'x')!r}, Saving(lambda: time.sleep(60)))\n"
         "child = os.fork()\n"
         "if not child:\n"
         f"    os._exit(len(os.listdir({str(tmp_path)!r})))\n"
@@ -270,6 +285,7 @@ def test_the_hook_is_installed_once_and_by_the_first_path(monkeypatch: pytest.Mo
     own = PendingPaths()
     assert hooks == []
     for _ in range(3):
-        own.add("/x", int)
-        own.remove(int)
+        saving = Saving(int)
+        own.add("/x", saving)
+        own.remove(saving)
     assert len(hooks) == 1
