@@ -5,7 +5,8 @@ from __future__ import annotations
 from portus.cli.options import Text, Texts, argument, option
 from portus.cli.output import reporting
 from portus.reach.daemon.events import log_to_stderr
-from portus.reach.daemon.main import ServeOptions, serve
+from portus.reach.daemon.main import serve
+from portus.reach.daemon.options import ServeOptions
 
 
 def command(

@@ -20,8 +20,9 @@ import torch
 import portus
 from portus.errors import BusyError, MediumError, TransportError, UsageError
 from portus.reach.daemon.admin import Desk, Kick, Look, ask
-from portus.reach.daemon.main import ServeOptions, _desk, prepare, reload
+from portus.reach.daemon.main import _desk, prepare
 from portus.reach.daemon.metrics import application
+from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.server import Server
 from portus.reach.protocol import messages as said
 from tests.hosts import Host, connect_again_at_once, free_port, url
@@ -36,7 +37,7 @@ STATE = {"x": torch.arange(100_000)}
 @contextlib.contextmanager
 def started(options: ServeOptions, path: str) -> Iterator[Server]:
     server = prepare(options)
-    desk = Desk(path, server, lambda: reload(options, server))
+    desk = Desk(path, server, options)
     server.start()
     desk.start()
     try:

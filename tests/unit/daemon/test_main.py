@@ -23,7 +23,8 @@ import torch
 import portus
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.counters import TIMED
-from portus.reach.daemon.main import ServeOptions, heard, prepare
+from portus.reach.daemon.main import heard, prepare
+from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.pools import parse_size
 from portus.reach.daemon.server import _answers, open_door
 from portus.reach.index.directory import open_reader
@@ -133,7 +134,8 @@ def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:
 def test_a_host_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from portus.reach.daemon.main import ServeOptions, prepare\n"
+        "from portus.reach.daemon.main import prepare\n"
+        "from portus.reach.daemon.options import ServeOptions\n"
         "server = prepare(ServeOptions(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
         "server.start(); server._house.pools.of('default'); assert server.stop()\n"
         "import portus.cli.main, portus.cli.app\n"

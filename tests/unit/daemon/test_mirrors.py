@@ -15,8 +15,9 @@ import torch
 import portus
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon import mirrors as mirrors_of_hosts
-from portus.reach.daemon.main import ServeOptions, prepare
+from portus.reach.daemon.main import prepare
 from portus.reach.daemon.mirrors import TenantMirrors
+from portus.reach.daemon.options import ServeOptions
 from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.opening import open_store

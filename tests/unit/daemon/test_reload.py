@@ -14,7 +14,8 @@ import torch
 
 import portus
 from portus.errors import MediumError, UsageError
-from portus.reach.daemon.main import ServeOptions, prepare, reload
+from portus.reach.daemon.main import prepare
+from portus.reach.daemon.options import ServeOptions, reload
 from portus.reach.daemon.pools import Pools, Quotas, read_quotas
 from portus.reach.daemon.secrets import SECRETS_MAX, Secrets, read_secrets
 from portus.reach.daemon.server import Server

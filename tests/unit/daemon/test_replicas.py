@@ -15,7 +15,8 @@ import torch
 
 import portus
 from portus.errors import BusyError, PortusError, StaleError, TransportError, UsageError
-from portus.reach.daemon.main import ServeOptions, prepare
+from portus.reach.daemon.main import prepare
+from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.server import Server
 from portus.reach.mirror.address import parse as parse_store
 from portus.reach.mirror.leading import REPLICA

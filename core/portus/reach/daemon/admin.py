@@ -15,7 +15,6 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable
 from typing import Final, TypeAlias, TypedDict, cast
 
 import msgspec
@@ -29,6 +28,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.reach.daemon.events import tell
+from portus.reach.daemon.options import ServeOptions, reload
 from portus.reach.daemon.pools import Hosted, free_bytes, used_bytes
 from portus.reach.daemon.server import Server, listen_unix
 from portus.reach.protocol.address import Address, Scheme, is_address, parse
@@ -161,12 +161,11 @@ _BUSY: Final = BusyError.__name__
 class Desk:
     """Where a host hears its operator, from ``start`` to ``stop``."""
 
-    def __init__(self, path: str, server: Server, reload: Callable[[], None]) -> None:
-        """Listens at ``path``. reload: reads the files of the host again. Raises ``MediumError``
-        if the system refuses."""
+    def __init__(self, path: str, server: Server, options: ServeOptions) -> None:
+        """Listens at ``path``. Raises ``MediumError`` if the system refuses."""
         self.path: Final = path
         self._server: Final = server
-        self._reload: Final = reload
+        self._options: Final = options
         self._ended: Final = threading.Event()
         self._places: Final = threading.Semaphore(_AT_ONCE_MAX)
         try:
@@ -245,7 +244,7 @@ class Desk:
                 server.end_use(hosted)
             return RequestDone(pools.of(asked.tenant).writer.medium.size)
         if isinstance(asked, Reload):
-            self._reload()
+            reload(self._options, self._server)
             return RequestDone()
         return self._standing()
 

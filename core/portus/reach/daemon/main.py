@@ -8,9 +8,7 @@ import logging
 import os
 import signal
 import socket
-import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from portus.errors import MediumError, PortusError, UsageError, mask
@@ -19,13 +17,14 @@ from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import Fabric
 from portus.reach.daemon.house import MEMORY, ClientTimeouts, House
-from portus.reach.daemon.mirrors import WAIT_S, TenantMirrors
+from portus.reach.daemon.mirrors import TenantMirrors
+from portus.reach.daemon.options import HostFiles, ServeOptions, reload
 from portus.reach.daemon.places import CONNECTIONS, Places
-from portus.reach.daemon.pools import Pools, Quotas, parse_rate, parse_size, read_quotas
+from portus.reach.daemon.pools import Pools, parse_rate, parse_size
 from portus.reach.daemon.replicas import OtherHost
 from portus.reach.daemon.scrubber import Scrubber
-from portus.reach.daemon.secrets import Secrets, read_secrets
-from portus.reach.daemon.server import Door, Server, open_door, shut, tls_context
+from portus.reach.daemon.secrets import Secrets
+from portus.reach.daemon.server import Door, Server, open_door, shut
 from portus.reach.mirror.address import parse as parse_store
 from portus.reach.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
 from portus.reach.transport.budget import Budget
@@ -45,33 +44,6 @@ _BLOCK: Final = 256 << 10
 _ARENAS: Final = 2
 
 _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
-    [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
-    verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
-    may make it hold; ``connections``: how many of them there may be; ``admin_path``: of the socket
-    for the operator; ``mirror``: URL of a mirror; ``replica``: address of the host that
-    goes on if this one is lost; ``mirror_wait``: seconds that the end waits for either, at most."""
-
-    place: str
-    listen: Sequence[str] = ()
-    secret_path: str | None = None
-    cert_path: str | None = None
-    key_path: str | None = None
-    quota: str | None = None
-    quota_path: str | None = None
-    admin_path: str | None = None
-    metrics: str | None = None
-    transport: str = ""
-    scrub: str | None = None
-    memory: str | None = None
-    connections: int | None = None
-    mirror: str | None = None
-    replica: str | None = None
-    mirror_wait: float = WAIT_S
 
 
 def serve(options: ServeOptions) -> bool:
@@ -145,7 +117,7 @@ def _desk(options: ServeOptions, server: Server) -> tuple[Desk | None, str]:
     except UsageError as error:
         return None, f"no socket for `portus admin`: {error}"
     try:
-        desk = Desk(path, server, lambda: reload(options, server))
+        desk = Desk(path, server, options)
     except MediumError as error:
         if options.admin_path is not None:
             server.stop()
@@ -171,50 +143,9 @@ def _heard_signals() -> socket.socket:
     return reading
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """What is read from files, when a host starts and when it is told to read again."""
-
-    secrets: Secrets
-    quotas: Quotas
-    context: ssl.SSLContext | None
-
-    @classmethod
-    def of(cls, options: ServeOptions) -> _Read:
-        if (options.cert_path is None) != (options.key_path is None):
-            raise UsageError("--tls-cert and --tls-key go together")
-        context = None
-        if options.cert_path is not None and options.key_path is not None:
-            context = tls_context(options.cert_path, options.key_path)
-        quotas = read_quotas(options.quota, options.quota_path)
-        return cls(read_secrets(options.secret_path), quotas, context)
-
-
-def reload(options: ServeOptions, server: Server) -> None:
-    """Read secrets, quotas and certificates again. They count for who comes from now on, quotas
-    for all: connections stay, and saves go on.
-
-    Raises ``UsageError`` if one of them cannot be read; then all stay as they were.
-    """
-    try:
-        read = _Read.of(options)
-        # By now all files were read: a wrong one leaves everything as it was.
-        server.house.pools.limit(read.quotas)
-    except UsageError as error:
-        text = f"cannot reread secrets, quotas and certificates, so the old ones stay: {error}"
-        tell(logging.ERROR, "not_reloaded", text, why=str(error))
-        raise
-    server.house.secrets.become(read.secrets)
-    for door in server.doors:
-        if door.context is not None:
-            # For new connections only: to end the others would fail the saves under way.
-            door.context = read.context
-    tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
-
-
 def prepare(options: ServeOptions) -> Server:
     """A server that listens, and has not started."""
-    read = _Read.of(options)
+    read = HostFiles.of(options)
     context = read.context
     memory = parse_size(options.memory) if options.memory else MEMORY
     if memory < MEMORY_MIN:

@@ -1,0 +1,84 @@
+"""What a host is told to serve, and the files that it reads again while it serves."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from portus.errors import UsageError
+from portus.reach.daemon.events import tell
+from portus.reach.daemon.mirrors import WAIT_S
+from portus.reach.daemon.pools import Quotas, read_quotas
+from portus.reach.daemon.secrets import Secrets, read_secrets
+from portus.reach.daemon.server import Server, tls_context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
+    [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
+    verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
+    may make it hold; ``connections``: how many of them there may be; ``admin_path``: of the socket
+    for the operator; ``mirror``: URL of a mirror; ``replica``: address of the host that
+    goes on if this one is lost; ``mirror_wait``: seconds that the end waits for either, at most."""
+
+    place: str
+    listen: Sequence[str] = ()
+    secret_path: str | None = None
+    cert_path: str | None = None
+    key_path: str | None = None
+    quota: str | None = None
+    quota_path: str | None = None
+    admin_path: str | None = None
+    metrics: str | None = None
+    transport: str = ""
+    scrub: str | None = None
+    memory: str | None = None
+    connections: int | None = None
+    mirror: str | None = None
+    replica: str | None = None
+    mirror_wait: float = WAIT_S
+
+
+@dataclass(frozen=True, slots=True)
+class HostFiles:
+    """What is read from files, when a host starts and when it is told to read again."""
+
+    secrets: Secrets
+    quotas: Quotas
+    context: ssl.SSLContext | None
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> HostFiles:
+        """Read those that ``options`` names. Raises ``UsageError``."""
+        if (options.cert_path is None) != (options.key_path is None):
+            raise UsageError("--tls-cert and --tls-key go together")
+        context = None
+        if options.cert_path is not None and options.key_path is not None:
+            context = tls_context(options.cert_path, options.key_path)
+        quotas = read_quotas(options.quota, options.quota_path)
+        return cls(read_secrets(options.secret_path), quotas, context)
+
+
+def reload(options: ServeOptions, server: Server) -> None:
+    """Read secrets, quotas and certificates again. They count for who comes from now on, quotas
+    for all: connections stay, and saves go on.
+
+    Raises ``UsageError`` if one of them cannot be read; then all stay as they were.
+    """
+    try:
+        read = HostFiles.of(options)
+        # By now all files were read: a wrong one leaves everything as it was.
+        server.house.pools.limit(read.quotas)
+    except UsageError as error:
+        text = f"cannot reread secrets, quotas and certificates, so the old ones stay: {error}"
+        tell(logging.ERROR, "not_reloaded", text, why=str(error))
+        raise
+    server.house.secrets.become(read.secrets)
+    for door in server.doors:
+        if door.context is not None:
+            # For new connections only: to end the others would fail the saves under way.
+            door.context = read.context
+    tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
