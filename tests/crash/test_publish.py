@@ -20,25 +20,9 @@ from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import FileState
 from portus.errors import MediumError
 from tests.simulation.crash import Crash
-from tests.simulation.crash_folder import CrashFolder, OpenFile
+from tests.simulation.crash_folder import CrashFolder, OpenFile, content, step_of
 
 STEPS = 5
-
-
-def content(step: int) -> bytes:
-    return b"%04d" % step * (2 + step % 3)
-
-
-def step_of(data: bytes) -> int | None:
-    """The step of a whole file; None if it is not one."""
-    step = int(data[:4]) if data[:4].isdigit() else -1
-    return step if data == content(step) else None
-
-
-def verify(system: object, file: object, name: str) -> bool:
-    assert isinstance(system, CrashFolder)
-    assert isinstance(file, OpenFile)
-    return step_of(system.data_of(file)) is not None
 
 
 class Told:
@@ -74,7 +58,7 @@ def save(
 
 
 def keep_one(system: CrashFolder, told: Told) -> None:
-    files = Publisher(system, verify)
+    files = Publisher(system)
     for step in range(STEPS):
         save(system, files, f"/d/step-{step}.pt", step, told)
         if step:
@@ -83,7 +67,7 @@ def keep_one(system: CrashFolder, told: Told) -> None:
 
 
 def keep_all_with_reader(system: CrashFolder, told: Told) -> None:
-    files = Publisher(system, verify)
+    files = Publisher(system)
     readers = []
     for step in range(STEPS):
         save(system, files, f"/d/step-{step}.pt", step, told)
@@ -102,7 +86,7 @@ def keep_one_that_another_process_removes(system: CrashFolder, told: Told) -> No
 
 
 def spares_of_what_another_process_removes(system: CrashFolder, told: Told) -> int:
-    files, spares, readers = Publisher(system, verify), 0, []
+    files, spares, readers = Publisher(system), 0, []
     for step in range(STEPS):
         system.mkdir(f"/d/new{step}")
         path = f"/d/new{step}/step-{step}.pt"
@@ -118,7 +102,7 @@ def spares_of_what_another_process_removes(system: CrashFolder, told: Told) -> i
 
 
 def one_path(system: CrashFolder, told: Told) -> None:
-    files = Publisher(system, verify)
+    files = Publisher(system)
     for step in range(STEPS):
         save(system, files, "/d/last.pt", step, told)
     files.close()
@@ -126,7 +110,7 @@ def one_path(system: CrashFolder, told: Told) -> None:
 
 def linked_before_removal(system: CrashFolder, told: Told) -> None:
     """A user makes a hard link of a checkpoint: it keeps its bytes."""
-    files = Publisher(system, verify)
+    files = Publisher(system)
     for step in range(STEPS):
         save(system, files, f"/d/step-{step}.pt", step, told)
         if step:
@@ -140,7 +124,7 @@ def linked_before_removal(system: CrashFolder, told: Told) -> None:
 
 def removed_too_early(system: CrashFolder, told: Told) -> None:
     """A script that removes the old checkpoint while the new one is in flight."""
-    files = Publisher(system, verify)
+    files = Publisher(system)
     for step in range(STEPS):
         draft = files.begin(f"/d/step-{step}.pt")
         if step:
@@ -154,7 +138,7 @@ def removed_too_early(system: CrashFolder, told: Told) -> None:
 
 def swapped(system: CrashFolder, told: Told) -> None:
     """A script that saves beside, and swaps directories before the new file is complete."""
-    files = Publisher(system, verify)
+    files = Publisher(system)
     system.mkdir("/d/ckpt")
     for step in range(STEPS):
         system.mkdir(f"/d/new{step}")
@@ -198,7 +182,7 @@ def save_all(
 
 
 def all_in_one_directory(system: CrashFolder, told: Told) -> None:
-    files = Publisher(system, verify)
+    files = Publisher(system)
     system.mkdir("/d/new")
     for step in range(4):
         save_all(system, files, "/d/new", step, told)
@@ -207,7 +191,7 @@ def all_in_one_directory(system: CrashFolder, told: Told) -> None:
 
 def all_in_new_directories(system: CrashFolder, told: Told) -> None:
     """The one before is removed once the next one is there."""
-    files = Publisher(system, verify)
+    files = Publisher(system)
     for step in range(4):
         system.mkdir(f"/d/new{step}")
         save_all(system, files, f"/d/new{step}", step, told)
@@ -217,7 +201,7 @@ def all_in_new_directories(system: CrashFolder, told: Told) -> None:
 
 
 def all_removed_too_early(system: CrashFolder, told: Told) -> None:
-    files = Publisher(system, verify)
+    files = Publisher(system)
     for step in range(4):
         system.mkdir(f"/d/new{step}")
 
@@ -231,7 +215,7 @@ def all_removed_too_early(system: CrashFolder, told: Told) -> None:
 
 def all_swapped(system: CrashFolder, told: Told) -> None:
     """A script that saves beside, and swaps directories before the new files are complete."""
-    files = Publisher(system, verify)
+    files = Publisher(system)
     system.mkdir("/d/ckpt")
     for step in range(4):
         system.mkdir(f"/d/new{step}")
@@ -248,7 +232,7 @@ def all_swapped(system: CrashFolder, told: Told) -> None:
 
 def all_with_drafts_above(system: CrashFolder, told: Told) -> None:
     """The drafts are in the hidden folder of the directory above; the script removes too early."""
-    files = Publisher(system, verify)
+    files = Publisher(system)
     for step in range(4):
         system.mkdir(f"/d/new{step}")
 
@@ -262,7 +246,7 @@ def all_with_drafts_above(system: CrashFolder, told: Told) -> None:
 
 
 def all_swapped_with_drafts_above(system: CrashFolder, told: Told) -> None:
-    files = Publisher(system, verify)
+    files = Publisher(system)
     system.mkdir("/d/ckpt")
     for step in range(4):
         system.mkdir(f"/d/new{step}")
@@ -324,7 +308,7 @@ def check(system: CrashFolder, told: Told, *, newest: bool) -> None:
     then, if ``newest``; nothing is left behind."""
     whole(system)
     for directory in directories(system):
-        files = Publisher(system, verify)
+        files = Publisher(system)
         files.recover(directory)
         files.close()
         assert not system.hidden(directory)
@@ -382,7 +366,7 @@ def test_a_second_crash_in_the_start_after_the_first_one_loses_nothing() -> None
             again = found.kill()
             again.stop = again.events + second
             with contextlib.suppress(Crash):
-                files = Publisher(again, verify)
+                files = Publisher(again)
                 files.recover("/d")
             check(again.kill(), told, newest=True)
 
@@ -412,11 +396,11 @@ def test_what_another_process_removed_is_written_over_and_nothing_stays_in_hidin
 
 def test_a_start_removes_nothing_of_a_process_that_is_alive() -> None:
     system = fresh()
-    files = Publisher(system, verify)
+    files = Publisher(system)
     save(system, files, "/d/step-0.pt", 0, Told())
     draft = files.begin("/d/step-1.pt")
     before = system.hidden("/d")
-    other = Publisher(system, verify)
+    other = Publisher(system)
     other.recover("/d")
     other.close()
     assert system.hidden("/d") == before
@@ -428,7 +412,7 @@ def test_a_start_removes_nothing_of_a_process_that_is_alive() -> None:
 
 def test_a_file_that_was_removed_while_nothing_was_in_flight_is_not_put_back() -> None:
     system = fresh()
-    files = Publisher(system, verify)
+    files = Publisher(system)
     save(system, files, "/d/step-0.pt", 0, Told())
     system.unlink_path("/d/step-0.pt")
     check(system.kill(), Told(), newest=False)
@@ -437,13 +421,13 @@ def test_a_file_that_was_removed_while_nothing_was_in_flight_is_not_put_back() -
 
 def test_a_held_file_that_does_not_verify_is_not_put_back() -> None:
     system = fresh()
-    files = Publisher(system, verify)
+    files = Publisher(system)
     save(system, files, "/d/step-0.pt", 0, Told())
     files.begin("/d/step-1.pt")
     system.write(system.read_path("/d/step-0.pt"), b"rotten")
     system.unlink_path("/d/step-0.pt")
     found = system.kill()
-    other = Publisher(found, verify)
+    other = Publisher(found)
     other.recover("/d")
     assert not found.visible("/d")
 
@@ -551,7 +535,7 @@ def test_a_file_that_somebody_put_in_place_after_the_crash_stays() -> None:
             continue
         found.unlink(where, "b.pt")
         found.write(found.create(where, "b.pt"), b"theirs")
-        files = Publisher(found, lambda *_: True)
+        files = Publisher(found)
         files.recover("/d/new")
         assert found.visible("/d/new")["b.pt"] == b"theirs"
         files.close()
@@ -573,7 +557,7 @@ def test_a_damaged_marker_is_said_and_nothing_is_renamed(caplog: pytest.LogCaptu
         assert file is not None
         found.write(file, b'{"moves": [["a"]]}')
         before = found.visible("/d/new")
-        files = Publisher(found, verify)
+        files = Publisher(found)
         files.recover("/d/new")
         files.close()
         assert found.visible("/d/new").items() >= before.items()
@@ -587,7 +571,7 @@ def test_the_next_save_of_a_process_finishes_what_a_failed_call_left() -> None:
     for failing in range(1, events_of(all_in_one_directory) + 1):
         system, told = fresh(), Told()
         system.mkdir("/d/new")
-        files = Publisher(system, verify)
+        files = Publisher(system)
 
         def fails(event: int, text: str, failing: int = failing) -> int | None:
             return errno.EIO if event == failing and text.startswith("rename .") else None
@@ -630,14 +614,14 @@ def nothing_older_comes_back() -> None:
         system, _ = run(removed_too_early, stop)
         before = set(whole(system))
         found = system.kill()
-        files = Publisher(found, verify)
+        files = Publisher(found)
         files.recover("/d")
         assert not before or set(whole(found)) == before
 
 
 def test_a_draft_that_fails_puts_back_what_was_removed_meanwhile() -> None:
     system = fresh()
-    files = Publisher(system, verify)
+    files = Publisher(system)
     save(system, files, "/d/step-0.pt", 0, Told())
     draft = files.begin("/d/step-1.pt")
     system.unlink_path("/d/step-0.pt")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are writt
 
 STEPS = 5
 CALLS = sorted(name for name in vars(System) if not name.startswith("_"))
-NEVER = {"close", "path_of", "status", "is_unused"}
+NEVER = {"close", "path_of", "status", "is_unused", "is_whole"}
 """Calls of which the kernel does not fail, or whose failure means no."""
 
 NUMBERS = (errno.EIO, errno.ENOSPC, errno.EACCES)

@@ -32,6 +32,17 @@ EXHAUSTIVE_MAX: Final = 64
 """If a power cut has no more outcomes than this, all are tried."""
 
 
+def content(step: int) -> bytes:
+    """Return the bytes of the whole file of a step."""
+    return b"%04d" % step * (2 + step % 3)
+
+
+def step_of(data: bytes) -> int | None:
+    """Return the step of a whole file; None if it is not one."""
+    step = int(data[:4]) if data[:4].isdigit() else -1
+    return step if data == content(step) else None
+
+
 @dataclass
 class _Node:
     """A file or a directory. ``stored``: what a power cut leaves of the bytes at least."""
@@ -76,6 +87,9 @@ class CrashFolder:
         self._pending: list[_Change] = []
         self._locks: dict[int, OpenFile] = {}
         self._opened: list[OpenFile] = []
+
+    def is_whole(self, file: OpenFile, path: str) -> bool:
+        return step_of(self.data_of(file)) is not None
 
     # For tests.
 

@@ -21,7 +21,7 @@ def draft(files: Publisher[Descriptor], tmp_path: Path, step: int) -> Publicatio
 
 def test_a_draft_is_given_up_after_the_one_behind_it_was_committed(tmp_path: Path) -> None:
     """What it holds is in a directory that nothing else needs by then."""
-    files = Publisher(Linux(), lambda *_: True)
+    files = Publisher(Linux())
     draft(files, tmp_path, 3).publish()
     first, second = draft(files, tmp_path, 4), draft(files, tmp_path, 5)
     second.publish()

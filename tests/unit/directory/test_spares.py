@@ -19,7 +19,7 @@ NFS = 0x6969
 
 @pytest.fixture
 def files() -> Publisher[Descriptor]:
-    return Publisher(Linux(), lambda *_: True)
+    return Publisher(Linux())
 
 
 def save(files: Publisher[Descriptor], path: Path, **more: Any) -> bool:
@@ -77,7 +77,7 @@ def test_what_a_process_that_was_killed_watched_is_let_go_of_by_the_next_one(
     save(files, tmp_path / "0.pt", removed_elsewhere=True)
     files._watched[0].record.file.close()  # as its death does: the lock is gone
     os.unlink(tmp_path / "0.pt")
-    after = Publisher(Linux(), lambda *_: True)
+    after = Publisher(Linux())
     after.recover(os.fspath(tmp_path))
     after.close()
     assert os.listdir(tmp_path) == []

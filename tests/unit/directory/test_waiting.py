@@ -22,7 +22,7 @@ SAVER = """
 import sys
 from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import Linux
-files = Publisher(Linux(), lambda system, file, name: True)
+files = Publisher(Linux())
 draft = files.begin(sys.argv[1])
 Linux().write(draft.files[0].file, b"whole")
 print("begun", flush=True)

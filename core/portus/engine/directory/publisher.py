@@ -50,7 +50,7 @@ from portus.engine.directory.folder import (
     hidden_name,
     path_name,
 )
-from portus.engine.directory.recovery import Verify, recover, restore
+from portus.engine.directory.recovery import recover, restore
 from portus.engine.directory.redo import Move
 from portus.engine.directory.system import File, FileState, System
 from portus.engine.pipeline.request import SaveRequest
@@ -116,14 +116,12 @@ class _Spare(Generic[File]):
 class Publisher(Generic[File]):
     """The files that this process publishes. Threads may share it.
 
-    verify: whether a held file is a whole checkpoint, before it is put back.
     spares: whether removed files are used again. Not on file systems that are exported or shared
         with a host, whose readers the kernel does not know.
     """
 
-    def __init__(self, system: System[File], verify: Verify[File], *, spares: bool = True) -> None:
+    def __init__(self, system: System[File], *, spares: bool = True) -> None:
         self._system: Final = system
-        self._verify: Final = verify
         self._reuses: Final = spares
         self._lock: Final = threading.RLock()  # reentrant: ``begin`` abandons a draft under it
         self._folders: Final[list[HiddenFolder[File]]] = []
@@ -354,11 +352,11 @@ class Publisher(Generic[File]):
             if folder.path_of_base() == where:
                 if folder.is_left:  # of a publication that was left half renamed, by ``_leave``
                     folder.is_left = False
-                    recover(folder, self._verify)
+                    recover(folder)
                 return folder
         folder = HiddenFolder(self._system, where)
         self._folders.append(folder)
-        recover(folder, self._verify)
+        recover(folder)
         return folder
 
     def _directory(self, where: str, base: str | None = None) -> OpenDirectory[File]:
@@ -504,7 +502,7 @@ class Publisher(Generic[File]):
     def _put_back(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
         where = self._system.path_of(hold.of.directory.file)
         if where is not None:
-            restore(folder, hold.name, os.path.join(where, hold.of.name), self._verify)
+            restore(folder, hold.name, os.path.join(where, hold.of.name))
 
     def _release(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
         """Remove a hidden link, or make it the spare if it is the last name of a file of ours."""

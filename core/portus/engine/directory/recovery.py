@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable
 from typing import Final
 
 from portus.engine.directory import redo
@@ -21,11 +20,8 @@ from portus.errors import MediumError, printable
 
 _log: Final = logging.getLogger("portus")
 
-Verify = Callable[[System[File], File, str], bool]
-"""Whether an open file, to be put at the given path, is a whole checkpoint. Reads all of it."""
 
-
-def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
+def recover(folder: HiddenFolder[File]) -> None:
     """Put back what belongs at a path, and remove the rest of what processes that ended left.
     Raises ``MediumError``; what another user left stays."""
     system = folder.system
@@ -41,13 +37,13 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
             here = folder.path_of_base()
             if path is not None and here is not None:
                 there = os.path.normpath(os.path.join(here, FOLDER, os.fsdecode(path)))
-                restore(folder, name, there, verify)
+                restore(folder, name, there)
         for name in names:
             with contextlib.suppress(MediumError):
                 system.unlink(hidden, name)
 
 
-def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[File]) -> bool:
+def restore(folder: HiddenFolder[File], held: str, path: str) -> bool:
     """Put the held file back at ``path`` if nothing is there and its bytes verify. A directory that
     was removed is made again, but not the one above it. Raises ``MediumError``."""
     system = folder.system
@@ -56,7 +52,7 @@ def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[Fil
     try:
         if directory is not None and system.look(directory, name) is not None:
             return False
-        if not _is_whole(folder, held, path, verify):
+        if not _is_whole(folder, held, path):
             return False
         if directory is None:
             directory = _make_directory(system, where)
@@ -104,11 +100,11 @@ def _make_directory(system: System[File], path: str) -> File | None:
         system.close(above)
 
 
-def _is_whole(folder: HiddenFolder[File], held: str, path: str, verify: Verify[File]) -> bool:
+def _is_whole(folder: HiddenFolder[File], held: str, path: str) -> bool:
     file = folder.system.open(folder.make(), held, writable=False)
     if file is None:
         return False
     try:
-        return verify(folder.system, file, path)
+        return folder.system.is_whole(file, path)
     finally:
         folder.system.close(file)

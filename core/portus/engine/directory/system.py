@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
+from portus.engine.image import whole
 from portus.engine.media import linux
 from portus.engine.media.file_calls import OUT_OF_SPACE, write_all
 from portus.engine.media.process import Descriptor
@@ -115,6 +116,9 @@ class System(Protocol[File]):
 
     def is_unused(self, file: File) -> bool:
         """True if nobody else has the file open or mapped, as far as the kernel tells."""
+
+    def is_whole(self, file: File, path: str) -> bool:
+        """True if an open file, to be put at ``path``, is as it was saved. Reads all of it."""
 
 
 class Linux:
@@ -262,6 +266,9 @@ class Linux:
         with _translate(file.path):
             fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return True
+
+    def is_whole(self, file: Descriptor, path: str) -> bool:
+        return whole.is_whole(file.number, path)
 
 
 def _status(found: os.stat_result) -> FileState:

@@ -7,21 +7,17 @@ import os
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from portus.engine.extensions import IS_POINTER_GOOD, OTHER_FORMAT, SHARD_OF, extension
-from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
+from portus.engine.extensions import OTHER_FORMAT, extension
 from portus.engine.image.stored_file import Read, StoredFile
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import ZIP
+from portus.engine.image.whole import shard_of
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.stored_bytes import StoredBytes
 from portus.engine.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.engine.media.pace import Pace
-from portus.errors import PortusError, printable
-
-_OF_SHARDS: Final = (".distcp", ".metadata")
-
-_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".safetensors")
+from portus.errors import printable
 
 
 class FileFormat(NamedTuple):
@@ -49,7 +45,7 @@ def load_opened(
 
 def verify_opened(file: OpenFile, where: str, pace: Pace | None = None) -> int:
     """Verify an open file; see ``verify_file``. where: its path, for messages."""
-    shard = _shard_of(reads(file), file.size, where)
+    shard = shard_of(reads(file), file.size, where)
     found = None if shard else outline_file(reads(file), file.size, printable(where))
     if pace is not None:
         # Rot on the disk does not show in cached pages.
@@ -64,32 +60,6 @@ def verify_opened(file: OpenFile, where: str, pace: Pace | None = None) -> int:
     return file.size
 
 
-def is_whole(number: int, path: str) -> bool:
-    """True if the open file is a checkpoint all of whose bytes are as they were saved, or a
-    pointer that is not known to lead to nothing, or one of the other files beside checkpoints,
-    which nothing verifies. path: where it is to be."""
-
-    def read(offset: int, length: int) -> bytes:
-        return os.pread(number, length, offset)
-
-    try:
-        size = os.fstat(number).st_size
-        if size <= POINTER_MAX and is_pointer(data := read(0, size)):
-            return bool(extension(IS_POINTER_GOOD)(data, path))
-        shard = _shard_of(read, size, path)
-        if shard is not None:
-            shard.verify(read)
-            return True
-        is_other = os.path.splitext(path)[1] not in _SUFFIXES and read(0, len(ZIP)) != ZIP
-        found = _format_of(read, path)
-        if is_other and found is _TORCH:
-            return True
-        found.outline(read, size, path).verify(read)
-    except (PortusError, OSError):
-        return False
-    return True
-
-
 def note_of(file: OpenFile, where: str) -> bytes | None:
     """Return the note of an open file; see ``read_note``."""
     return _format_of(reads(file), where).note(file, where)
@@ -97,26 +67,10 @@ def note_of(file: OpenFile, where: str) -> bytes | None:
 
 def has_digests_in(file: OpenFile, where: str) -> bool:
     """Return whether an open file has digests; see ``has_digests``."""
-    shard = _shard_of(reads(file), file.size, where)
+    shard = shard_of(reads(file), file.size, where)
     if shard is not None:
         return shard.has_digests
     return _format_of(reads(file), where).has_digests(file, where)
-
-
-class ShardFile(NamedTuple):
-    """A file of a sharded checkpoint. verify: reads all that has digests."""
-
-    has_digests: bool
-    verify: Callable[[Read], object]
-
-
-def _shard_of(read: Read, size: int, path: str) -> ShardFile | None:
-    """Return what is known of a file of a sharded checkpoint, by its name; None for another one.
-    Raises ``CorruptionError``."""
-    if not path.endswith(_OF_SHARDS):
-        return None
-    found: ShardFile | None = extension(SHARD_OF)(read, size, path)
-    return found
 
 
 def _format_of(read: Read, name: str) -> FileFormat:

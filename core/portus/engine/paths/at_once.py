@@ -16,12 +16,12 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.segments import Stop
-from portus.engine.directory.publisher import UnpublishedFile
+from portus.engine.directory.publisher import Publisher, UnpublishedFile
+from portus.engine.directory.system import Linux
 from portus.engine.files import order
 from portus.engine.files.pending import PENDING
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.request import NewFile
-from portus.engine.paths.shared_writer import new_publisher
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.spec import VersionInfo
 from portus.engine.writer.image_file import ImageFile
@@ -49,7 +49,7 @@ class WrittenFile:
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
             # Its own: the interrupted call may hold the lock of the shared one (decision 0055).
-            publisher = new_publisher()
+            publisher = Publisher(Linux())
             stack.callback(publisher.close)
             draft = publisher.begin(*(each.real for each in files), base=base)
             stack.callback(draft.abandon)

@@ -26,13 +26,14 @@ from typing import Final
 import msgspec
 
 from portus.engine.directory.folder import FOLDER
+from portus.engine.directory.publisher import Publisher
+from portus.engine.directory.system import Linux
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.paths.request import make_directory
-from portus.engine.paths.shared_writer import new_publisher
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
 from portus.errors import (
@@ -519,7 +520,7 @@ class DirectoryMirror(Behind, Companion):
         """Fetch the files of one directory, which become visible together."""
         paths = [os.path.realpath(self._path_of(each.path)) for each in files]
         make_directory(os.path.dirname(paths[0]))
-        publisher = new_publisher()
+        publisher = Publisher(Linux())
         try:
             draft = publisher.begin(*paths, base=self._base_for(paths[0]))
             try:

@@ -19,7 +19,6 @@ import torch
 import portus
 from portus.engine.directory.system import Linux
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.shared_writer import is_worth_restoring
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.house import ClientTimeouts
@@ -175,11 +174,11 @@ def test_a_held_pointer_is_put_back_only_while_its_version_is_there(scene: Scene
         os.link(scene.path("1.ckpt"), held)
         with contextlib.closing(Descriptor(held, os.O_RDONLY)) as file:
             os.unlink(scene.path("1.ckpt"))
-            assert is_worth_restoring(Linux(), file, scene.path("1.ckpt"))
+            assert Linux().is_whole(file, scene.path("1.ckpt"))
             os.link(held, scene.path("1.ckpt"))
             files.remove(scene.path("1.ckpt"))
             files.wait()
-            assert not is_worth_restoring(Linux(), file, scene.path("1.ckpt"))
+            assert not Linux().is_whole(file, scene.path("1.ckpt"))
 
 
 def test_a_removal_that_opens_the_pool_lets_go_too(scene: Scene) -> None:

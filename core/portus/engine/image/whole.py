@@ -1,0 +1,63 @@
+"""Whether a file is as it was saved, whatever its format: a start restores no other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from portus.engine.extensions import IS_POINTER_GOOD, OTHER_FORMAT, SHARD_OF, extension
+from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
+from portus.engine.image.stored_file import Read
+from portus.engine.image.torch_reader import read_torch
+from portus.engine.image.torch_zip import ZIP
+from portus.errors import PortusError
+
+_OF_SHARDS: Final = (".distcp", ".metadata")
+
+_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".safetensors")
+
+
+class ShardFile(NamedTuple):
+    """A file of a sharded checkpoint. verify: reads all that has digests."""
+
+    has_digests: bool
+    verify: Callable[[Read], object]
+
+
+def shard_of(read: Read, size: int, path: str) -> ShardFile | None:
+    """Return what is known of a file of a sharded checkpoint, by its name; None for another one.
+    Raises ``CorruptionError``."""
+    if not path.endswith(_OF_SHARDS):
+        return None
+    found: ShardFile | None = extension(SHARD_OF)(read, size, path)
+    return found
+
+
+def is_whole(number: int, path: str) -> bool:
+    """True if the open file is a checkpoint all of whose bytes are as they were saved, or a
+    pointer that is not known to lead to nothing, or one of the other files beside checkpoints,
+    which nothing verifies. path: where it is to be."""
+
+    def read(offset: int, length: int) -> bytes:
+        return os.pread(number, length, offset)
+
+    try:
+        size = os.fstat(number).st_size
+        if size <= POINTER_MAX and is_pointer(data := read(0, size)):
+            return bool(extension(IS_POINTER_GOOD)(data, path))
+        shard = shard_of(read, size, path)
+        if shard is not None:
+            shard.verify(read)
+            return True
+        outline = read_torch
+        if read(0, len(ZIP)) != ZIP:
+            other = extension(OTHER_FORMAT)(read, path)
+            if other is not None:
+                outline = other.outline
+            elif os.path.splitext(path)[1] not in _SUFFIXES:
+                return True
+        outline(read, size, path).verify(read)
+    except (PortusError, OSError):
+        return False
+    return True
