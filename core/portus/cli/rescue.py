@@ -14,11 +14,12 @@ from portus.engine.media.base import Medium
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.index.check import Severity, check
+from portus.reach.index.check_catalogue import load
 from portus.reach.index.directory import lock, pools_at
 from portus.reach.index.place import Place, local_path
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.rebuild import choose, copy_versions, rebuild
+from portus.reach.index.rebuild import choose, chunks_of, rebuild
 from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
@@ -148,8 +149,9 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
         with contextlib.closing(made), bar(os.path.basename(target)) as progress:
             total = sum(each.record.info.size for each in versions)
             add = adding(progress, total)
-            for size in copy_versions(medium, made, versions):
-                add(size)
+            for chunk in chunks_of(versions, medium.size):
+                made.store(chunk.offset, load(medium, chunk.offset, chunk.length))
+                add(chunk.length)
             rebuild(made, versions)
         _FILES.sync(os.path.dirname(target))
     except BaseException:

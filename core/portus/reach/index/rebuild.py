@@ -55,17 +55,13 @@ def choose(medium: Medium, found: Sequence[RecoverableVersion]) -> list[Recovera
     return sorted(kept, key=lambda each: (each.record.info.commit, each.record.info.id))
 
 
-def copy_versions(
-    source: Medium, target: Medium, versions: Sequence[RecoverableVersion]
-) -> Iterator[int]:
-    """Copy all pages of ``versions`` to the same places of ``target``, which is as long. Yield
-    bytes, as they are copied."""
+def chunks_of(versions: Sequence[RecoverableVersion], size: int) -> Iterator[Extent]:
+    """Yield all pages of ``versions``, of a medium of ``size`` bytes, as extents to be copied to
+    the same places of another one that is as long."""
     for first, after in merge([_reach(each) for each in versions]).tolist():
-        end = min(after * PAGE, source.size)
+        end = min(after * PAGE, size)
         for start in range(first * PAGE, end, CHUNK):
-            data = load(source, start, min(CHUNK, end - start))
-            target.store(start, data)
-            yield len(data)
+            yield Extent(start, min(CHUNK, end - start))
 
 
 def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
