@@ -162,11 +162,14 @@ def test_the_newest_goes_first_and_what_was_removed_before_its_turn_never_goes(
     assert bucket.sent == ["ckpt/0.ckpt", "ckpt/3.ckpt", "ckpt/2.ckpt"]
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["begun", "opened before it begins"])
 def test_what_the_run_removes_goes_after_the_newest_is_there(
-    bucket: Bucket, tmp_path: Path
+    bucket: Bucket, tmp_path: Path, is_open: bool
 ) -> None:
-    run = Run(bucket, tmp_path / "run").begin()
-    run.save("1.ckpt", 1).wait()
+    run = Run(bucket, tmp_path / "run")
+    if is_open:
+        run.files.open()
+    run.begin().save("1.ckpt", 1).wait()
     until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
     bucket.gate.clear()
     bucket.begun.clear()

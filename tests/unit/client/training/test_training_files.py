@@ -84,7 +84,8 @@ def test_ctrl_c_leaves_no_draft(tmp_path: Path, moment: Callable[..., Any], pool
         assert files.save(weights(9), path, 2).wait().step == 2
 
 
-def test_a_text_too_has_room_made_for_it_on_a_full_disk(mount: Mount) -> None:
+@pytest.mark.parametrize("kind", ["checkpoint", "text"])
+def test_room_is_made_on_a_full_disk(mount: Mount, kind: str) -> None:
     """The first of two checkpoints is to go behind a third one, which fails."""
     small = mount("tmpfs")
     with training(on_error="warn") as (files, gate):
@@ -99,8 +100,10 @@ def test_a_text_too_has_room_made_for_it_on_a_full_disk(mount: Mount) -> None:
         files.remove(str(small / "1.pt"))
         gate.set()
         third.join()
-        left = SMALL_BYTES - 10 * MIB
-        text = files.save_text(str(small / "latest"), "x" * (left + MIB), lambda: None)
-        text.wait()
+        size, path = SMALL_BYTES - 9 * MIB, str(small / "latest")
+        if kind == "text":
+            files.save_text(path, "x" * size, lambda: None).wait()
+        else:
+            files.save(weights(size), path, 4).wait()
         assert not (small / "1.pt").exists()
         assert (small / "2.pt").exists()
