@@ -134,7 +134,7 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
             assert_same(resumed.load(), state(told.newest))
         if round_ + 1 < CUTS:  # as an operator would, so that the first one leads again
             with contextlib.closing(HostPool(url(far.first))) as pool:
-                pool.retire(pool.catalogue().ids())
+                pool.let_go([each.info.token for each in pool.catalogue().entries()])
 
 
 def is_refused(first: str) -> bool:

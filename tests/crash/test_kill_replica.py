@@ -117,7 +117,7 @@ def test_what_both_hosts_had_outlives_either(
                     told.check(saver)
             first.start()
             with contextlib.closing(HostPool(first.url)) as pool:  # as an operator would
-                pool.retire(pool.catalogue().ids())
+                pool.let_go([each.info.token for each in pool.catalogue().entries()])
             with portus.open(first.url) as pool:
                 assert not pool.versions()
 

@@ -86,7 +86,7 @@ def talk(link: Link) -> None:
     assert link.receive() == said.Done()
     ask(said.Check(pack_column([0]), b""), said.Checked)
     ask(said.Unpin(first))
-    ask(said.Retire(pack_column([first])))
+    ask(said.Retire(FIRST))
     ask(said.Note("a save failed"))
     ask(said.Settle("model", bytes(16)), said.Refused)
     assert ask(said.Put("run/a", False, b"object"), said.Placed) == said.Placed(True)

@@ -72,6 +72,7 @@ REFERENCE: Final = Reference(
     written_path="/data/runs/checkpoints/last ä.ckpt",
     written_ns=1_700_000_000_000_000_000,
     part="last ä.ckpt",
+    files=1,
 )
 
 

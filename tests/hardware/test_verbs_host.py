@@ -147,7 +147,7 @@ def test_a_pool_whose_pages_are_pinned_gives_nothing_back(tmp_path: Path) -> Non
         with serving(place, patience=PATIENCE) as server, pool_on(url(server)) as pool:
             for step in (1, 2, 3):
                 saved(pool, snapshot_of(state_of(SOME, 3, step=step), step))
-            pool.retire([entry.info.id for entry in pool.catalogue().entries()][:2])
+            pool.let_go([entry.info.token for entry in pool.catalogue().entries()][:2])
             assert pool.give_back() == 0
             for step in (4, 5):
                 state = state_of(SOME, 3, step=step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 import portus
 import portus.dcp
 from portus.errors import UsageError
+from portus.reach.daemon.requests.router import Requests
 from portus.reach.index.place import Place, PlaceKind
+from portus.reach.protocol.messages import Said
 from tests.hosts import Host, serving, url
 from tests.unit.client.dcp.running import run
 
@@ -35,16 +38,24 @@ def held(host: str) -> dict[str, list[int]]:
 
 @pytest.mark.long
 def test_ranks_are_spread_over_hosts_and_their_shards_loaded_by_other_numbers_of_ranks(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: Counter[str] = Counter()
+    answer = Requests.answer
+
+    def heard(requests: Requests, message: Said) -> None:
+        asked[message.kind.name] += 1
+        answer(requests, message)
+
+    monkeypatch.setattr(Requests, "answer", heard)
     with serving(tmp_path / "a") as first, serving(tmp_path / "b") as second:
         a, b = url(first), url(second)
-        run(
-            tmp_path,
-            "hosts_save:4:fsdp:5",
-            *(f"hosts_load:{count}:fsdp:5" for count in (1, 2, 3)),
-            PORTUS_POOL=f"{a},{b}",
-        )
+        run(tmp_path, "hosts_save:4:fsdp:5", PORTUS_POOL=f"{a},{b}")
+        # 5 saves of 4 ranks, of which 2 are removed; a removal reads nothing.
+        requests = {"BEGIN": 20, "CONFIRM": 20, "RETIRE": 8, "PIN": 0}
+        assert {name: asked[name] for name in requests} == requests
+        loads = [f"hosts_load:{count}:fsdp:5" for count in (1, 2, 3)]
+        run(tmp_path, *loads, PORTUS_POOL=f"{a},{b}")
         assert held(a) == {"rank-0": [3, 4, 5], "rank-2": [3, 4, 5]}, "keep is for all hosts"
         assert held(b) == {"rank-1": [3, 4, 5], "rank-3": [3, 4, 5]}
         run(tmp_path, "hosts_load:2:fsdp:4", PORTUS_POOL=f"{b},{a}")

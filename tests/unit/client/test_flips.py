@@ -84,10 +84,10 @@ class Scene:
         return True
 
     def retire(self) -> bool:
-        """The run's versions go, by their ids, and no others."""
-        ids = [entry.info.id for entry in self.entries()]
+        """The run's versions go, by their tokens, and no others."""
+        tokens = [entry.info.token for entry in self.entries()]
         with contextlib.closing(HostPool(self.address)) as pool:
-            pool.retire(ids)
+            pool.let_go(tokens)
         assert self.steps() == [], "told, and still there"
         with PoolCheckpointer(self.direct, model="run") as checkpointer:
             checkpointer.save(meant(self.step), self.step).wait()

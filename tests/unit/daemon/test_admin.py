@@ -110,7 +110,7 @@ def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
         with pytest.raises(BusyError, match="made tenant 'default' read-only"):
             run.save(STATE, 2).wait()
         with client(server) as link:
-            answer = link.ask(said.Retire(said.pack_column([1])))
+            answer = link.ask(said.Retire(run.versions()[0].token))
             assert isinstance(answer, said.Refused), "removed"
         with portus.PoolCheckpointer(url(server, "other"), on_error="raise") as other:
             other.save(STATE, 1).wait()

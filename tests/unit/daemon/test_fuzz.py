@@ -24,7 +24,6 @@ from portus.reach.index.check import check
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.connection import HEADER
-from portus.reach.protocol.messages import pack_column
 from portus.reach.protocol.vocabulary import MessageKind
 from tests.depth import deep
 from tests.golden.conversation import FIRST, GIVEN_UP, SECOND
@@ -88,7 +87,6 @@ def aimed(frames: Frames, chance: random.Random, version: int) -> Frames:
     by_id: dict[MessageKind, said.Message] = {
         said.Pin.kind: said.Pin(version),
         said.Unpin.kind: said.Unpin(version),
-        said.Retire.kind: said.Retire(pack_column([version])),
     }
     tokens = {token: chance.randbytes(16) for token in (FIRST, SECOND, GIVEN_UP)}
     found = []

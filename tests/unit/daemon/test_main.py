@@ -273,7 +273,8 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(secret))
         with portus.PoolCheckpointer(host.url, "a run", keep=1) as checkpointer:
             for step in (10, 20):
-                checkpointer.save({"same": STATE["x"], "new": torch.tensor(step)}, step).wait()
+                new = torch.tensor(step)
+                saved = checkpointer.save({"same": STATE["x"], "new": new}, step).wait()
             with pytest.raises(portus.MediumError):
                 checkpointer.save({"x": torch.empty(4_000_000)}, 30).wait()
         link, _ = dial(parse(host.url), Credentials.from_environment(), 60)
@@ -282,7 +283,7 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
             link.ask(said.Begin("raw", 7, b"t" * 16, said.pack_column([5])))
             link.ask(said.Abandon())
             link.ask(said.Begin("raw\nline", 8, b"t" * 16, said.pack_column([5])))
-            link.ask(said.Retire(said.pack_column([2])))
+            link.ask(said.Retire(saved.token))
         assert host.stop() == 0
     found = logged(host)
     assert found["serving"][0]["address"] == host.url

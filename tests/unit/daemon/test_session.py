@@ -707,7 +707,8 @@ def test_metrics_and_a_keep_that_are_none_are_refused(
 ) -> None:
     with client(server) as link:
         pulled(link)
-        confirm = said.Confirm(units(), bytes(16), CONTENTS, **{"keep": b"", field: wrong})
+        right = said.Confirm(units(), bytes(16), CONTENTS, b"")
+        confirm = msgspec.structs.replace(right, **{field: wrong})
         with pytest.raises((UsageError, TransportError), match=field):
             asked(link, confirm, said.Committed)
         assert versions(server) == 0

@@ -290,7 +290,7 @@ def test_a_damaged_message_is_a_message_or_a_protocol_error(kind: MessageKind, s
 def check(events: Iterable[Heard]) -> None:
     """Columns are looked at by whoever uses them: they too are right or refused."""
     for event in events:
-        for name in ("lengths", "indices", "versions"):
+        for name in ("lengths", "indices"):
             if isinstance(value := getattr(event, name, None), bytes):
                 said.column(value, name)
         if isinstance(value := getattr(event, "ranges", None), bytes):

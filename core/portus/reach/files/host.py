@@ -157,10 +157,9 @@ class HostPool(PoolReader):
                 *(where, commit, before[1]),
             )
 
-    def retire(self, versions: Collection[int]) -> None:
-        """Let go of versions, by id; those that are not there are ignored."""
-        if versions:
-            self.links.ask(said.Retire(pack_column(sorted(versions))), self.links.silence_s)
+    def let_go(self, tokens: Collection[bytes]) -> None:
+        """Remove versions, by their tokens; those that are not there are ignored."""
+        _let_go(self.links, tokens)
 
     def standing(self) -> said.Standing:
         """How the pool is, in bytes."""
@@ -205,6 +204,17 @@ class HostPool(PoolReader):
             return None
         with self.pin(entry.info.id) as current:
             return self.record(current)
+
+
+def let_go_at(address: str, tokens: Collection[bytes]) -> None:
+    """Remove versions from the storage host at an address, as ``HostPool.let_go`` does."""
+    with contextlib.closing(Links(parse(address), Credentials.from_environment())) as links:
+        _let_go(links, tokens)
+
+
+def _let_go(links: Links, tokens: Collection[bytes]) -> None:
+    if tokens:
+        links.ask(said.Retire(b"".join(tokens)), links.silence_s)
 
 
 class HostDraft:
@@ -538,9 +548,8 @@ class HostDraft:
         wrong = [what for what, (meant, found) in compared.items() if meant != found]
         if not wrong:
             return
-        if self._pool.links.welcome.uuid == uuid:  # in another pool the id is that of another
-            with contextlib.suppress(PortusError):
-                self._pool.retire([info.id])
+        with contextlib.suppress(PortusError):
+            self._pool.let_go([info.token])
         meant, found = compared[wrong[0]]
         raise CorruptionError(
             f"{self.name}: the storage host committed another {wrong[0]} for model "

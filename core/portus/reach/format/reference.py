@@ -40,7 +40,8 @@ class Reference:
     """What a pointer says.
 
     ``id``, ``token`` and ``pool`` are 32 lower-case hex digits. ``id`` is the pointer's own.
-    ``token`` names the version that it leads to, and ``part`` the file in that. ``pool`` is the
+    ``token`` names the version that it leads to, ``part`` the file in that, and ``files`` says how
+    many the version has. ``pool`` is the
     pool's identity, ``pool_path`` its absolute path, or its address, and ``pool_relative`` its path
     from the directory of the pointer (POSIX slashes). ``written_path`` is where the pointer was
     put, absolute; ``written_ns`` is Unix time in nanoseconds.
@@ -58,6 +59,7 @@ class Reference:
     written_path: str
     written_ns: int
     part: str
+    files: int
 
     def __post_init__(self) -> None:
         for name in ("id", "token", "pool"):
@@ -66,7 +68,7 @@ class Reference:
             _check_text(name, getattr(self, name), PATH_MAX)
         _check_text("model", self.model, NAME_MAX)
         _check_text("part", self.part, PART_MAX)
-        for name in ("step", "written_ns"):
+        for name in ("step", "written_ns", "files"):
             _check_integer(name, getattr(self, name))
 
 

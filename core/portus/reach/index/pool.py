@@ -365,6 +365,11 @@ class PoolWriter(PoolReader):
         if not self.catalogue().ids().isdisjoint(versions):
             self.commit(None, retire=versions)
 
+    def let_go(self, tokens: Collection[bytes]) -> None:
+        """Remove versions, by their tokens; those that are not there are ignored."""
+        entries = self.catalogue().entries()
+        self.retire({entry.info.id for entry in entries if entry.info.token in tokens})
+
     def close(self) -> None:
         """Release the writer lock and let go of the medium. Reservations are forgotten."""
         with self._committing:

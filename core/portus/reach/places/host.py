@@ -45,7 +45,7 @@ class HostPlace(PoolPlace):
 
     def _collect(self, options: GarbageOptions, found: Garbage) -> Garbage:
         with contextlib.closing(HostPool(self.place.path)) as host:
-            host.retire(self._still_gone(host, found.gone, options.missing))
+            host.let_go(self._still_gone(host, found.gone, options.missing))
             return Garbage(gone=found.gone, freed=host.give_back())
 
     @property

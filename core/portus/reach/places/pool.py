@@ -134,7 +134,7 @@ class PoolPlace(OpenPlace):
                 # A kill in between leaves versions without pointers, which `portus gc --missing`
                 # lists; the other way round pointers would lead nowhere.
                 remove_files(paths)
-                pool.retire([each.info.id for each in chosen])
+                pool.let_go([each.info.token for each in chosen])
                 return len(paths)
 
             yield act
@@ -224,15 +224,16 @@ class PoolPlace(OpenPlace):
 
     def _still_gone(
         self, reader: PoolReader, gone: Sequence[VersionInfo], missing: Sequence[str]
-    ) -> set[int]:
-        """Return the ids of these versions. Raises ``UsageError`` if a pointer came back."""
+    ) -> set[bytes]:
+        """Return the tokens of these versions. Raises ``UsageError`` if a pointer came back."""
         found = self._without_pointers(reader, missing) if gone else []
+        tokens = {info.token for info in gone}
         # All or nothing: what a person agreed to remove was this list.
-        if not {info.token for info in found} >= {info.token for info in gone}:
+        if not {info.token for info in found} >= tokens:
             raise UsageError(
                 f"{self.place} changed meanwhile, and nothing was removed: run this again"
             )
-        return {info.id for info in gone}
+        return tokens
 
     def close(self) -> None:
         self._closing.close()
@@ -254,7 +255,7 @@ class PoolPlace(OpenPlace):
         taken = on_disk(path)
         with open_for_writing(path) as writer:
             # Looked for again under the lock: a trainer may have made the pointers since.
-            writer.retire(self._still_gone(writer, found.gone, options.missing))
+            writer.let_go(self._still_gone(writer, found.gone, options.missing))
             is_removed = options.empty and self._is_file and not writer.catalogue().ids()
             if is_removed:  # while it is locked: whoever waits for it finds that it is gone
                 remove_journals(path)
@@ -317,5 +318,5 @@ def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
         remove_files([path])
         left = [] if table is None else pointers_of(table, token)
         if current is not None and not left:
-            pool.retire([current.info.id])
+            pool.let_go([token])
         return current is not None and not left, len(left)

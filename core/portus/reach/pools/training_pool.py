@@ -30,19 +30,17 @@ from portus.errors import (
     BusyError,
     CorruptionError,
     PortusError,
-    StaleError,
     UsageError,
     printable,
 )
 from portus.reach.files.home import Home, Pool, home_of
-from portus.reach.files.host import HostDraft, HostPool
+from portus.reach.files.host import HostDraft, let_go_at
 from portus.reach.files.reference import read
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index.file_table import FileTable, PackedFile, decode_table
 from portus.reach.index.place import Place
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.resolve import POOLS
-from portus.reach.pools.version_file import table_in
 from portus.reach.versions.parts import Before
 from portus.reach.versions.pool_draft import PoolDraft
 
@@ -146,7 +144,7 @@ class TrainingPool(Destination):
     ) -> Sequence[Image]:
         """Return pointers."""
         paths = [each.real for each in new if each.real]
-        return [bytes_image(encode(self._pointer(path, snapshot))) for path in paths]
+        return [bytes_image(encode(self._pointer(path, len(new), snapshot))) for path in paths]
 
     def draft(
         self,
@@ -195,9 +193,9 @@ class TrainingPool(Destination):
                 error,
             )
 
-    def _pointer(self, path: str, snapshot: Snapshot) -> Reference:
+    def _pointer(self, path: str, files: int, snapshot: Snapshot) -> Reference:
         """Return the pointer to be put at ``path``, absolute, for the file of that name in the
-        version of ``snapshot``. The pool is open."""
+        version of ``snapshot``, which has so many files. The pool is open."""
         assert self._pool is not None
         where = str(self.place)
         relative = where
@@ -214,6 +212,7 @@ class TrainingPool(Destination):
             written_path=path,
             written_ns=time.time_ns(),
             part=os.path.basename(path),
+            files=files,
         )
 
     def pointer_at(self, path: str) -> Reference | None:
@@ -232,34 +231,26 @@ class TrainingPool(Destination):
     def let_go(self, pointer: Reference) -> None:
         """Remove the version of a pointer that was removed or replaced, if no other pointer leads
         there. Opens the pool. Raises as ``open``."""
-        if pointer.pool_path == str(self.place):
-            self._let_go(self.open(), pointer)
-            return
-        with contextlib.closing(HostPool(pointer.pool_path)) as pool:
-            self._let_go(pool, pointer)
-
-    def _let_go(self, pool: Pool, pointer: Reference) -> None:
-        entry = pool.catalogue().of_token(bytes.fromhex(pointer.token))
-        if entry is None:
-            return
-        try:
-            table = table_in(pool, entry)
-        except StaleError:
-            return
         where = os.path.dirname(pointer.written_path)
-        for each in table.files if table is not None else ():
-            other = self.pointer_at(os.path.join(where, each.name))
+        names: Sequence[str] = ()
+        if pointer.files > 1:
+            with contextlib.suppress(FileNotFoundError):
+                names = os.listdir(where)
+        for name in names:
+            other = self.pointer_at(os.path.join(where, name))
             # Several files are one version; it goes with the last of their pointers.
             if other is not None and other.token == pointer.token:
                 return
-        pool.retire([entry.info.id])
+        tokens = [bytes.fromhex(pointer.token)]
+        if pointer.pool_path == str(self.place):
+            self.open().let_go(tokens)
+        else:
+            let_go_at(pointer.pool_path, tokens)
 
     def retire(self, token: bytes) -> None:
         """Remove a version, if it is there. The pool is open."""
         assert self._pool is not None
-        entry = self._pool.catalogue().of_token(token)
-        if entry is not None:
-            self._pool.retire([entry.info.id])
+        self._pool.let_go([token])
 
     def journal(self) -> str | None:
         """Return the directory of the journals of this pool; None if it is not open."""
@@ -353,7 +344,7 @@ class PointerDraft(ImageDraft):
         if self._files is None:
             return super().commit(labels, before)
         # Read now: after ``publish`` the new pointers are at their paths.
-        replaced = [self._pool.pointer_at(path) for path in self._paths]
+        replaced = [old for path in self._paths if (old := self._pool.pointer_at(path))]
         # Durable before the version is committed: after that only names are left to change.
         self._files.finish()
         version = super().commit(labels, before)
@@ -364,9 +355,8 @@ class PointerDraft(ImageDraft):
             self._pool.retire(labels.token)
             raise
         # Only now: until the new pointer has its name, the old one must lead to its version.
-        for old in replaced:
-            if old is not None:
-                self._pool.let_go(old)
+        for old in {old.token: old for old in replaced}.values():
+            self._pool.let_go(old)
         return version
 
     def release(self) -> None:

@@ -382,12 +382,12 @@ class Unpin(Message, frozen=True):
 
 
 @MESSAGES.client(
-    16, "RETIRE", {Phase.READY: Phase.ASKED}, handler="retire", body_size_max=8 * IDS_MAX + SMALL
+    16, "RETIRE", {Phase.READY: Phase.ASKED}, handler="retire", body_size_max=16 * IDS_MAX + SMALL
 )
 class Retire(Message, frozen=True):
-    """Let go of versions, by id."""
+    """Let go of versions, by their tokens, 16 bytes each."""
 
-    versions: Ids
+    tokens: Annotated[bytes, Meta(max_length=16 * IDS_MAX)]
 
 
 @MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING}, handler="status")

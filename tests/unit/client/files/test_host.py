@@ -21,6 +21,7 @@ import torch
 import portus
 from portus.engine.copying.local import check as hashes
 from portus.engine.copying.segments import Stop
+from portus.engine.job.settings import Settings
 from portus.engine.pipeline.draft import Labels
 from portus.errors import (
     AbandonedError,
@@ -36,12 +37,14 @@ from portus.reach.daemon.requests.saves import SaveRequests
 from portus.reach.daemon.server import Server
 from portus.reach.files.host import HostPool, _Reached
 from portus.reach.index.check import check
+from portus.reach.index.place import Place
 from portus.reach.index.records import VersionRecord
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme
 from portus.reach.protocol.messages import Said
 from portus.reach.protocol.vocabulary import Phase
+from portus.reach.training.training_files import TrainingFiles
 from portus.reach.transport import stream
 from portus.reach.transport.regions import ClientLane, Regions
 from portus.reach.transport.stream import Link
@@ -109,9 +112,12 @@ def test_a_host_keeps_metrics_and_what_is_best(server: Server) -> None:
     assert check(server.house.pools.of("default").writer) == []
 
 
-def test_a_save_takes_few_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_takes_few_requests(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a group each rank makes its own: what one needs more, a host hears as often. No request
-    asks what ``keep`` is to remove: the host knows."""
+    asks what ``keep`` is to remove: the host knows. With the last pointer of a version the version
+    goes, in one request."""
     asked: list[str] = []
     answer = Requests.answer
 
@@ -120,11 +126,23 @@ def test_a_save_takes_few_requests(server: Server, monkeypatch: pytest.MonkeyPat
         answer(requests, message)
 
     monkeypatch.setattr(Requests, "answer", heard)
+    first, steady = (["BEGIN", *share, "OFFER", "OFFER", "CONFIRM"] for share in ([], ["SHARE"]))
     with PoolCheckpointer(url(server), keep=2) as run:
-        for step in range(3):
+        for step, save in enumerate((first, steady, steady)):
             asked.clear()
             run.save({**state(step), "same": torch.ones(9)}, step, metrics={"loss": 0.5}).wait()
-    assert asked == ["BEGIN", "SHARE", "OFFER", "OFFER", "CONFIRM"]
+            assert asked == save
+    files = TrainingFiles(Settings(), of_directories=True, pool=Place.parse(url(server)))
+    for step in range(3):
+        asked.clear()
+        where = tmp_path / str(step)
+        states = {"a.pt": {**state(step), "same": torch.ones(9)}, "b.pt": state(step)}
+        files.save_directory(str(where), states, step).wait()
+        if step:
+            files.remove(str(tmp_path / str(step - 1)))
+        files.wait()
+    assert asked == [*steady, "RETIRE"]
+    files.close()
 
 
 def test_a_state_of_too_many_storages_is_not_begun(
@@ -637,7 +655,7 @@ def test_a_pool_that_is_exchanged_under_its_host_is_committed_to_no_more(
                 checkpointer.save(state(3), 3).wait()
             reader = stack.enter_context(contextlib.closing(HostPool(url(server))))
             with pytest.raises(MediumError, match="was replaced or moved"):
-                reader.retire(reader.catalogue().ids())
+                reader.let_go([each.info.token for each in reader.catalogue().entries()])
             (tmp_path / "moved").rename(pool)
             checkpointer.save(state(4), 4).wait()
             assert checkpointer.steps() == [2, 4]

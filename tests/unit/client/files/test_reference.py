@@ -26,6 +26,7 @@ def pointer(path: Path) -> Reference:
         written_path=str(path),
         written_ns=0,
         part=path.name,
+        files=1,
     )
 
 

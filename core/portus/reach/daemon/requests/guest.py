@@ -80,13 +80,6 @@ class Guest:
         """The version of that token, if it is in the pool."""
         return self.writer.catalogue().of_token(token)
 
-    def models_of(self, versions: Collection[int]) -> set[str]:
-        """Return the models of these versions, which are given by id."""
-        if not versions:
-            return set()
-        entries = self.writer.catalogue().entries()
-        return {each.info.model for each in entries if each.info.id in versions}
-
     def note_change(self, models: Collection[str]) -> None:
         """Tell the mirror and the replica that these models changed."""
         self.hosted.replica.note_change(models)

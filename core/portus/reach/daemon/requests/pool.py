@@ -10,7 +10,7 @@ from portus.reach.daemon.pools import free_bytes, hole_bytes, used_bytes
 from portus.reach.daemon.requests.guest import Guest
 from portus.reach.index.directory import note_failure
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, column
+from portus.reach.protocol.messages import Said, digest_rows
 
 
 class PoolRequests:
@@ -29,15 +29,14 @@ class PoolRequests:
             )
 
     def _retire(self, message: said.Retire) -> Said:
-        versions = set(column(message.versions, "versions").tolist())
+        tokens = {row.tobytes() for row in digest_rows(message.tokens, "tokens")}
         self._guest.hosted.refuse()
         self._guest.hosted.look()
-        changed = self._guest.models_of(versions)
-        self._guest.writer.retire(versions)
-        self._guest.note_change(changed)
-        self._guest.tell(
-            logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions)
-        )
+        entries = self._guest.writer.catalogue().entries()
+        gone = [each.info for each in entries if each.info.token in tokens]
+        self._guest.writer.retire({info.id for info in gone})
+        self._guest.note_change({info.model for info in gone})
+        self._guest.tell(logging.INFO, "retired", f"{len(gone)} versions", versions=len(gone))
         return said.Done()
 
     def _give_back(self, message: said.GiveBack) -> Said:
