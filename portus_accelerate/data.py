@@ -43,9 +43,9 @@ class Training:
         self._accelerator: Final = weakref.ref(accelerator)  # who follows a loader may outlive it
         self.passes = 0
         """Calls of the ``Accelerator``'s ``backward``."""
-        self._first: _Trained | None = None
+        self._first: _TrainedModel | None = None
 
-    def begin(self) -> _Trained:
+    def begin(self) -> _TrainedModel:
         """A loop begins: how things are, for ``since``. Some microseconds for each parameter."""
         now = self._now()
         if self._first is None:
@@ -56,7 +56,7 @@ class Training:
         """Models were loaded: what is done from now on counts."""
         self._first = None
 
-    def since(self, then: _Trained | None = None) -> bool:
+    def since(self, then: _TrainedModel | None = None) -> bool:
         """Whether anything was trained since then; None: since the first loop began, or the last
         state was loaded."""
         now, then = self._now(), then or self._first
@@ -68,7 +68,7 @@ class Training:
             for number, each in now.parameters.items()
         )
 
-    def _now(self) -> _Trained:
+    def _now(self) -> _TrainedModel:
         found = {}
         models = getattr(self._accelerator(), "_models", ())
         for each in (each for model in models for each in model.parameters()):
@@ -78,11 +78,11 @@ class Training:
                 # 2.13).
                 gradient = _NO_GRADIENT if each.grad is None else each.grad._version
                 found[id(each)] = each._version, gradient
-        return _Trained(self.passes, found)
+        return _TrainedModel(self.passes, found)
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class _TrainedModel:
     """passes: so far. parameters: by identity, how often each was changed, and its gradient."""
 
     passes: int

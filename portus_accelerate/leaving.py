@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 import portus
 
 
-class EvaluationLeft(BaseException):
+class EvaluationSkipped(BaseException):
     """The step before the evaluation is saved: leave."""
 
 
@@ -91,7 +91,7 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         if self._generators is not None:  # those that it began with
             portus.restore_randomness(self._generators, trainer.args.device)
         trainer._save_checkpoint(trainer.model, trial=None)
-        raise EvaluationLeft
+        raise EvaluationSkipped
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         """Have Trainer save and leave at the end of an evaluation, if it is time."""

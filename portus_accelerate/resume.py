@@ -58,7 +58,7 @@ _END: Final = object()
 
 
 @dataclass(frozen=True)
-class _Resumed:
+class _ResumedLoader:
     """A loader that is to go on: in the middle of an epoch, if there is a ``start`` of it, where
     ``now`` is to hold; else after an epoch's end."""
 
@@ -75,7 +75,7 @@ class _Resumed:
         return loader.dataset is self.loader.dataset
 
 
-_waiting: list[_Resumed] = []
+_waiting: list[_ResumedLoader] = []
 
 
 def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
@@ -152,10 +152,10 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
             randomness.put(then)
     if running is not None and running["index"] < len(loaders):
         loader = loaders[running["index"]]
-        _waiting.append(_Resumed(loader, loaders, running["start"], randomness.take()))
+        _waiting.append(_ResumedLoader(loader, loaders, running["start"], randomness.take()))
     for loader in loaders:
         if _is_finished(loader):
-            _waiting.append(_Resumed(loader, loaders))
+            _waiting.append(_ResumedLoader(loader, loaders))
 
 
 def iterate(stock: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
@@ -207,7 +207,7 @@ def _tell_epoch(loader: Any) -> None:
         loader.dataset.set_epoch(loader.iteration)
 
 
-def _resume(loader: Any) -> _Resumed | None:
+def _resume(loader: Any) -> _ResumedLoader | None:
     for each in _waiting:
         if each.is_of(loader):
             _waiting.remove(each)
@@ -215,7 +215,7 @@ def _resume(loader: Any) -> _Resumed | None:
     return None
 
 
-def _rewind(loader: Any, resumed: _Resumed) -> None:
+def _rewind(loader: Any, resumed: _ResumedLoader) -> None:
     """Put the generators where they were when this epoch's iterator was made."""
     if resumed.start is not None:
         if resumed.start.get("made") is not None:

@@ -49,7 +49,7 @@ def save(
         process_group=ranks,
         fenced=[tensor for each in stepping for tensor in tensors_of(each)],
     )
-    return _Waiting(handle) if is_late else None
+    return _SaveFuture(handle) if is_late else None
 
 
 def purge(writer: PortusStorageWriter, folder: str, count: int) -> None:
@@ -60,7 +60,7 @@ def purge(writer: PortusStorageWriter, folder: str, count: int) -> None:
             writer.remove(path)
 
 
-class _Waiting(Future[None]):
+class _SaveFuture(Future[None]):
     """TorchTitan waits with it before the next save. A failure is told as ``on_error`` says."""
 
     def __init__(self, handle: portus.SaveHandle) -> None:

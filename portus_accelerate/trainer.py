@@ -176,7 +176,7 @@ def _train(
     with callback.training(seen=True), leaving.heard(self, saver.settings.preempt_within):
         try:
             result = stock(self, chosen, *more, **named)
-        except leaving.EvaluationLeft:
+        except leaving.EvaluationSkipped:
             result = leaving.run_to_leaving(self)
         except BaseException:
             saver.leave()

@@ -33,7 +33,7 @@ from portus_lightning.patch import (
     saves_shards,
     uploads_each,
 )
-from portus_lightning.preemption import Leaving
+from portus_lightning.preemption import PreemptionExit
 from portus_lightning.resume import renewing_at_epoch_end
 
 KEY: Final = "portus_random"
@@ -52,7 +52,7 @@ class CompanionHooks:
         self._data: data.TrainingData | None = None
         self._place: int | None = None
         self._ended = False
-        self._leaving: Leaving | None = None
+        self._leaving: PreemptionExit | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """A copy of the Trainer, as of ``torch.save(trainer)``, has no run."""
@@ -76,7 +76,7 @@ class CompanionHooks:
             for message in warnings_for(trainer, io.run) if trainer.is_global_zero else ():
                 warnings.warn(f"Portus: {message}", UserWarning, stacklevel=1)
             if io.preempt_within is not None:
-                self._leaving = Leaving.of(trainer, io.preempt_within)
+                self._leaving = PreemptionExit.of(trainer, io.preempt_within)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of every rank, and where the data is. Runs on all ranks."""

@@ -35,7 +35,7 @@ _VALIDATION: Final = "epoch_loop.val_loop.batch_progress"
 _EPOCHS: Final = "epoch_progress"
 
 
-class Leaving:
+class PreemptionExit:
     """One fit that may be told to go. The companion calls this from its hooks."""
 
     def __init__(self, trainer: Any, preempt_within: float | str) -> None:
@@ -47,9 +47,9 @@ class Leaving:
         self.is_saving = False
 
     @classmethod
-    def of(cls, trainer: Any, preempt_within: float | str) -> Leaving | None:
-        """Return the ``Leaving`` that handles the signals of a fit, from its setup until Lightning
-        gives them back. None where Lightning has no such handler, or nothing is to be saved."""
+    def of(cls, trainer: Any, preempt_within: float | str) -> PreemptionExit | None:
+        """Return what handles the signals of a fit, from its setup until Lightning gives them
+        back. None where Lightning has no such handler, or nothing is to be saved."""
         connector: Any = getattr(trainer, "_signal_connector", None)
         names = ("_sigterm_notifier_fn", "register_signal_handlers", "teardown")
         if trainer.fast_dev_run or not all(hasattr(connector, name) for name in names):

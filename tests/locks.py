@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-KINDS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Changed"}
-"""What makes a lock; ``Changed`` is the condition of ``portus.engine.pipeline.waiting``."""
+KINDS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "InterruptibleCondition"}
+"""What makes a lock; the last one is the condition of ``portus.engine.pipeline.waiting``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _makes_a_lock(call: ast.Call) -> bool:
     module, _, kind = ast.unparse(call.func).rpartition(".")
     if kind not in KINDS or module not in ("", "threading"):
         return False
-    return not (call.args and kind in ("Condition", "Changed"))
+    return not (call.args and kind in ("Condition", "InterruptibleCondition"))
 
 
 def _name(node: ast.AST, above: dict[ast.AST, ast.AST], path: Path) -> str:

@@ -17,7 +17,7 @@ from portus.engine.copying.segments import Stop
 from portus.engine.fence.fence import Fence
 from portus.engine.fence.writers import Stability
 from portus.engine.paths.saver import FileSaver
-from portus.engine.pipeline.audit import Audit, Auditor, Late, Probed, Stored
+from portus.engine.pipeline.audit import Audit, Auditor, LateStorages, ProbeAudit, StoredStorages
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.plan import Flags
 from portus.engine.pipeline.run import Stage
@@ -66,10 +66,10 @@ def slow_down(
     saver.shared.queue.put(_Before(pause, awaited or threading.Event()))
 
 
-class Blind(Probed):
+class Blind(ProbeAudit):
     """Sees nothing."""
 
-    def torn(self, stored: Stored) -> Flags:
+    def torn(self, stored: StoredStorages) -> Flags:
         return np.zeros(len(self._late.length), np.bool_)
 
 
@@ -79,7 +79,7 @@ class Unaudited(Auditor):
     def __init__(self) -> None:
         super().__init__("probe")
 
-    def begin(self, late: Late, stop: Stop) -> Audit:
+    def begin(self, late: LateStorages, stop: Stop) -> Audit:
         return Blind(late)
 
 

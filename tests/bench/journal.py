@@ -14,8 +14,8 @@ from portus.cli.output import Output
 from portus.cli.report import run
 from portus.companions.cadence.bound import overhead
 from portus.companions.journal.lines import (
-    Decided,
     Head,
+    IntervalDecided,
     Line,
     Saved,
     SessionBegun,
@@ -95,10 +95,10 @@ def _begun(session: str, span: Span, saves: int, step: int) -> SessionBegun:
     )  # fmt: skip
 
 
-def _decided(session: str, outcome: Outcome, number: int, job: Job, steps: int) -> Decided:
+def _decided(session: str, outcome: Outcome, number: int, job: Job, steps: int) -> IntervalDecided:
     moment, interval = outcome.intervals[number]
     costs = job.costs(moment)
-    return Decided(
+    return IntervalDecided(
         session=session,
         steps=steps,
         at_s=moment,

@@ -31,7 +31,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from portus.companions.media import private
-from portus.companions.media.private import Private, Tells
+from portus.companions.media.private import PrivateMapping, WriteDetection
 from portus.companions.shelf import Shelf
 from portus.engine.media import linux
 from portus.engine.spec import PAGE
@@ -214,7 +214,7 @@ def mean_of(saves: Sequence[Run], count: int) -> Run:
 
 def scan_row(rounds: int) -> Row:
     """Which pages of 4 GiB were written, of which 1,024 were."""
-    memory = Private(SCANNED)
+    memory = PrivateMapping(SCANNED)
     memory.committed[::PAGE] = 1
     memory.refresh()
     assert memory.view[::PAGE].all()  # all of them are there
@@ -224,11 +224,11 @@ def scan_row(rounds: int) -> Row:
     contenders: dict[str, Run] = {"changed": lambda: 1000 * timed(memory.changes)()}
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         where = pagemap.fileno(), memory.view.ctypes.data, len(memory.view)
-        if private.tells() is Tells.SCAN:
-            contenders[Tells.SCAN.value] = lambda: (
+        if private.tells() is WriteDetection.SCAN:
+            contenders[WriteDetection.SCAN.value] = lambda: (
                 1000 * timed(lambda: linux.private_pages(*where))()
             )
-        if private.tells() is not Tells.NOTHING:
+        if private.tells() is not WriteDetection.NOTHING:
             contenders["bit 61"] = lambda: 1000 * timed(lambda: private.by_bits(*where))()
         return row.run(contenders, rounds)
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import portus
-from portus.embedding import Protected, RowwiseAdagrad, protect
+from portus.embedding import ProtectedTables, RowwiseAdagrad, protect
 from portus.testing.device import stand_in
 from tests.bench.measure import Row
 
@@ -338,12 +338,12 @@ class _Cycle:
         )
 
 
-def _log_of(tables: Protected) -> bytes:
+def _log_of(tables: ProtectedTables) -> bytes:
     log = tables._store._log
     return b"" if log is None else log.log.name
 
 
-def _used(tables: Protected) -> int:
+def _used(tables: ProtectedTables) -> int:
     log = tables._store._log
     return 0 if log is None else log.used_extent.length
 

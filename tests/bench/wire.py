@@ -69,14 +69,14 @@ def give_by_link(link: Link, views: list[memoryview], frame: int) -> None:
 def main() -> None:
     kind, size, file, address = sys.argv[1:]
     if address.isdecimal():
-        door = socket.create_server(("127.0.0.1", int(address)))
+        listener = socket.create_server(("127.0.0.1", int(address)))
     else:
-        door = socket.socket(socket.AF_UNIX)
-        door.bind(address)
-        door.listen()
-    print("ready", door.getsockname()[1] if address.isdecimal() else address, flush=True)
-    connected, _ = door.accept()
-    door.close()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        listener.listen()
+    print("ready", listener.getsockname()[1] if address.isdecimal() else address, flush=True)
+    connected, _ = listener.accept()
+    listener.close()
     if kind == "plain":
         receive_plain(connected, int(size))
     else:

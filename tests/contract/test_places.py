@@ -109,7 +109,7 @@ class TestStorageHost(OnDisk):
     @pytest.fixture(autouse=True)
     def served(self, root: None, tmp_path: Path) -> Iterator[None]:
         with tempfile.TemporaryDirectory() as short:  # paths of sockets are
-            address = Address(Scheme.UNIX, path=f"{short}/door")
+            address = Address(Scheme.UNIX, path=f"{short}/listener")
             with serving(tmp_path / "host", address=address) as server:
                 self.pool = Place.parse(url(server))
                 yield

@@ -12,7 +12,7 @@ import xxhash
 
 import portus
 from portus.companions.embedding.store import MODEL
-from portus.embedding import Protected, RowwiseAdagrad, protect
+from portus.embedding import ProtectedTables, RowwiseAdagrad, protect
 from portus.engine.spec import PAGE
 from portus.testing.device import stand_in
 from portus.testing.nursery import Say
@@ -59,11 +59,11 @@ class Training:
             "randomness": portus.capture_randomness(CPU),
         }
 
-    def protected(self, path: str, **settings: Any) -> Protected:
+    def protected(self, path: str, **settings: Any) -> ProtectedTables:
         settings = {"log_bytes": LOG, **settings}
         return protect(self.model, self.optimizers, pool=path, extra=self.extra, **settings)
 
-    def load(self, tables: Protected) -> int:
+    def load(self, tables: ProtectedTables) -> int:
         resumed = tables.load()
         if resumed is None:
             return 0

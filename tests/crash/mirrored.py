@@ -32,7 +32,7 @@ from portus.reach.mirror.objects import (
     State,
     entry_number,
 )
-from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject, pieces_of
+from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, pieces_of
 from portus.reach.mirror.requests import GetObject, Steps
 from portus.reach.mirror.store import MissingError
 from portus.reach.mirror.writer import GRACE_S, Version, Writer, read_manifest
@@ -185,12 +185,12 @@ class Oracle:
             raise BrokenError("the newest version went back")
 
 
-def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> Mirrored:
+def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> ReadManifest:
     """A version, as a reader who meets no trouble finds it."""
     data, _ = bucket.objects.get(MANIFESTS + added.manifest, (b"", 0))
     if not data:
         raise BrokenError(f"the manifest of step {added.step} is not there")
-    mirrored = Mirrored.of(SEAL.read_manifest(added.manifest, data, MODEL))
+    mirrored = ReadManifest.of(SEAL.read_manifest(added.manifest, data, MODEL))
     for name in mirrored.manifest.object_sizes():
         if name not in bucket.objects:
             raise BrokenError(f"{name} is not there, and step {added.step} needs it")
@@ -200,7 +200,7 @@ def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> Mir
     return mirrored
 
 
-def objects_of(mirrored: Mirrored, version: Version) -> Iterator[tuple[FileObject, bytes]]:
+def objects_of(mirrored: ReadManifest, version: Version) -> Iterator[tuple[FileObject, bytes]]:
     """The objects of a version, and what is to be in them."""
     for number, file in enumerate(mirrored.manifest.files):
         start = 0
@@ -214,7 +214,7 @@ def check(each: FileObject, data: bytes, expected: bytes) -> None:
         raise BrokenError(f"{each.name} has other bytes")
 
 
-def same(mirrored: Mirrored, version: Version) -> None:
+def same(mirrored: ReadManifest, version: Version) -> None:
     if mirrored.manifest.digests != version.digests.tobytes():
         raise BrokenError(f"step {version.info.step} is mirrored with other bytes")
 
@@ -328,7 +328,7 @@ class Reader:
             return
         if floor is not None and floor.token not in history.oracle.may_be_removed:
             assert (newest.term, newest.commit) >= (floor.term, floor.commit), "it went back"
-        found: list[Mirrored] = []
+        found: list[ReadManifest] = []
         try:
             yield from history.perform(_keeping(read_manifest(SEAL, MODEL, newest.manifest), found))
             for each, expected in objects_of(found[0], history.oracle.truth[newest.token]):

@@ -49,7 +49,7 @@ class Far:
         self.second = second
         self.front = front
         self.between = between
-        self.both = f"portus://127.0.0.1:{front.port}+127.0.0.1:{second.doors[0].port}"
+        self.both = f"portus://127.0.0.1:{front.port}+127.0.0.1:{second.listeners[0].port}"
 
     def cut(self, how: str, *, whole: bool) -> None:
         """Clients do not reach the first host any more: connections are reset and refused, or are
@@ -81,9 +81,9 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     monkeypatch.setattr("portus.reach.daemon.replicas._ANSWER_S", SILENCE_S / 4)
     with (
         serving(tmp_path / "second") as second,
-        LossyLink("127.0.0.1", second.doors[0].port) as between,
+        LossyLink("127.0.0.1", second.listeners[0].port) as between,
         serving(tmp_path / "first", replica=f"portus://127.0.0.1:{between.port}") as first,
-        LossyLink("127.0.0.1", first.doors[0].port) as front,
+        LossyLink("127.0.0.1", first.listeners[0].port) as front,
     ):
         yield Far(first, second, front, between)
 

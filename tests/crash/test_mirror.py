@@ -24,7 +24,7 @@ from portus.reach.mirror.objects import (
 )
 from portus.reach.mirror.pieces import WantedObject
 from portus.reach.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, create, get
-from portus.reach.mirror.writer import Freed, Version, Writer
+from portus.reach.mirror.writer import DeletedObjects, Version, Writer
 from tests.crash.mirrored import BrokenError, History
 from tests.depth import deep
 
@@ -52,20 +52,20 @@ class ManifestFirst(Writer):
 class CollectsWithoutTerm(Writer):
     """Deletes by what it knows, and does not look whether it still counts."""
 
-    def collect(self, grace_s: float = 0.0, time_ns: int = 0) -> Steps[Freed]:
+    def collect(self, grace_s: float = 0.0, time_ns: int = 0) -> Steps[DeletedObjects]:
         self.log.require()
         now, _ = yield from self._times(grace_s)
         entries = yield from self._list_before(now - grace_s)
         self._known, self._epoch = {}, self._epoch + 1
         named = yield from self._needed_objects(self.state)
         yield DeleteObjects([each.name for each in entries if each.name not in named])
-        return Freed(0, 0)
+        return DeletedObjects(0, 0)
 
 
 class ListsLast(Writer):
     """Proves its term, and then looks what there is to delete."""
 
-    def collect(self, grace_s: float = 0.0, time_ns: int = 0) -> Steps[Freed]:
+    def collect(self, grace_s: float = 0.0, time_ns: int = 0) -> Steps[DeletedObjects]:
         self._known, self._epoch = {}, self._epoch + 1
         now, number = yield from self._times(86400.0)
         old = tuple(each.manifest for each in self.state.gone if each.number <= number)
@@ -73,7 +73,7 @@ class ListsLast(Writer):
         named = yield from self._needed_objects(state)
         entries = yield from self._list_before(now + 1e6)
         yield DeleteObjects([each.name for each in entries if each.name not in named])
-        return Freed(0, 0)
+        return DeletedObjects(0, 0)
 
 
 class RemembersWhatItDeleted(Writer):

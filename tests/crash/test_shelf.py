@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from portus.companions.media import private
-from portus.companions.media.private import Private
+from portus.companions.media.private import PrivateMapping
 from portus.companions.shelf import store
 from portus.engine.spec import Extent
 from portus.reach.index import log
@@ -153,8 +153,8 @@ def older_values_win(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_page_is_changed_after_the_scan(patch: pytest.MonkeyPatch) -> None:
-    right = Private.changes
-    patch.setattr(Private, "changes", lambda self: right(self)[:1])
+    right = PrivateMapping.changes
+    patch.setattr(PrivateMapping, "changes", lambda self: right(self)[:1])
 
 
 def folded_in_without_the_log(patch: pytest.MonkeyPatch) -> None:

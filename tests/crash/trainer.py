@@ -42,7 +42,7 @@ from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import Locks
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.version_file import VersionFile, file_in, table_of
-from portus.reach.versions.parts import Before
+from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults
 
@@ -281,9 +281,9 @@ class AskedDraft(PoolDraft):
 
     change_asked: Change
 
-    def commit(self, labels: Labels, before: Previous | None) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
         self.change_asked = self.change(self.rows(), labels, None)
-        return cast(Before, None)  # nobody looks at it before it is one
+        return cast(PreviousVersion, None)  # nobody looks at it before it is one
 
 
 class SharingDraft(ImageDraft):
@@ -314,7 +314,7 @@ class Trainer:
         self.writer = self.open_pool()
         for name, model in self.writer.catalogue().models.items():
             record = self.writer.record(model.versions[-1])
-            known = Before(record, encode_table(table(name, record.info.step)))
+            known = PreviousVersion(record, encode_table(table(name, record.info.step)))
             self.before[name] = CommittedImages(known, len(FILES), None)
         self.look()
 

@@ -23,7 +23,7 @@ from portus.engine.spec import VersionInfo
 from portus.reach.pools.image_draft import ImageDraft
 from portus.reach.pools.training_pool import PointerDraft
 from portus.reach.training.training_files import TrainingFiles
-from portus.reach.versions.parts import Before
+from portus.reach.versions.parts import PreviousVersion
 from portus.testing.nursery import Say
 from tests.crash import saver
 from tests.crash.saver import Training
@@ -148,7 +148,7 @@ def _tell_before_the_commit() -> None:
 
 
 def _put_pointers_before_the_commit() -> None:
-    def commit(self: PointerDraft, labels: Labels, before: Previous | None) -> Before:
+    def commit(self: PointerDraft, labels: Labels, before: Previous | None) -> PreviousVersion:
         assert self._files is not None
         self._files.finish()
         self._files.publish()
@@ -160,7 +160,7 @@ def _put_pointers_before_the_commit() -> None:
 def _let_go_of_what_others_lead_to() -> None:
     committing = ImageDraft.commit
 
-    def commit(self: ImageDraft, labels: Labels, before: Previous | None) -> Before:
+    def commit(self: ImageDraft, labels: Labels, before: Previous | None) -> PreviousVersion:
         return committing(self, replace(labels, keep=Keep(last=1)), before)
 
     setattr(ImageDraft, "commit", commit)  # noqa: B010

@@ -59,7 +59,7 @@ def talk(link: Link) -> None:
         assert answer.digests == DIGESTS
 
     ask(said.Hello(said.MAGIC, said.VERSION, "default", NONCE), said.Challenge)
-    ask(said.ProofGiven(b""), said.Welcome)
+    ask(said.ClientProof(b""), said.Welcome)
     ask(said.Claim("model", CLIENT))
     ask(said.Begin("model", 10, FIRST, LENGTHS), said.Begun)
     ask(said.Offer(ALL), said.Pull)
@@ -148,7 +148,7 @@ def recorded(port: int) -> list[Turn]:
 def main() -> None:
     """Record the protocol of the day."""
     with tempfile.TemporaryDirectory() as place, serving(place) as server:
-        turns = recorded(server.doors[0].port)
+        turns = recorded(server.listeners[0].port)
     lines = ",\n".join(json.dumps([who, data.hex()]) for who, data in turns)
     (HERE / f"protocol-{said.VERSION}.json").write_text(f"[\n{lines}\n]\n")
 

@@ -58,7 +58,7 @@ def test_all_that_may_be_said_was_recorded() -> None:
 
 
 def test_a_recorded_client_is_served_as_it_was(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.doors[0].port), WAIT_S) as plain:
+    with socket.create_connection(("127.0.0.1", server.listeners[0].port), WAIT_S) as plain:
         for who, data in turns():
             if who == "client":
                 plain.sendall(data)

@@ -21,7 +21,7 @@ from portus.engine.spec import PAGE
 from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, create_pool, has_pool
 from portus.reach.index.findings import Severity
-from portus.reach.index.in_place import InPlace
+from portus.reach.index.in_place import InPlaceReader
 from portus.reach.index.log import read_log
 from portus.reach.media.local import LocalFiles
 
@@ -106,7 +106,7 @@ class Training:
         if newest is None:
             return 0
         record = self.pool.record(newest)
-        there = InPlace(self.pool.medium, record, read_log(self.pool.medium, record))
+        there = InPlaceReader(self.pool.medium, record, read_log(self.pool.medium, record))
         dense = there.content(2)
         self.step = self.store.batch = int.from_bytes(dense[:8], "little")
         found = [b"".join(map(bytes, there.units(number))) for number in range(len(SHAPES))]

@@ -26,7 +26,7 @@ from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.media.local import LocalFiles
-from portus.reach.versions.parts import Before
+from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.contents import tabled
 
@@ -49,7 +49,7 @@ class Pool:
         if not has_pool(path):
             create_pool(path, LocalFiles())
         self.writer: Final[PoolWriter] = WRITERS.open(path)
-        self.before: Before | None = None
+        self.before: PreviousVersion | None = None
 
     def verified(self) -> int:
         """The newest step, 0 if there is none. Every byte and every rule is looked at."""
@@ -87,11 +87,11 @@ class Pool:
 class _Owner(SaveOwner):
     saver: Pool
 
-    def before(self) -> Before | None:
+    def before(self) -> PreviousVersion | None:
         return self.saver.before
 
     def note_commit(self, save: Save, version: CommittedVersion, steady: object) -> None:
-        assert isinstance(version, Before)
+        assert isinstance(version, PreviousVersion)
         self.saver.before = version
 
 

@@ -156,7 +156,7 @@ def test_a_link_that_is_cut_while_verbs_go_on_loses_the_save_or_nothing(
     """The words of a save are few; its bytes do not go by the link."""
     state = state_of(SOME, 3)
     with (
-        LossyLink("127.0.0.1", server.doors[0].port) as link,
+        LossyLink("127.0.0.1", server.listeners[0].port) as link,
         pool_on(f"portus://127.0.0.1:{link.port}") as pool,
     ):
         saved(pool, snapshot_of(state, 1))
@@ -188,7 +188,7 @@ def test_a_slow_link_delays_words_and_not_bytes(server: Server) -> None:
     """What goes by verbs does not wait for the words' link; what is committed is the same."""
     state = state_of(SIZE, 3)
     with (
-        LossyLink("127.0.0.1", server.doors[0].port) as link,
+        LossyLink("127.0.0.1", server.listeners[0].port) as link,
         pool_on(f"portus://127.0.0.1:{link.port}") as pool,
     ):
         saved(pool, snapshot_of(state, 1))

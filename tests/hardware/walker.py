@@ -163,6 +163,6 @@ def client(say: Say, url: str, state: str) -> None:
 
 def host(say: Say, place: str, port: int) -> None:
     with serving(place, address=Address(Scheme.TCP, host="127.0.0.1", port=port)) as server:
-        say(f"port {server.doors[0].port}")
+        say(f"port {server.listeners[0].port}")
         while True:
             signal.pause()

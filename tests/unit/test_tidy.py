@@ -84,7 +84,7 @@ PLAIN_THREADS = {
     "core/portus/reach/daemon/server.py": "in a process where signals raise nothing",
     "core/portus/testing/contract.py": "a test waits for it",
 }
-"""Modules that start threads which are no ``Beside``, and why they may."""
+"""Modules that start threads which are no ``JoinableThread``, and why they may."""
 
 LARGE = {
     "reach/dcp/directory_writer": "torch's StorageWriter: all calls share a save",
@@ -128,7 +128,7 @@ PARTICIPLES = {
     "reach/transport/regions: ClientLane.closed": "a property, called as that of a file",
     "reach/transport/stream: Link.closed": "a property, called as that of a file",
     "testing/contract: MappedMediumContract.mapped": "a fixture: tests name it as an argument",
-    "portus_accelerate/titan: _Waiting.done": "overrides that of torch's Future",
+    "portus_accelerate/titan: _SaveFuture.done": "overrides that of torch's Future",
 }
 """Methods with a participle for a name, and why."""
 

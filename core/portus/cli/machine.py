@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from portus.companions.media.private import Tells, tells
+from portus.companions.media.private import WriteDetection, tells
 from portus.engine.copying import native
 from portus.errors import MediumError, PortusError, TransportError
 from portus.reach.index.device import is_blank
@@ -177,7 +177,7 @@ class Machine:
     def shelves(self) -> MachineFinding:
         """Return how a shelf finds what was changed in its views."""
         how, text = tells(), "reports which pages of an array were changed"
-        if how is not Tells.NOTHING:
+        if how is not WriteDetection.NOTHING:
             return MachineFinding("shelf", how.value, text)
         text = "this system does not report which pages were changed: each commit compares all"
         return MachineFinding("shelf", "-", text)

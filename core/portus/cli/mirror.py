@@ -29,7 +29,7 @@ from portus.reach.mirror.fetching import missing
 from portus.reach.mirror.files import MirroredFiles, UploadedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
-from portus.reach.mirror.objects import Added, Filed
+from portus.reach.mirror.objects import Added, FileAdded
 from portus.reach.mirror.whole import digest_of
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.mirror import claim, retry, term_of
@@ -187,7 +187,7 @@ def _repair(mirror: Mirror, added: Added, local: _Versions) -> str:
     return "mended"
 
 
-def _repair_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
+def _repair_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
     try:
         mirrored.check_file(filed, lambda _: None)
     except CorruptionError:
@@ -203,7 +203,7 @@ def _repair_file(mirrored: MirroredFiles, filed: Filed, root: str) -> str:
     return "damaged"
 
 
-def _mend_file(mirrored: MirroredFiles, filed: Filed, source: UploadedFile) -> bool:
+def _mend_file(mirrored: MirroredFiles, filed: FileAdded, source: UploadedFile) -> bool:
     claim(mirrored, "mirror repair")
     return mirrored.mend_file(filed, source, Stop())
 

@@ -29,7 +29,7 @@ _FILES = LocalFiles()
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _FoundVersion:
     """A version that was found. ``listed``: a root leads to it."""
 
     found: RecoverableVersion
@@ -104,7 +104,7 @@ def _file(place: str) -> str:
     return files[0]
 
 
-def _look(path: str, medium: Medium) -> list[_Seen]:
+def _look(path: str, medium: Medium) -> list[_FoundVersion]:
     listed: set[bytes] = set()
     with contextlib.suppress(PortusError), contextlib.ExitStack() as stack:
         locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
@@ -112,12 +112,12 @@ def _look(path: str, medium: Medium) -> list[_Seen]:
         listed = {entry.info.token for entry in catalogue.entries()}
     found = find_versions(medium)
     return [
-        _Seen(each, is_whole(medium, each.record), each.record.info.token in listed)
+        _FoundVersion(each, is_whole(medium, each.record), each.record.info.token in listed)
         for each in found
     ]
 
 
-def _show(path: str, seen: list[_Seen], output: Output) -> None:
+def _show(path: str, seen: list[_FoundVersion], output: Output) -> None:
     rows = [
         (
             each.info.model,

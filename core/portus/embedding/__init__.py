@@ -6,11 +6,11 @@ made durable, and only these rows are written. A part of the public face.
 
 from __future__ import annotations
 
-from portus.companions.embedding.protection import Protected as Protected
+from portus.companions.embedding.protection import ProtectedTables as ProtectedTables
 from portus.companions.embedding.protection import protect as protect
-from portus.companions.embedding.resume import Resumed as Resumed
+from portus.companions.embedding.resume import ResumePoint as ResumePoint
 from portus.companions.embedding.rowwise import RowwiseAdagrad as RowwiseAdagrad
 from portus.engine.state.elsewhere import Elsewhere as Elsewhere
 from portus.reach.pools.elsewhere import fill as fill
 
-__all__ = ["Elsewhere", "Protected", "Resumed", "RowwiseAdagrad", "fill", "protect"]
+__all__ = ["Elsewhere", "ProtectedTables", "ResumePoint", "RowwiseAdagrad", "fill", "protect"]

@@ -22,7 +22,7 @@ _NUMBER: Final = os.makedev(511, 9)  # of no driver
 _MORE: Final = ("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns")
 
 
-class Coherent:
+class CoherentProcessor:
     """Writes nothing back: who maps a file sees what others stored to it."""
 
     def flush(self, address: int, length: int) -> None:
@@ -53,7 +53,7 @@ def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(os, "stat", told)
     patch.setattr(dax, "_SYS_DEVICES", facts)
-    patch.setattr(pmem, "_load", lambda library: Coherent())
+    patch.setattr(pmem, "_load", lambda library: CoherentProcessor())
 
 
 def _tell(facts: str, size: int) -> None:

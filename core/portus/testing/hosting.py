@@ -13,7 +13,7 @@ from portus.reach.daemon.places import CONNECTIONS, Places
 from portus.reach.daemon.pools import Pools, Quotas
 from portus.reach.daemon.replicas import OtherHost
 from portus.reach.daemon.secrets import Secrets
-from portus.reach.daemon.server import Server, open_door
+from portus.reach.daemon.server import Server, open_listener
 from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.transport.budget import Budget
 
@@ -46,13 +46,13 @@ def serving(
         budget=Budget(memory),
         places=Places(connections),
     )
-    door = open_door(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
+    listener = open_listener(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
     try:
         if mirrors is not None or other is not None:
             house.pools.open_all()
-        server = Server([door], house)
+        server = Server([listener], house)
     except BaseException:
-        door.socket.close()
+        listener.socket.close()
         house.pools.close()
         raise
     server.start()
@@ -63,9 +63,9 @@ def serving(
 
 
 def url(server: Server, tenant: str = "") -> str:
-    """Return the URL of the first door of ``server``."""
-    address = server.doors[0].address
+    """Return the URL of the first listener of ``server``."""
+    address = server.listeners[0].address
     who = f"{tenant}@" if tenant else ""
     if address.scheme is Scheme.UNIX:
         return f"portus+unix://{who}{address.path}"
-    return f"portus://{who}127.0.0.1:{server.doors[0].port}"
+    return f"portus://{who}127.0.0.1:{server.listeners[0].port}"

@@ -22,7 +22,7 @@ from portus.reach.training.training_files import TrainingFiles
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     """What a command said. ``out``: on stdout; ``err``: on stderr."""
 
     code: int
@@ -30,12 +30,12 @@ class Said:
     err: str
 
 
-def portus(*arguments: str | Path) -> Said:
+def portus(*arguments: str | Path) -> CommandResult:
     """Run a command in this process. An error that is none of ours is raised."""
     result = CliRunner().invoke(app, [str(each) for each in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return Said(result.exit_code, result.stdout, result.stderr)
+    return CommandResult(result.exit_code, result.stdout, result.stderr)
 
 
 def portus_json(*arguments: str | Path, code: int = 0) -> Any:

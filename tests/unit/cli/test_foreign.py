@@ -106,21 +106,21 @@ def test_what_a_host_logs_is_harmless_when_a_program_has_undone_its_json(
 @contextlib.contextmanager
 def speaking(answer: Said) -> Iterator[str]:
     """The address of what answers every greeting so, and has proved nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def talk() -> None:
             with contextlib.suppress(PortusError, OSError):
                 while True:
-                    plain, _ = door.accept()
+                    plain, _ = listener.accept()
                     link = Link(plain, is_client=False, name="fake", silence_s=10)
                     link.receive()
                     link.send(answer)
                     link.close()
 
         threading.Thread(target=talk, daemon=True).start()
-        yield f"portus://127.0.0.1:{door.getsockname()[1]}"
+        yield f"portus://127.0.0.1:{listener.getsockname()[1]}"
         with contextlib.suppress(OSError):
-            door.shutdown(socket.SHUT_RDWR)
+            listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_what_refuses_a_greeting_has_proved_nothing_and_is_not_let_at_the_terminal() -> None:

@@ -141,7 +141,7 @@ class Scene:
 def scene(tmp_path: Path) -> Iterator[Scene]:
     with (
         serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=3.0, claim_s=5)) as server,
-        LossyLink("127.0.0.1", server.doors[0].port) as link,
+        LossyLink("127.0.0.1", server.listeners[0].port) as link,
     ):
         made = Scene(server, link)
         yield made
@@ -180,7 +180,7 @@ def test_every_byte_of_a_conversation_is_refused_or_harmless(tmp_path: Path, see
     meant = {conversation.FIRST: first, conversation.SECOND: ("model", 11, True, *first[3:])}
     with (
         serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=1.0, claim_s=5)) as server,
-        LossyLink("127.0.0.1", server.doors[0].port) as relay,
+        LossyLink("127.0.0.1", server.listeners[0].port) as relay,
     ):
         hosted = server.house.pools.of("default")
 

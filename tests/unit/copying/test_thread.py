@@ -14,7 +14,7 @@ import pytest
 
 from portus.engine.copying import local
 from portus.engine.copying.segments import Segments
-from portus.engine.copying.thread import Beside, finish
+from portus.engine.copying.thread import JoinableThread, finish
 from portus.reach.versions.parallel import NAME, abreast, in_any_order
 from tests.unit.client.stuck import is_in, until
 
@@ -44,7 +44,7 @@ def keys(count: int, where: str = "join", then: threading.Event | None = None) -
 
 def test_who_was_interrupted_in_the_wait_can_wait_again() -> None:
     gate, through = threading.Event(), list[bool]()
-    thread = Beside(lambda: through.append(gate.wait(WAIT_S)), "a test")
+    thread = JoinableThread(lambda: through.append(gate.wait(WAIT_S)), "a test")
     assert not thread.is_alive()
     thread.start()
     with pytest.raises(KeyboardInterrupt), keys(1):
@@ -64,7 +64,7 @@ def test_who_was_interrupted_in_the_wait_can_wait_again() -> None:
 @pytest.mark.long
 def test_a_wait_for_its_end_lasts_till_then_and_ctrl_c_comes_after() -> None:
     gate, through = threading.Event(), list[bool]()
-    thread = Beside(lambda: through.append(gate.wait(WAIT_S)), "a test")
+    thread = JoinableThread(lambda: through.append(gate.wait(WAIT_S)), "a test")
     thread.start()
     with pytest.raises(KeyboardInterrupt), keys(3, then=gate):
         finish([thread])

@@ -19,7 +19,7 @@ import torch
 
 import portus
 from portus.errors import BusyError, MediumError, TransportError, UsageError
-from portus.reach.daemon.admin import Desk, Kick, Look, ask
+from portus.reach.daemon.admin import AdminSocket, Kick, Look, ask
 from portus.reach.daemon.main import _desk, prepare
 from portus.reach.daemon.metrics import application
 from portus.reach.daemon.options import ServeOptions
@@ -37,7 +37,7 @@ STATE = {"x": torch.arange(100_000)}
 @contextlib.contextmanager
 def started(options: ServeOptions, path: str) -> Iterator[Server]:
     server = prepare(options)
-    desk = Desk(path, server, options)
+    desk = AdminSocket(path, server, options)
     server.start()
     desk.start()
     try:
@@ -272,7 +272,7 @@ def test_a_host_is_found_by_its_address_and_reads_again_when_it_is_told(
 
 
 def test_an_address_needs_no_scheme(server: Server, tmp_path: Path) -> None:
-    port = server.doors[0].port
+    port = server.listeners[0].port
     with pytest.raises(UsageError, match=f"no socket for the operator at .*/{port}.sock"):
         ask(f"127.0.0.1:{port}", Look())
     with pytest.raises(UsageError, match="another machine"):
@@ -301,7 +301,7 @@ def test_a_host_without_a_socket_for_its_operator_says_so(
 ) -> None:
     if variable:
         monkeypatch.setenv(variable, str(tmp_path))
-    options = ServeOptions(place="memory:1M", listen=[f"unix:{tmp_path}/door"])
+    options = ServeOptions(place="memory:1M", listen=[f"unix:{tmp_path}/listener"])
     server = prepare(options)
     try:
         desk, line = _desk(options, server)

@@ -235,7 +235,7 @@ def attacked(place: Path, chance: random.Random, tries: int) -> int:
                 for _ in range(chance.choice((1, 1, 1, 3))):
                     if mutated:
                         mutated = chance.choice(MUTATIONS)(chance, mutated)
-                speak(server.doors[0].port, on_the_way(chance, mutated))
+                speak(server.listeners[0].port, on_the_way(chance, mutated))
                 committed += any(each.info.id > before for each in writer.catalogue().entries())
                 if number_of % 50 == 0:
                     honest.saves_and_loads()

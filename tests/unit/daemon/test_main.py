@@ -26,7 +26,7 @@ from portus.reach.daemon.counters import TIMED
 from portus.reach.daemon.main import heard, prepare
 from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.pools import parse_size
-from portus.reach.daemon.server import _answers, open_door
+from portus.reach.daemon.server import _answers, open_listener
 from portus.reach.index.directory import open_reader
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, parse
@@ -179,7 +179,7 @@ def test_all_of_it_may_be_at_an_address_of_ipv6(tmp_path: Path) -> None:
     port, page_port = free_port(), free_port()
     options = ("--listen", f"[::1]:{port}", "--metrics", f"[::1]:{page_port}")
     with Host(tmp_path / "pools", *options):
-        # All doors listen before the first is told of.
+        # All listeners listen before the first is told of.
         saved(f"portus://[::1]:{port}")
         with urllib.request.urlopen(f"http://[::1]:{page_port}/metrics", timeout=60) as page:
             assert "portus_saves_total 1" in page.read().decode()
@@ -404,7 +404,7 @@ def test_who_begins_no_tls_is_ended_in_time(
     server.start()
     try:
         for said_first in (b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"):
-            with socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain:
+            with socket.create_connection(("127.0.0.1", server.listeners[0].port)) as plain:
                 plain.settimeout(60)
                 plain.sendall(said_first)
                 with contextlib.suppress(ConnectionError):
@@ -491,7 +491,7 @@ def test_a_directory_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
 
 
 def listening_at(path: Path) -> contextlib.closing[socket.socket]:
-    return contextlib.closing(open_door(Address(Scheme.UNIX, path=str(path)), None).socket)
+    return contextlib.closing(open_listener(Address(Scheme.UNIX, path=str(path)), None).socket)
 
 
 def test_a_socket_that_a_killed_host_left_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_new_connections_see_the_new_certificate(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     options = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
     with started(options) as server:
-        place = ("127.0.0.1", server.doors[0].port)
+        place = ("127.0.0.1", server.listeners[0].port)
         assert ssl.get_server_certificate(place) == Path(cert).read_text()
         before = Path(cert).read_text()
         certificate(tmp_path)

@@ -58,7 +58,7 @@ class Two:
     @property
     def both(self) -> str:
         """The address of the two."""
-        return f"{url(self.first)}+127.0.0.1:{self.second.doors[0].port}"
+        return f"{url(self.first)}+127.0.0.1:{self.second.listeners[0].port}"
 
     def cut(self) -> None:
         """Neither host reaches the other."""
@@ -78,7 +78,7 @@ class Two:
 def two(tmp_path: Path) -> Iterator[Two]:
     with (
         serving(tmp_path / "second") as second,
-        LossyLink("127.0.0.1", second.doors[0].port) as between,
+        LossyLink("127.0.0.1", second.listeners[0].port) as between,
         serving(tmp_path / "first", replica=f"portus://127.0.0.1:{between.port}") as first,
     ):
         yield Two(first, second, between)
@@ -292,7 +292,7 @@ def test_a_host_that_does_not_reach_its_replica_grants_what_it_has_and_nothing_n
 def test_the_second_host_begins_nothing_of_which_it_knows_nothing(tmp_path: Path) -> None:
     """The first one may have a history, and not be served with --replica."""
     with serving(tmp_path / "second") as second:
-        both = f"portus://127.0.0.1:{free_port()}+127.0.0.1:{second.doors[0].port}"
+        both = f"portus://127.0.0.1:{free_port()}+127.0.0.1:{second.listeners[0].port}"
         with pytest.raises(TransportError, match="keeps no replica of model 'net'"):
             portus.PoolCheckpointer(both, "net")
 

@@ -48,7 +48,7 @@ from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
 from portus.reach.transport.budget import FREE
 from portus.reach.transport.dial import Credentials, dial, error_of, read_secret
-from portus.reach.transport.one_sided import Moved, Remote
+from portus.reach.transport.one_sided import RemoteStorages, TransferResult
 from portus.reach.transport.stream import Link
 from tests.contents import table
 from tests.hosts import serving, url
@@ -533,9 +533,11 @@ class Lane:
         self.pulled: list[list[int]] = []
         self._medium = server.house.pools.of("default").writer.medium
 
-    def pull(self, remote: Remote, moved: Sources) -> Moved:
+    def pull(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
         self.pulled.append(remote.key.tolist())
-        return Moved(copy(self._medium, replace(moved, address=remote.address), Stop()), 0, 0.0)
+        return TransferResult(
+            copy(self._medium, replace(moved, address=remote.address), Stop()), 0, 0.0
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -614,7 +616,7 @@ def test_a_part_of_a_proof_is_none(guarded: Server, size: int) -> None:
         challenge = link.ask(said.Hello(said.MAGIC, said.VERSION, "default", TOKEN))
         assert isinstance(challenge, said.Challenge)
         proof = proof_of_client(SECRET, "default", TOKEN, challenge.nonce)
-        answer = link.ask(said.ProofGiven(proof[:size]))
+        answer = link.ask(said.ClientProof(proof[:size]))
         assert isinstance(answer, said.Refused)
 
 
@@ -639,19 +641,19 @@ def test_a_proof_cannot_be_used_again(guarded: Server) -> None:
         challenge = asked(link, hello, said.Challenge)
         assert isinstance(challenge, said.Challenge)
         recorded = proof_of_client(SECRET, "default", b"n" * 16, challenge.nonce)
-        asked(link, said.ProofGiven(recorded), said.Welcome)
+        asked(link, said.ClientProof(recorded), said.Welcome)
     with stranger(guarded) as link:
         asked(link, hello, said.Challenge)
         with pytest.raises(UsageError, match="wrong secret"):
-            asked(link, said.ProofGiven(recorded), said.Welcome)
+            asked(link, said.ClientProof(recorded), said.Welcome)
 
 
 def test_a_welcome_cannot_be_used_again() -> None:
     """The same for who recorded a host: the client's nonce is another one."""
     nonce, recorded = b"h" * 16, list[said.Welcome]()
 
-    def welcome(door: socket.socket) -> None:
-        with contextlib.closing(accepted(door)) as link:
+    def welcome(listener: socket.socket) -> None:
+        with contextlib.closing(accepted(listener)) as link:
             hello = link.hear()
             assert isinstance(hello, said.Hello)
             link.ask(said.Challenge(nonce, True))
@@ -662,9 +664,9 @@ def test_a_welcome_cannot_be_used_again() -> None:
             with contextlib.suppress(TransportError):
                 link.hear()
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        place = parse(f"portus://127.0.0.1:{door.getsockname()[1]}")
-        hosts = [threading.Thread(target=welcome, args=(door,)) for _ in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = parse(f"portus://127.0.0.1:{listener.getsockname()[1]}")
+        hosts = [threading.Thread(target=welcome, args=(listener,)) for _ in range(2)]
         hosts[0].start()
         dial(place, Credentials(SECRET), 10)[0].close()
         hosts[0].join()
@@ -674,14 +676,14 @@ def test_a_welcome_cannot_be_used_again() -> None:
         hosts[1].join()
 
 
-def accepted(door: socket.socket) -> Link:
-    door.settimeout(60)
-    return Link(door.accept()[0], is_client=False, name="client", silence_s=60)
+def accepted(listener: socket.socket) -> Link:
+    listener.settimeout(60)
+    return Link(listener.accept()[0], is_client=False, name="client", silence_s=60)
 
 
 @contextlib.contextmanager
 def stranger(server: Server) -> Iterator[Link]:
-    plain = socket.create_connection(("127.0.0.1", server.doors[0].port))
+    plain = socket.create_connection(("127.0.0.1", server.listeners[0].port))
     link = Link(plain, is_client=True, name="host", silence_s=10)
     yield link
     link.close()
@@ -753,7 +755,7 @@ def test_a_client_of_another_version_hears_which_one_the_host_speaks(
 )
 def test_rubbish_ends_its_own_connection_and_no_other(server: Server, data: bytes) -> None:
     with client(server) as link:
-        with socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain:
+        with socket.create_connection(("127.0.0.1", server.listeners[0].port)) as plain:
             plain.settimeout(20)
             plain.sendall(data)
             with contextlib.suppress(ConnectionResetError):
@@ -886,7 +888,7 @@ def test_a_stranger_that_says_nothing_is_ended(
     monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 0.3)
     with (
         serving(tmp_path / "pools") as server,
-        socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
+        socket.create_connection(("127.0.0.1", server.listeners[0].port)) as plain,
     ):
         plain.settimeout(100)
         assert plain.recv(1) == b""
@@ -898,7 +900,7 @@ def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
     monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 1.0)
     with (
         serving(tmp_path / "pools") as server,
-        socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
+        socket.create_connection(("127.0.0.1", server.listeners[0].port)) as plain,
     ):
         plain.sendall(header(512, said.Hello.kind.number))
         settled(server, lambda: server.connections() == 1)

@@ -21,7 +21,7 @@ from portus.companions.embedding.in_pool import PlacedStore
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.pieces import Slices
 from portus.companions.embedding.store import MODEL
-from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
+from portus.embedding import Elsewhere, ProtectedTables, RowwiseAdagrad, fill, protect
 from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, CorruptionError, MediumError, UsageError
 from portus.reach.index import in_place, log
@@ -331,7 +331,7 @@ def test_a_reader_of_a_version_that_was_folded_in_is_told_to_come_back(
                 view.load(MODEL)
 
 
-def train(training: Training, tables: Protected) -> None:
+def train(training: Training, tables: ProtectedTables) -> None:
     """Until it fails."""
     while True:
         with tables.batch():

@@ -25,7 +25,7 @@ from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.store import MARKS, MODEL, TableStore
-from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
+from portus.embedding import Elsewhere, ProtectedTables, RowwiseAdagrad, fill, protect
 from portus.engine.copying.segments import Stop
 from portus.engine.spec import PAGE
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
@@ -55,7 +55,7 @@ class Small:
         assert isinstance(found, torch.nn.Parameter)
         return found
 
-    def protect(self, path: Path, **settings: Any) -> Protected:
+    def protect(self, path: Path, **settings: Any) -> ProtectedTables:
         return protect(self.model, self.optimizer, pool=path, log_bytes=20 * PAGE, **settings)
 
     def step(self, *ids: int) -> None:
@@ -438,7 +438,7 @@ def test_relaxed_the_dense_part_is_of_some_batches_before_and_a_load_says_of_whi
 GAP = 8
 
 
-def relaxed(training: Training, path: Path) -> Protected:
+def relaxed(training: Training, path: Path) -> ProtectedTables:
     return protect(
         training.model, training.optimizers, pool=path, extra=training.extra, mode="relaxed",
         gap=GAP, log_bytes=400 * PAGE,
@@ -508,7 +508,7 @@ def test_a_training_that_loads_while_it_runs_stays_within_the_gap(
             assert tables.batches - int(state["dense_batch"]) < GAP
 
 
-def broken_off(tables: Protected, small: Small) -> None:
+def broken_off(tables: ProtectedTables, small: Small) -> None:
     with tables.batch():
         small.step(2)
         raise RuntimeError("later")
@@ -1142,7 +1142,7 @@ def test_a_pool_that_is_too_small_stops_training_and_loses_nothing(path: Path) -
     assert check(path) == []
 
 
-def train_on(training: Training, tables: Protected) -> None:
+def train_on(training: Training, tables: ProtectedTables) -> None:
     while True:
         with tables.batch():
             training.step(tables.batches + 1)

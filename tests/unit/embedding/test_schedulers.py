@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import portus
 from portus.companions.embedding.schedulers import settings_of
-from portus.embedding import Protected, protect
+from portus.embedding import ProtectedTables, protect
 from portus.engine.spec import PAGE
 from portus.errors import UsageError
 
@@ -85,7 +85,7 @@ class Loop:
             "drawn": self.drawn,
         }
 
-    def protected(self, path: object, **settings: Any) -> Protected:
+    def protected(self, path: object, **settings: Any) -> ProtectedTables:
         return protect(
             self.model,
             self.optimizers,
@@ -95,7 +95,7 @@ class Loop:
             **settings,
         )
 
-    def load(self, tables: Protected) -> int:
+    def load(self, tables: ProtectedTables) -> int:
         loaded: Any = tables.load()
         if loaded is None:
             return 0
@@ -271,30 +271,30 @@ def test_a_scheduler_is_told_of_again_after_a_wait(tmp_path: Path) -> None:
         with loop.protected(tmp_path / "tables.portus") as tables:
             for number in range(loop.load(tables) + 1, end + 1):
 
-                def wait(tables: Protected = tables) -> None:
+                def wait(tables: ProtectedTables = tables) -> None:
                     tables.wait()
 
                 loop.step(number, wait)
     assert same(loop.state(), after("lambda", BATCHES))
 
 
-def before_the_update(loop: Loop, _: Protected) -> None:
+def before_the_update(loop: Loop, _: ProtectedTables) -> None:
     loop.schedulers[0].step()
     loop.step(1)
 
 
-def within_the_update(loop: Loop, _: Protected) -> None:
+def within_the_update(loop: Loop, _: ProtectedTables) -> None:
     loop.step(1, loop.schedulers[1].step)
 
 
-def after_a_lookup(loop: Loop, _: Protected) -> None:
+def after_a_lookup(loop: Loop, _: ProtectedTables) -> None:
     loop.step(1)
     loop.table(torch.tensor([[1]]))
     loop.schedulers[0].step()
     loop.step(2)
 
 
-def before_a_block(loop: Loop, tables: Protected) -> None:
+def before_a_block(loop: Loop, tables: ProtectedTables) -> None:
     loop.schedulers[0].step()
     with tables.batch():
         loop.step(1)
@@ -305,7 +305,7 @@ def before_a_block(loop: Loop, tables: Protected) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_scheduler_that_may_be_of_two_batches_is_refused(
-    stray: Callable[[Loop, Protected], None], tmp_path: Path
+    stray: Callable[[Loop, ProtectedTables], None], tmp_path: Path
 ) -> None:
     loop = Loop("lambda")
     told = pytest.raises(UsageError, match=r"a LambdaLR stepped before .* `with tables.batch")

@@ -9,7 +9,7 @@ import pytest
 
 from portus.companions.journal import heartbeat
 from portus.companions.journal.heartbeat import ASKED, BEAT, HEAD
-from portus.companions.journal.lines import Asked, SessionBegun
+from portus.companions.journal.lines import SaveRequested, SessionBegun
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
 
@@ -26,13 +26,13 @@ def beaten(steps: int) -> bytearray:
 
 def test_a_page_of_this_format_has_these_bytes_for_ever() -> None:
     page = beaten(3)
-    heartbeat.ask(page, 5, Asked(token="0123456789abcdef" * 2, step=-4, steps=2))
+    heartbeat.ask(page, 5, SaveRequested(token="0123456789abcdef" * 2, step=-4, steps=2))
     digest = "facdcc988213fb6a395956ecdece9c57fece672de456e42357b36b9568cf2fd3"
     assert hashlib.sha256(page).hexdigest() == digest
     begun, ended = heartbeat.read(bytes(page), "p")
     assert begun == BEGUN
     assert (ended.steps, ended.at_s, ended.work_s) == (3, 3.0, 1.5)
-    assert ended.asked == (Asked(token="0123456789abcdef" * 2, step=-4, steps=2),)
+    assert ended.asked == (SaveRequested(token="0123456789abcdef" * 2, step=-4, steps=2),)
     assert not ended.closed
 
 
@@ -51,9 +51,9 @@ def test_a_page_that_was_cut_off_in_a_store_says_the_step_before_or_after() -> N
 def test_a_save_that_was_cut_off_in_its_store_is_none() -> None:
     before = beaten(1)
     for number in range(1, 6):
-        heartbeat.ask(before, number, Asked(token=f"{number:032x}", step=number, steps=1))
+        heartbeat.ask(before, number, SaveRequested(token=f"{number:032x}", step=number, steps=1))
     after = bytearray(before)
-    heartbeat.ask(after, 6, Asked(token=f"{6:032x}", step=6, steps=1))
+    heartbeat.ask(after, 6, SaveRequested(token=f"{6:032x}", step=6, steps=1))
     changed = [n for n in range(PAGE) if before[n] != after[n]]
     for stored in range(len(changed)):
         torn = bytearray(before)

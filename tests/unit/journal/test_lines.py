@@ -9,13 +9,13 @@ import pytest
 
 from portus.companions.journal.account import account, sessions
 from portus.companions.journal.lines import (
-    Asked,
-    Decided,
     Failed,
-    Folded,
+    FoldedLines,
     Head,
+    IntervalDecided,
     Line,
     Saved,
+    SaveRequested,
     SessionBegun,
     SessionEnded,
     decode,
@@ -57,16 +57,16 @@ LINES: list[Line] = [
     begun(),
     saved(1),
     Failed(session="a", step=2, steps=2, at_s=102.0, why="no space"),
-    Decided(
+    IntervalDecided(
         session="a", steps=2, at_s=102.0, interval=3, reason="bound", overhead=0.01,
         max_overhead=0.035, step_s=1.0, cost_s=0.2, save_s=0.5,
     ),
     saved(5),
     SessionEnded(
         session="a", closed=False, steps=7, at_s=107.0, work_s=6.5,
-        asked=(Asked(token="00", step=6, steps=6),),
+        asked=(SaveRequested(token="00", step=6, steps=6),),
     ),
-    Folded(session="a", saves=2, cost_s=1.5),
+    FoldedLines(session="a", saves=2, cost_s=1.5),
 ]  # fmt: skip
 
 GOLDEN = (
@@ -155,7 +155,7 @@ def long_run(count: int) -> list[Line]:
         for steps in range(10, 10 * count, 10):
             lines += [saved(start + steps, name, at_s, steps)] * (1 + steps % 3)
             lines.append(
-                Decided(
+                IntervalDecided(
                     session=name, steps=steps, at_s=at_s + steps, interval=10, reason="bound",
                     overhead=0.01, max_overhead=0.035,
                 )

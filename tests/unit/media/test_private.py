@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from portus.companions.media import private
-from portus.companions.media.private import Private, Tells
+from portus.companions.media.private import PrivateMapping, WriteDetection
 from portus.engine.spec import PAGE
 
 
-def committed(size: int, rng: np.random.Generator) -> Private:
+def committed(size: int, rng: np.random.Generator) -> PrivateMapping:
     """Memory whose view is what was committed: all of it was written to once."""
-    memory = Private(size)
+    memory = PrivateMapping(size)
     memory.view[:size] = rng.integers(0, 255, size, np.uint8)
     for start, end in memory.changes():
         memory.commit(start, memory.copy(start, end))
@@ -22,12 +22,12 @@ def committed(size: int, rng: np.random.Generator) -> Private:
     return memory
 
 
-@pytest.mark.parametrize("way", Tells)
+@pytest.mark.parametrize("way", WriteDetection)
 @pytest.mark.parametrize("size", [1, 700, 60_001, 300_001, (3 << 20) + 5])
 def test_every_changed_byte_is_in_a_run_and_runs_are_in_order(
-    monkeypatch: pytest.MonkeyPatch, way: Tells, size: int
+    monkeypatch: pytest.MonkeyPatch, way: WriteDetection, size: int
 ) -> None:
-    if way is not Tells.NOTHING and private.tells() is Tells.NOTHING:
+    if way is not WriteDetection.NOTHING and private.tells() is WriteDetection.NOTHING:
         pytest.skip("this kernel tells nothing")
     monkeypatch.setattr(private, "tells", lambda: way)
     rng = np.random.default_rng(size)
@@ -61,7 +61,7 @@ def test_of_a_large_array_the_pages_that_changed_are_told_and_no_more() -> None:
 
 
 def test_what_was_taken_stays_as_it_was() -> None:
-    memory = Private(5000)
+    memory = PrivateMapping(5000)
     memory.view[:] = 1
     data = memory.copy(10, 20)
     memory.view[:] = 2

@@ -17,10 +17,10 @@ from portus.engine.pipeline.audit import (
     WATCHED_MIN,
     Audit,
     AuditMethod,
-    Hashed,
-    Late,
-    Probed,
-    Watched,
+    DigestAudit,
+    LateStorages,
+    ProbeAudit,
+    WatchAudit,
 )
 from portus.engine.pipeline.draft import CommittedVersion
 from portus.engine.pipeline.plan import Flags, Snapshot
@@ -30,7 +30,7 @@ from portus.reach.format.layout import DATA_START
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.media.lock import LockTable, ProcessLocks
 from portus.reach.media.memory import Memory
-from portus.reach.versions.parts import Before
+from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.contents import tabled
 
@@ -77,16 +77,16 @@ WAYS = [
 ]
 
 
-def audited(way: AuditMethod | None, late: Late, stop: Stop) -> Audit | None:
+def audited(way: AuditMethod | None, late: LateStorages, stop: Stop) -> Audit | None:
     """An audit of that way, whatever it costs."""
     if way is None:
         return None
     if way is AuditMethod.PROBE:
-        return Probed(late)
+        return ProbeAudit(late)
     if way is AuditMethod.HASH:
-        return Hashed(late, stop)
+        return DigestAudit(late, stop)
     big = np.flatnonzero(late.length >= WATCHED_MIN)
-    return Watched(late, stop, _watched(late.address[big], late.length[big]), big)
+    return WatchAudit(late, stop, _watched(late.address[big], late.length[big]), big)
 
 
 def _watched(address: np.ndarray, length: np.ndarray) -> write_watch.WriteWatch:
@@ -107,7 +107,7 @@ class Bench:
         self.medium = medium or Memory(DATA_START)
         format_pool(self.medium)
         self.pool = PoolWriter(self.medium, ProcessLocks(LockTable()))
-        self.before: Before | None = None
+        self.before: PreviousVersion | None = None
         self.guilty: list[int] = []
         self.keep: Keep | None = None
         self.steady: Flags | None = None
@@ -164,17 +164,17 @@ class Owner(SaveOwner):
     bench: Bench
     way: AuditMethod | None
 
-    def before(self) -> Before | None:
+    def before(self) -> PreviousVersion | None:
         return self.bench.before
 
-    def audit(self, late: Late, stop: Stop) -> Audit | None:
+    def audit(self, late: LateStorages, stop: Stop) -> Audit | None:
         return audited(self.way, late, stop)
 
     def torn(self, addresses: Sequence[int]) -> None:
         self.bench.guilty.extend(addresses)
 
     def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
-        assert isinstance(version, Before)
+        assert isinstance(version, PreviousVersion)
         self.bench.before, self.bench.steady = version, steady
 
     def note_end(self, save: Save) -> None:

@@ -18,7 +18,14 @@ import pytest
 
 from portus.engine.copying.segments import Stop
 from portus.engine.media import linux, write_watch
-from portus.engine.pipeline.audit import AuditMethod, Auditor, Guard, Late, Probed, Stored
+from portus.engine.pipeline.audit import (
+    AuditMethod,
+    Auditor,
+    Guard,
+    LateStorages,
+    ProbeAudit,
+    StoredStorages,
+)
 from portus.engine.pipeline.draft import Draft
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,10 +39,10 @@ def memory() -> np.ndarray:
     return made
 
 
-def late_of(memory: np.ndarray, size: int) -> Late:
+def late_of(memory: np.ndarray, size: int) -> LateStorages:
     """``size`` bytes of late storages; all of them in the same memory."""
     count = -(-size // memory.nbytes)
-    return Late(
+    return LateStorages(
         np.full(count, memory.ctypes.data, np.int64),
         np.full(count, min(size, memory.nbytes), np.int64),
     )
@@ -55,7 +62,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     write_watch._opened = None
 
 
-def ways(guard: Guard, late: Late, count: int = 2) -> list[AuditMethod]:
+def ways(guard: Guard, late: LateStorages, count: int = 2) -> list[AuditMethod]:
     auditor, found = Auditor(guard), []
     for _ in range(count):
         audit = auditor.begin(late, Stop())
@@ -95,14 +102,14 @@ def test_probes_see_a_whole_write_of_which_the_last_bytes_alone_were_stored(
 ) -> None:
     """A storage begins anywhere in a page, so any of its bytes may be the last to be stored."""
     source = np.ones(size, np.uint8)
-    audit = Probed(Late(column(source.ctypes.data), column(size)))
+    audit = ProbeAudit(LateStorages(column(source.ctypes.data), column(size)))
     assert not audit.torn(stored(source)).any()
     found = source.copy()
     found[-stored_late:] += 1
     assert audit.torn(stored(found)).all()
 
 
-def stored(data: np.ndarray) -> Stored:
+def stored(data: np.ndarray) -> StoredStorages:
     """What was stored of one storage."""
 
     def bytes_of(row: np.ndarray, offset: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -110,18 +117,18 @@ def stored(data: np.ndarray) -> Stored:
         return np.concatenate([data[at : at + size] for at, size in pieces])
 
     draft = cast(Draft, SimpleNamespace(read_back=bytes_of))
-    return Stored(np.zeros(1, np.int64), np.zeros((0, 16), np.uint8), draft)
+    return StoredStorages(np.zeros(1, np.int64), np.zeros((0, 16), np.uint8), draft)
 
 
 REFUSED = """
 import numpy as np
-from portus.engine.pipeline.audit import Auditor, Late
+from portus.engine.pipeline.audit import Auditor, LateStorages
 from portus.engine.copying.segments import Stop
 from tests.refused import refuse_userfaultfd
 
 refuse_userfaultfd()
 memory = np.ones(64 << 20, np.uint8)
-late = Late(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
+late = LateStorages(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
 print(Auditor("exact").begin(late, Stop()).way.value)
 """
 
@@ -175,7 +182,7 @@ def pages(start: int, end: int) -> range:
 def test_what_is_too_dear_to_watch_gets_huge_pages_and_is_watched_then(kernel: None) -> None:
     memory = np.frombuffer(mmap.mmap(-1, 128 << 20, mmap.MAP_PRIVATE), np.uint8)
     memory[:] = 1
-    found = ways("auto", Late(column(memory.ctypes.data), column(memory.nbytes)), 100)
+    found = ways("auto", LateStorages(column(memory.ctypes.data), column(memory.nbytes)), 100)
     assert found[0] is AuditMethod.PROBE
     assert AuditMethod.KERNEL in found
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.connection import HEADER, Connection, Event, Forgotten, Payload
+from portus.reach.protocol.connection import HEADER, Connection, Event, Payload, SkippedMessage
 from portus.reach.protocol.messages import (
     ProtocolError,
     Said,
@@ -39,7 +39,7 @@ def frames(
     return connection.send(examples[kind])
 
 
-Heard = Event | Forgotten | bytes
+Heard = Event | SkippedMessage | bytes
 
 
 def heard(connection: Connection, data: bytes, splits: Iterator[int]) -> list[Heard]:
@@ -158,7 +158,7 @@ def test_a_length_out_of_range_is_refused_before_a_byte_of_the_body(kind: Messag
 
 
 def test_what_is_longer_than_its_kind_may_be_cannot_be_said() -> None:
-    proof = said.ProofGiven(bytes(said.ProofGiven.kind.body_size_max))
+    proof = said.ClientProof(bytes(said.ClientProof.kind.body_size_max))
     with pytest.raises(AssertionError):
         end(Phase.CHALLENGED, is_client=True).send(proof)
     for length in (0, said.DATA.body_size_max + 1):
@@ -168,7 +168,7 @@ def test_what_is_longer_than_its_kind_may_be_cannot_be_said() -> None:
 
 
 def test_a_stranger_can_make_the_host_take_little_memory() -> None:
-    for kind in (said.Hello.kind, said.ProofGiven.kind):
+    for kind in (said.Hello.kind, said.ClientProof.kind):
         assert kind.body_size_max <= 512
     listener = end(Phase.READY, is_client=False)
     listener.feed(header(said.Begin.kind.body_size_max, said.Begin.kind.number))

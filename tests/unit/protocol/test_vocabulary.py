@@ -101,7 +101,7 @@ def test_a_number_says_whose_message_it_is() -> None:
 
 def test_every_request_of_the_protocol_has_its_answer() -> None:
     silent = {kind for kind in said.MESSAGES if kind.from_client} - set(ANSWERS)
-    heard_by_the_session = {said.Hello.kind, said.ProofGiven.kind, said.DATA, said.Bye.kind}
+    heard_by_the_session = {said.Hello.kind, said.ClientProof.kind, said.DATA, said.Bye.kind}
     assert silent == heard_by_the_session
 
 

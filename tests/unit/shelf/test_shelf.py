@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import portus
 from portus.companions.media import private
-from portus.companions.media.private import Private, Tells
+from portus.companions.media.private import PrivateMapping, WriteDetection
 from portus.companions.shelf import Shelf, store
 from portus.engine.spec import PAGE
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError, UsageError
@@ -205,15 +205,15 @@ def test_a_commit_writes_what_changed(tmp_path: Path) -> None:
 def test_arrays_that_nobody_looked_at_are_not_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, asked, right = tmp_path / "a.portus", list[int](), private.Private.changes
+    path, asked, right = tmp_path / "a.portus", list[int](), private.PrivateMapping.changes
     with Shelf(path) as shelf:
         shelf.small, shelf.big, shelf.state = np.zeros(3), np.ones(1 << 20), {"w": torch.ones(9)}
 
-    def noted(memory: private.Private) -> Any:
+    def noted(memory: private.PrivateMapping) -> Any:
         asked.append(memory.size)
         return right(memory)
 
-    monkeypatch.setattr(private.Private, "changes", noted)
+    monkeypatch.setattr(private.PrivateMapping, "changes", noted)
     with Shelf(path) as shelf:
         with shelf.transaction():
             shelf.small[1] = 5
@@ -270,11 +270,11 @@ def test_what_pymm_lost_comes_back(tmp_path: Path) -> None:
         assert shelf.y.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("way", Tells)
+@pytest.mark.parametrize("way", WriteDetection)
 def test_whatever_the_kernel_tells_every_changed_page_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Tells
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: WriteDetection
 ) -> None:
-    if way is not Tells.NOTHING and private.tells() is Tells.NOTHING:
+    if way is not WriteDetection.NOTHING and private.tells() is WriteDetection.NOTHING:
         pytest.skip("this kernel tells nothing")
     monkeypatch.setattr(private, "tells", lambda: way)
     path, rng = tmp_path / "a.portus", np.random.default_rng(5)
@@ -298,7 +298,7 @@ def test_memory_of_arrays_goes_with_the_last_view(tmp_path: Path) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("portus-shelf")
 
-    if private.tells() is Tells.NOTHING:
+    if private.tells() is WriteDetection.NOTHING:
         pytest.skip("arrays are plain memory here")
     before = mapped()
     with Shelf(tmp_path / "a.portus") as shelf:
@@ -369,7 +369,7 @@ def test_what_was_undone_in_part_is_not_committed(
     shelf = Shelf(path)
     shelf.x = np.zeros(4)
     with monkeypatch.context() as patch:
-        patch.setattr(Private, "revert", interrupted)
+        patch.setattr(PrivateMapping, "revert", interrupted)
         patch.setattr(np, "copyto", half)
         with pytest.raises(KeyboardInterrupt):
             change()

@@ -38,7 +38,7 @@ def test_a_host_that_is_down_is_tried_now_and_then_and_more_rarely(
     monkeypatch.setattr("portus.reach.transport.host.time", clock)
     with (
         serving(tmp_path / "pools") as server,
-        LossyLink("127.0.0.1", server.doors[0].port) as link,
+        LossyLink("127.0.0.1", server.listeners[0].port) as link,
         contextlib.closing(Links(parse(f"portus://127.0.0.1:{link.port}"), Credentials())) as links,
         caplog.at_level(logging.WARNING, "portus"),
     ):

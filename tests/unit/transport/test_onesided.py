@@ -25,12 +25,12 @@ from portus.reach.media.local import LocalFiles
 from portus.reach.media.memory import Memory
 from portus.reach.transport import one_sided
 from portus.reach.transport.one_sided import (
-    Bounced,
+    DirectLanding,
     Landing,
     PoolRegions,
-    Remote,
+    RemoteStorages,
+    RingLanding,
     Rings,
-    Straight,
     is_pinnable,
     pull,
     push,
@@ -149,7 +149,7 @@ class Client:
             address=self.address, length=self.lengths, extent_offset=none, extent_length=none
         )
         self.parts = Parts.of(self.sources, small, place)
-        self.remote = Remote(place, np.full(len(sizes), KEY, np.int64))
+        self.remote = RemoteStorages(place, np.full(len(sizes), KEY, np.int64))
         self.small = small
 
     def clear(self) -> None:
@@ -182,9 +182,9 @@ class Host:
     def landing(self) -> Landing:
         """A fresh one, as each transfer has it."""
         if isinstance(self._medium, MappedMedium) and is_pinnable(self._medium):
-            return Straight(PoolRegions(self.registry, self._medium))
+            return DirectLanding(PoolRegions(self.registry, self._medium))
         with self._rings.borrow(self.link) as ring:
-            return Bounced(self._medium, ring)
+            return RingLanding(self._medium, ring)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_what_lies_between_two_storages_stays_as_it_is(
         extent_length=np.array([2000, 100]),
     )
     start = memory.ctypes.data
-    remote = Remote(np.array([start, start + PAGE]), np.full(2, KEY))
+    remote = RemoteStorages(np.array([start, start + PAGE]), np.full(2, KEY))
     card = host.card(seed)
     pull(card, host.landing(), remote, moved, host.link)
     found = bytearray(4 * PAGE)

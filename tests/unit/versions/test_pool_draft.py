@@ -9,7 +9,7 @@ import pytest
 
 from portus.engine.copying.segments import Stop
 from portus.engine.pipeline.draft import Labels
-from portus.reach.versions.parts import Before
+from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.unit.index.pools import Pool, close_all
 
@@ -28,19 +28,19 @@ def draft_of(pool: Pool, data: np.ndarray) -> tuple[PoolDraft, np.ndarray]:
     return PoolDraft(pool.writer, np.array([data.nbytes], np.int64)), place
 
 
-def commit(draft: PoolDraft, step: int) -> Before:
+def commit(draft: PoolDraft, step: int) -> PreviousVersion:
     found = draft.commit(Labels(model="net", step=step, token=bytes([step] * 16)), None)
     draft.release()
     return found
 
 
-def saved(pool: Pool, data: np.ndarray) -> Before:
+def saved(pool: Pool, data: np.ndarray) -> PreviousVersion:
     draft, place = draft_of(pool, data)
     draft.copy(FIRST, place, Stop())
     return commit(draft, 1)
 
 
-def extents(version: Before) -> list[tuple[int, int]]:
+def extents(version: PreviousVersion) -> list[tuple[int, int]]:
     return [(each.offset, each.length) for each in version.record.storage_extents(0)]
 
 

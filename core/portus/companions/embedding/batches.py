@@ -25,7 +25,7 @@ from portus.companions.embedding.ahead import rows_ahead
 from portus.companions.embedding.capture import Moments
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.early import EarlyLookups
-from portus.companions.embedding.mapping import Mapped
+from portus.companions.embedding.mapping import MappedTables
 from portus.companions.embedding.marks import Marks
 from portus.companions.embedding.moment import Moment, RowsThere
 from portus.companions.embedding.schedulers import settings_of
@@ -48,7 +48,7 @@ class Batches:
         moments: Moments,
         marks: Marks,
         *,
-        mapped: Mapped | None,
+        mapped: MappedTables | None,
         early: EarlyLookups | None,
     ) -> None:
         """mapped: where the tables are, if that is in the pool. early: the lookups that are made
@@ -84,7 +84,7 @@ class Batches:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
-        """Return a context manager for one batch, see ``Protected.batch``."""
+        """Return a context manager for one batch, see ``ProtectedTables.batch``."""
         self._training.check_usable()
         if self._in_block:
             raise UsageError("`batch` was entered inside another `batch`; leave that one first")
@@ -110,7 +110,7 @@ class Batches:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """One of the optimizers has its gradients: once this returns, it writes. Blocks until the
-        batch before is durable; raises as ``Protected.wait``."""
+        batch before is durable; raises as ``ProtectedTables.wait``."""
         self._training.check_usable()
         self._training.check_update(optimizer)
         if not self._may_update:

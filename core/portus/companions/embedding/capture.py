@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.companions.embedding.mapping import Mapped
+from portus.companions.embedding.mapping import MappedTables
 from portus.companions.embedding.moment import NO_ROWS, Moment, Rows, RowsThere
 from portus.companions.embedding.schedulers import settings_of
 from portus.companions.embedding.tables import Table, copy_rows
@@ -23,7 +23,7 @@ from portus.companions.embedding.training import ProtectedTraining
 from portus.engine.spec import TensorSpec
 from portus.engine.state.pickling import PickledState
 from portus.engine.state.walk import walk
-from portus.reach.pools.weights_only import Loadable, pickle_for_pool
+from portus.reach.pools.weights_only import LoadCheck, pickle_for_pool
 
 _SLICES_SHARE: Final = 4
 """Of the batches of a gap, one of so many has a slice of the dense part."""
@@ -35,7 +35,7 @@ class Moments:
     def __init__(
         self,
         training: ProtectedTraining,
-        mapped: Mapped | None,
+        mapped: MappedTables | None,
         *,
         extra: Callable[[], object] | None,
         every: int,
@@ -49,7 +49,7 @@ class Moments:
         """The number of slices of the dense part; 0: one piece, in the entry of its batch."""
         self._dense: _Dense | None = None
         """As it was taken last, if it is written in slices."""
-        self._loadable: Final = Loadable()
+        self._loadable: Final = LoadCheck()
         self._pickle = b""
         self._tensors: tuple[TensorSpec, ...] = ()
         """Pickle and tensors of the state that was taken last."""

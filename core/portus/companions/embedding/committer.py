@@ -14,8 +14,8 @@ from typing import Final
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.store import TableStore
 from portus.engine.copying.segments import Stop
-from portus.engine.copying.thread import Beside
-from portus.engine.pipeline.waiting import Changed
+from portus.engine.copying.thread import JoinableThread
+from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.errors import PortusError, UsageError
 
 _log: Final = logging.getLogger("portus")
@@ -27,7 +27,7 @@ class Committer:
 
     def __init__(self, store: TableStore) -> None:
         self._store: Final = store
-        self._changed: Final = Changed()
+        self._changed: Final = InterruptibleCondition()
         self._moment: Moment | None = None
         self._error: PortusError | None = None
         self._ended = False
@@ -36,7 +36,7 @@ class Committer:
         self._is_held = False
         """True while it is to make no commit."""
         self._stop: Final = Stop(awaited=False)
-        self._thread: Final = Beside(self._run, "portus-embedding")
+        self._thread: Final = JoinableThread(self._run, "portus-embedding")
         self._thread.start()
 
     def put(self, moment: Moment) -> None:

@@ -122,14 +122,14 @@ class _Bag:
             for each in self.lookups:
                 # Only if nothing else wrote to the table since, and for these very ids.
                 if each.known == known and torch.equal(each.ids, input):
-                    given: Any = _Given.apply
+                    given: Any = _KnownSums.apply
                     found: torch.Tensor = given(self.table.weight, input, each.sums())
                     return found
         kind = type(self.module)
         return kind.forward(self.module, input, offsets, per_sample_weights)
 
 
-class _Given(torch.autograd.Function):
+class _KnownSums(torch.autograd.Function):
     """Sums that are known, with the gradient of a lookup."""
 
     @staticmethod

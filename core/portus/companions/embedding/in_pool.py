@@ -38,7 +38,7 @@ from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
 from portus.reach.format.layout import UNDO
 from portus.reach.index.in_place import (
-    InPlace,
+    InPlaceReader,
     cell_digests,
     cell_size,
     cells_of,
@@ -243,7 +243,7 @@ class PlacedStore(TableStore):
         record = self._record
         assert record is not None, "a moment of nothing"
         assert record.log is not None
-        there = InPlace(self.pool.medium, record, read_log(self.pool.medium, record))
+        there = InPlaceReader(self.pool.medium, record, read_log(self.pool.medium, record))
         length = record.storages["length"].astype(np.int64)
         address, alive = np.zeros(len(length), np.int64), list[Bytes]()
         for index in range(len(length)):
@@ -319,7 +319,7 @@ class PlacedStore(TableStore):
                 )
             )
             log.append([], b"", record.info.commit)  # only now: they are put back
-        there = InPlace(medium, record, read_log(medium, record))
+        there = InPlaceReader(medium, record, read_log(medium, record))
         rows = self._row_bytes(record)
         for each in record.log.in_place:
             [extent] = record.storage_extents(each.storage)

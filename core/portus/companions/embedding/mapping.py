@@ -29,7 +29,7 @@ from portus.reach.pools.restore import load_over
 _log: Final = logging.getLogger("portus")
 
 
-class Mapped:
+class MappedTables:
     """The tables of one model in one pool. One thread at a time."""
 
     def __init__(self, store: PlacedStore, tables: Sequence[Table]) -> None:

@@ -1,8 +1,8 @@
 """``protect``: tables that are their own checkpoint. What a training loop holds.
 
-``Protected`` has the calls that a training makes, and opens and closes what does the work. Torch
-calls the ``Hooks``, which tell the ``Batches`` of each update. When one is over, ``Moments`` takes
-its moment, which the ``Committer`` makes durable. ``batches`` has the theory.
+``ProtectedTables`` has the calls that a training makes, and opens and closes what does the work.
+Torch calls the ``Hooks``, which tell the ``Batches`` of each update. When one is over, ``Moments``
+takes its moment, which the ``Committer`` makes durable. ``batches`` has the theory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.early import EarlyLookups, check_early
 from portus.companions.embedding.hooks import Hooks
 from portus.companions.embedding.in_pool import PlacedStore
-from portus.companions.embedding.mapping import Mapped, persistent
+from portus.companions.embedding.mapping import MappedTables, persistent
 from portus.companions.embedding.marks import Marks
 from portus.companions.embedding.others import OtherStates
-from portus.companions.embedding.resume import Resumed, forget_locals, resume
+from portus.companions.embedding.resume import ResumePoint, forget_locals, resume
 from portus.companions.embedding.store import TableStore
 from portus.companions.embedding.tables import Table, tables_of
 from portus.companions.embedding.training import ProtectedTraining
@@ -59,7 +59,7 @@ def protect(
     early_lookup: bool = False,
     in_place: bool = False,
     timeout_s: Seconds = 10.0,
-) -> Protected:
+) -> ProtectedTables:
     """Make each batch of a training durable: the table rows that it changed, and the dense part.
 
     The tables are the ``Embedding`` and ``EmbeddingBag`` modules of ``model`` with ``sparse=True``,
@@ -68,7 +68,7 @@ def protect(
     which is written with each batch. Tensors stay the model's and the optimizers' own.
 
     optimizer: every optimizer that steps in a batch, each once, in the same order in each run.
-    pool: a pool file for this training alone, or a DAX device; ``Protected.load`` resumes from it.
+    pool: a pool file for this training alone, or a DAX device; ``load`` resumes from it.
     mode: "strict": an update begins only when the whole batch before it is durable. "relaxed": it
     begins when the tables of that batch are durable; the dense part is written in slices, as in
     TrainingCXL, and a resumed run is no longer bit-identical.
@@ -82,7 +82,7 @@ def protect(
     also requested for something else, or saves may fail several times in a row.
     max_bytes: the largest size of the pool, in bytes.
     log_bytes: the log that receives the batches; default: half of all bytes, at least 64 MiB.
-    ids_of: returns the ids that a batch of the loader will look up, see ``Protected.ahead``.
+    ids_of: returns the ids that a batch of the loader will look up, see ``ProtectedTables.ahead``.
     early_lookup: look a batch up while the one before it is computed, and add what that changed.
     Not bit-exact, and no resumed run is bit-identical with it. Takes ``ids_of``, whose ids must be
     those of the lookup, with a row for each bag, and tables that are an ``EmbeddingBag`` with
@@ -122,7 +122,7 @@ def protect(
     opened = open_writer(place.path, files, timeout_s=timeout_s, max_bytes=max_bytes)
     if in_place:
         _require_persistent(opened, files if is_new else None)
-    return Protected(
+    return ProtectedTables(
         model,
         optimizers,
         tables,
@@ -137,7 +137,7 @@ def protect(
     )
 
 
-class Protected:
+class ProtectedTables:
     """Protected tables, until ``close``. ``protect`` returns it. Only the training thread may use
     it, and no forked child."""
 
@@ -165,7 +165,7 @@ class Protected:
             self._training: Final = ProtectedTraining(model, optimizers, tables, pool)
             self._store: Final = (PlacedStore if in_place else TableStore)(pool, log_bytes)
             self._mapped: Final = (
-                Mapped(self._store, tables) if isinstance(self._store, PlacedStore) else None
+                MappedTables(self._store, tables) if isinstance(self._store, PlacedStore) else None
             )
             if self._mapped is not None and self._store.newest is None:
                 self._mapped.adopt()
@@ -195,7 +195,7 @@ class Protected:
         durable yet."""
         return self._batches.count
 
-    def load(self, gap_max: int | None = None) -> Resumed | None:
+    def load(self, gap_max: int | None = None) -> ResumePoint | None:
         """Load the newest durable batch into the model and the optimizers, verified. Returns None
         if the pool is new. Blocks while it reads.
 
@@ -286,7 +286,7 @@ class Protected:
             finally:
                 self._pool.close()
 
-    def __enter__(self) -> Protected:
+    def __enter__(self) -> ProtectedTables:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -334,7 +334,7 @@ def _refuse_protected(tables: Sequence[Table]) -> None:
                 )
 
 
-_OPEN: Final[weakref.WeakSet[Protected]] = weakref.WeakSet()
+_OPEN: Final[weakref.WeakSet[ProtectedTables]] = weakref.WeakSet()
 
 
 @atexit.register

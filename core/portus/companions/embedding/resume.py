@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from portus.companions.embedding.mapping import Mapped
+from portus.companions.embedding.mapping import MappedTables
 from portus.companions.embedding.tables import Table
 from portus.companions.embedding.training import ProtectedTraining
 from portus.errors import UsageError
@@ -22,7 +22,7 @@ from portus.reach.pools.restore import load
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumePoint:
     """Where training resumes.
 
     batch: how many batches the tables contain. dense_batch: how many the dense part contains; equal
@@ -38,11 +38,11 @@ def resume(
     pool: PoolReader,
     newest: VersionEntry,
     training: ProtectedTraining,
-    mapped: Mapped | None,
+    mapped: MappedTables | None,
     gap_max: int,
-) -> Resumed:
+) -> ResumePoint:
     """Load a version of the tables into a training. gap_max: the most batches by which its dense
-    part may be older than they are. Raises as ``Protected.load``."""
+    part may be older than they are. Raises as ``ProtectedTables.load``."""
     model, optimizers = training.model, training.optimizers
     state: Any = load(pool, newest) if mapped is None else mapped.load()
     batch, dense_batch = int(state["batch"]), int(state["dense_batch"])
@@ -76,7 +76,7 @@ def resume(
             f"{training.name}: the saved state does not fit this model and its optimizers; load "
             f"it with those that saved it, or use another pool: {error}"
         ) from error
-    return Resumed(batch, dense_batch, state["extra"])
+    return ResumePoint(batch, dense_batch, state["extra"])
 
 
 def forget_locals(error: BaseException | None) -> None:

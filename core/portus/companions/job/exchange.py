@@ -23,7 +23,7 @@ _WORD: Final = struct.Struct(f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class RankReport:
     """What a rank says in a save that may be planned as the one before it was.
 
     named: what is saved, the same on all ranks; its ``repr`` is compared. id: of the save, if this
@@ -40,7 +40,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class RankReports:
     """What all ranks say. id: the first rank's id of the save, if all of them go on with the same
     planning and save the same; else None. failed: by rank. errors: of the ranks that have one."""
 
@@ -49,22 +49,22 @@ class Said:
     errors: list[BaseException]
 
 
-def exchange(word: Word, ranks: Any = None) -> Said:
+def exchange(word: RankReport, ranks: Any = None) -> RankReports:
     """Collective: once, and a second time if a rank has a failure or an error to tell."""
     # Words of one size, so that one round is enough; what is longer is rare (decision 0213).
     said = [_WORD.unpack(each) for each in _gather_bytes(_short(word), ranks)]
     is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
     number: bytes | None = said[0][2] if is_same else None
     if all(each[3] for each in said):
-        return Said(id=number, failed=[{} for _ in said], errors=[])
+        return RankReports(id=number, failed=[{} for _ in said], errors=[])
     words: list[Any] = [word] * len(said)
     if len(said) > 1:
         dist.all_gather_object(words, word, group=ranks)
     errors = [each.error for each in words if each.error is not None]
-    return Said(id=number, failed=[each.failed for each in words], errors=errors)
+    return RankReports(id=number, failed=[each.failed for each in words], errors=errors)
 
 
-def _short(word: Word) -> bytes:
+def _short(word: RankReport) -> bytes:
     named = digest(repr(word.named).encode())
     return _WORD.pack(word.planning, named, word.id, word.error is None and not word.failed)
 

@@ -41,12 +41,12 @@ from portus.companions.journal.lines import (
     FILE_MAX,
     FORMAT,
     TEXT_MAX,
-    Asked,
-    Decided,
     Failed,
     Head,
+    IntervalDecided,
     Line,
     Saved,
+    SaveRequested,
     SessionBegun,
     SessionEnded,
     decode,
@@ -94,11 +94,11 @@ _LOOK_AT: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
+class _PendingSave:
     """A save that is not over: when it was asked for, and what the steps before it take."""
 
     number: int
-    asked: Asked
+    asked: SaveRequested
     at_s: float
     work_s: float
     file: str
@@ -135,7 +135,7 @@ class Journal(Companion, fence.Listener):
         """A step that no save touched, of late; 0 if none is known."""
         self._is_touched = False
         self._seen: set[int] = set()
-        self._asked: dict[str, _Asking] = {}
+        self._asked: dict[str, _PendingSave] = {}
         """Saves that are not over, by token."""
         self._number = 0
         self._step_s: float | None = None
@@ -187,9 +187,9 @@ class Journal(Companion, fence.Listener):
             self._step_s = costs.step_s
             self._cost_s = (self._cost_s or 0.0) + costs.cost_s
         self._number += 1
-        asked = Asked(token=save.token.hex(), step=save.step, steps=self._steps)
+        asked = SaveRequested(token=save.token.hex(), step=save.step, steps=self._steps)
         self._is_touched = True
-        self._asked[asked.token] = _Asking(
+        self._asked[asked.token] = _PendingSave(
             self._number, asked, now_ns() / 1e9, self._work_ns / 1e9, path
         )
         page = self._page
@@ -201,7 +201,7 @@ class Journal(Companion, fence.Listener):
         """An interval was chosen for what follows."""
         costs = decision.costs
         self._waiting.append(
-            Decided(
+            IntervalDecided(
                 session=self._session,
                 steps=self._steps,
                 at_s=now_ns() / 1e9,

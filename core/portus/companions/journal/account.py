@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from portus.companions.journal.lines import (
-    Decided,
     Failed,
-    Folded,
+    FoldedLines,
+    IntervalDecided,
     Line,
     Saved,
     SessionBegun,
@@ -43,8 +43,8 @@ class Session:
     begun: SessionBegun
     saved: list[Saved] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
-    decided: list[Decided] = field(default_factory=list)
-    folded: Folded | None = None
+    decided: list[IntervalDecided] = field(default_factory=list)
+    folded: FoldedLines | None = None
     ended: SessionEnded | None = None
 
     @property
@@ -57,7 +57,7 @@ class Session:
         """The last sign of life."""
         return max([self.begun.at_s, *(each.at_s for each in self._lines())])
 
-    def _lines(self) -> Iterator[Saved | Failed | Decided | SessionEnded]:
+    def _lines(self) -> Iterator[Saved | Failed | IntervalDecided | SessionEnded]:
         yield from self.saved
         yield from self.failed
         yield from self.decided
@@ -121,9 +121,9 @@ def sessions(lines: Iterable[Line]) -> list[Session]:
             saves.setdefault(line.session, {})[line.number] = line
         elif isinstance(line, Failed):
             session.failed.append(line)
-        elif isinstance(line, Decided):
+        elif isinstance(line, IntervalDecided):
             session.decided.append(line)
-        elif isinstance(line, Folded):
+        elif isinstance(line, FoldedLines):
             session.folded = line
         elif isinstance(line, SessionEnded) and (
             session.ended is None or line.steps >= session.ended.steps
@@ -154,7 +154,7 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spell:
+class SessionSpan:
     """A session by its place in the training: from ``begin_s``, at the step ``base``, to ``end_s``,
     at the step ``end``."""
 
@@ -179,7 +179,7 @@ class IntervalDecision:
 
     time_s: float
     at: int
-    line: Decided
+    line: IntervalDecided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class Account:
     pending_steps: int
     lost_steps: int
     sessions: tuple[Session, ...]
-    spells: tuple[Spell, ...]
+    spells: tuple[SessionSpan, ...]
     restarts: tuple[Restart, ...]
     saves: tuple[CommittedSave, ...]
     choices: tuple[IntervalDecision, ...]
@@ -244,7 +244,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class _Placed:
+class _PlacedSession:
     """A session, where it went on from (``base``, ``base_s`` of work), and when it began, in
     seconds of this training."""
 
@@ -274,19 +274,19 @@ def account(lines: Iterable[Line]) -> Account | None:
     found = sessions(lines)
     if not found:
         return None
-    placed: list[_Placed] = []
+    placed: list[_PlacedSession] = []
     restarts: list[Restart] = []
     earlier, down_s = 0, 0.0
     for each in found:
         if not placed:
-            placed = [_Placed(each, 0, 0.0, 0.0)]
+            placed = [_PlacedSession(each, 0, 0.0, 0.0)]
             continue
         before = placed[-1]
         origin = _origin(each, placed)
         ended = before.session.ended
         if origin is None and ended is not None and ended.closed and before.session.saved:
             earlier, down_s = earlier + 1, 0.0
-            placed, restarts = [_Placed(each, 0, 0.0, 0.0)], []
+            placed, restarts = [_PlacedSession(each, 0, 0.0, 0.0)], []
             continue
         gap_s = _gap(before.session, each)
         base, base_s = origin or (0, 0.0)
@@ -306,12 +306,12 @@ def account(lines: Iterable[Line]) -> Account | None:
         )
         down_s += gap_s
         time_s = before.time_s + before.session.elapsed_s + gap_s
-        placed.append(_Placed(each, base, base_s, time_s))
+        placed.append(_PlacedSession(each, base, base_s, time_s))
     return _account(placed, restarts, down_s, earlier)
 
 
 def _account(
-    placed: Sequence[_Placed], restarts: Sequence[Restart], down_s: float, earlier: int
+    placed: Sequence[_PlacedSession], restarts: Sequence[Restart], down_s: float, earlier: int
 ) -> Account:
     last = placed[-1]
     wall_s = last.time_s + last.session.elapsed_s
@@ -346,7 +346,7 @@ def _account(
         lost_steps=sum(each.lost_steps for each in restarts),
         sessions=tuple(each.session for each in placed),
         spells=tuple(
-            Spell(
+            SessionSpan(
                 begin_s=each.time_s,
                 end_s=each.time_s + each.session.elapsed_s,
                 base=each.base,
@@ -367,7 +367,7 @@ def _account(
     )
 
 
-def _origin(session: Session, placed: Sequence[_Placed]) -> tuple[int, float] | None:
+def _origin(session: Session, placed: Sequence[_PlacedSession]) -> tuple[int, float] | None:
     """The place that a session went on from, and the work that was done by then; None: anew."""
     begun = session.begun
     if begun.resumed is not None:
@@ -382,7 +382,7 @@ def _origin(session: Session, placed: Sequence[_Placed]) -> tuple[int, float] | 
     return None if step is None else _number_of(step, placed)
 
 
-def _number_of(step: int, placed: Sequence[_Placed]) -> tuple[int, float] | None:
+def _number_of(step: int, placed: Sequence[_PlacedSession]) -> tuple[int, float] | None:
     """The place that a training calls ``step``, if its numbers count the optimizer's steps."""
     for before in reversed(placed):
         for save in reversed(before.session.saved):

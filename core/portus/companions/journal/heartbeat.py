@@ -13,9 +13,9 @@ import zlib
 from typing import TYPE_CHECKING, Final
 
 from portus.companions.journal.lines import (
-    Asked,
     Head,
     JournalContents,
+    SaveRequested,
     SessionBegun,
     SessionEnded,
     decode,
@@ -91,7 +91,7 @@ def beat(into: Buffer, steps: int, at_ns: int, work_ns: int) -> None:
     _BEAT.pack_into(into, BEATS[steps & 1], steps, at_ns, work_ns, check)
 
 
-def ask(into: Buffer, number: int, asked: Asked) -> None:
+def ask(into: Buffer, number: int, asked: SaveRequested) -> None:
     """The save ``number`` of this session, from 1 on, was asked for."""
     token = bytes.fromhex(asked.token)
     data = ASKED.pack(number=number, steps=asked.steps, step=asked.step, token=token)
@@ -125,7 +125,9 @@ def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
         steps=steps,
         at_s=at_ns / 1e9 if steps else begun.at_s,
         work_s=work_ns / 1e9,
-        asked=tuple(Asked(token=token, step=step, steps=done) for _, done, step, token in saves),
+        asked=tuple(
+            SaveRequested(token=token, step=step, steps=done) for _, done, step, token in saves
+        ),
     )
     return begun, ended
 

@@ -97,7 +97,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field=
     why: str
 
 
-class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", tag_field="kind"):
+class IntervalDecided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", tag_field="kind"):
     """The interval from here on, in steps, why, and the numbers behind: see ``portus.Cadence``."""
 
     session: str
@@ -113,7 +113,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", tag_fiel
     mtbf_s: float | None = None
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class SaveRequested(msgspec.Struct, frozen=True, kw_only=True):
     """A save that was asked for, whatever became of it."""
 
     token: str
@@ -131,10 +131,10 @@ class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_f
     steps: Count
     at_s: Seconds
     work_s: Seconds = 0.0
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[SaveRequested, ...] = ()
 
 
-class Folded(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_field="kind"):
+class FoldedLines(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_field="kind"):
     """The sums of lines that were taken out, to keep the journal small."""
 
     session: str
@@ -149,7 +149,7 @@ class Folded(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_field=
     shared_bytes: Count = 0
 
 
-Line = SessionBegun | Saved | Failed | Decided | SessionEnded | Folded
+Line = SessionBegun | Saved | Failed | IntervalDecided | SessionEnded | FoldedLines
 
 _ANY: Final = Head | Line
 _DECODER: Final[msgspec.json.Decoder[Head | Line]] = msgspec.json.Decoder(_ANY)
@@ -162,7 +162,7 @@ class _Kind(msgspec.Struct):
 _KIND: Final = msgspec.json.Decoder(_Kind)
 _KINDS: Final = frozenset(
     str(each.__struct_config__.tag)
-    for each in (Head, SessionBegun, Saved, Failed, Decided, SessionEnded, Folded)
+    for each in (Head, SessionBegun, Saved, Failed, IntervalDecided, SessionEnded, FoldedLines)
 )
 
 
@@ -239,20 +239,26 @@ def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
     total = len(encode(head)) + sum(weighed.values())
     resumed = {each.resumed for each in rest if isinstance(each, SessionBegun)}
     last = {each.session: each for each in rest if isinstance(each, Saved)}
-    folded: dict[str, Folded] = {}
+    folded: dict[str, FoldedLines] = {}
     gone: set[int] = set()
     for each in rest:
         if total <= size:
             break
-        if isinstance(each, SessionBegun | SessionEnded | Folded) or each is last.get(each.session):
+        if isinstance(each, SessionBegun | SessionEnded | FoldedLines) or each is last.get(
+            each.session
+        ):
             continue
         if isinstance(each, Saved) and each.token in resumed:
             continue
         before = folded.get(each.session)
         if before is None:
             before = next(
-                (one for one in rest if isinstance(one, Folded) and one.session == each.session),
-                Folded(session=each.session),
+                (
+                    one
+                    for one in rest
+                    if isinstance(one, FoldedLines) and one.session == each.session
+                ),
+                FoldedLines(session=each.session),
             )
             total += len(encode(before)) + _FOLDED_GROWTH - weighed.get(id(before), 0)
         folded[each.session] = _with(before, each)
@@ -261,7 +267,7 @@ def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
     kept = [
         each
         for each in rest
-        if id(each) not in gone and not (isinstance(each, Folded) and each.session in folded)
+        if id(each) not in gone and not (isinstance(each, FoldedLines) and each.session in folded)
     ]
     kept += folded.values()
     sessions = list(dict.fromkeys(each.session for each in kept))
@@ -295,7 +301,7 @@ def _newest(lines: Iterable[Line]) -> list[Line]:
     return [e for position, e in enumerate(found) if position in stays or not isinstance(e, single)]
 
 
-def _with(sums: Folded, line: Line) -> Folded:
+def _with(sums: FoldedLines, line: Line) -> FoldedLines:
     """The sums with one line more."""
     if isinstance(line, Saved):
         return msgspec.structs.replace(
@@ -310,7 +316,7 @@ def _with(sums: Folded, line: Line) -> Folded:
         )
     if isinstance(line, Failed):
         return msgspec.structs.replace(sums, failed=sums.failed + 1)
-    assert isinstance(line, Decided)
+    assert isinstance(line, IntervalDecided)
     return msgspec.structs.replace(sums, decided=sums.decided + 1)
 
 

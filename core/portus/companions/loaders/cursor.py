@@ -73,7 +73,7 @@ class DataCursor:
         reason = cls.why_not(loader)
         if reason:
             raise UsageError(f"loader: {reason}")
-        return super().__new__(_Asking if _who_knows(loader) is not None else cls)
+        return super().__new__(_AskingCursor if _who_knows(loader) is not None else cls)
 
     @staticmethod
     def why_not(loader: object) -> str:
@@ -120,12 +120,12 @@ class DataCursor:
         self._waiting: _Resume | None = None
         self._over: Mapping[str, Any] | None = None
         """The state of an epoch's end that was loaded, until the next one begins."""
-        self._place(_Followed(self))
+        self._place(_FollowedSampler(self))
 
     @staticmethod
     def of(sampler: object) -> DataCursor | None:
         """Return the cursor that follows the loader with this index sampler; None if none does."""
-        return sampler.cursor if type(sampler) is _Followed else None
+        return sampler.cursor if type(sampler) is _FollowedSampler else None
 
     @property
     def batches(self) -> int:
@@ -147,7 +147,7 @@ class DataCursor:
     def sampler_after(self, batches: int) -> Any:
         """The loader's index sampler for somebody who passes over the first ``batches`` of it
         himself: what was delivered before a restart is among them."""
-        return _Followed(self, batches)
+        return _FollowedSampler(self, batches)
 
     def state_dict(
         self, delivered: int, *, is_over: bool = False, iterator: object | None = None
@@ -235,7 +235,7 @@ class DataCursor:
             self._change_batch(self._batch_before)
             self._batch_before = None
         placed = getattr(self.loader, self._where)
-        if isinstance(placed, _Followed) and placed.cursor is self:
+        if isinstance(placed, _FollowedSampler) and placed.cursor is self:
             self._place(self.stock)
 
     # For the loader.
@@ -296,10 +296,10 @@ class DataCursor:
         self._compare(resume.position, order.after(count))
         if resume.asked is None or samplers.is_torchdatas(self.loader, "state_dict"):
             # The next one too: samplers may draw only when the first is asked for.
-            return _Ahead(batches, 1)
+            return _ResumedIterator(batches, 1)
         # Asked for as much as before the save: stock samplers draw at the first index, and once
         # more at the end (decision 0128).
-        ahead = _Ahead(batches, resume.asked - count)
+        ahead = _ResumedIterator(batches, resume.asked - count)
         self._put_generators(resume.now)
         return ahead
 
@@ -457,7 +457,7 @@ class DataCursor:
         return self._way.batch
 
 
-class _Asking(DataCursor):
+class _AskingCursor(DataCursor):
     """A cursor for a loader that knows its position itself, or whose dataset does."""
 
     def __init__(
@@ -582,7 +582,7 @@ class Iteration(Iterator[Any]):
             self.start, left = self._cursor.start(self.resume, self.order)
             if left is not None:
                 self._left = chain(repeat([], self._passed_over), left)
-                self._stock = left.rest if isinstance(left, _Ahead) else None
+                self._stock = left.rest if isinstance(left, _ResumedIterator) else None
             elif self.resume is not None:
                 self._left = self._stock = iter(self._cursor.stock)
         self._asked += 1
@@ -625,7 +625,7 @@ class _Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class _Ahead(Iterator[Any]):
+class _ResumedIterator(Iterator[Any]):
     """``rest``, which was asked ``count`` times already."""
 
     def __init__(self, rest: Iterator[Any], count: int) -> None:
@@ -637,7 +637,7 @@ class _Ahead(Iterator[Any]):
         return self._first.popleft() if self._first else next(self.rest)
 
 
-class _Followed:
+class _FollowedSampler:
     """The stand-in for a loader's index sampler. Code that asks for its class, uses its attributes
     or copies it reaches the stock sampler."""
 

@@ -59,7 +59,7 @@ _SWAPPED: Final = np.uint64(1 << 62)
 _FILE: Final = np.uint64(1 << 61)
 
 
-class Tells(enum.Enum):
+class WriteDetection(enum.Enum):
     """How it is known which pages were written to."""
 
     SCAN = "PAGEMAP_SCAN"
@@ -67,7 +67,7 @@ class Tells(enum.Enum):
     NOTHING = "comparing all"
 
 
-class Private:
+class PrivateMapping:
     """``view`` is to be changed, ``committed`` is what there was at the last commit: each uint8, of
     whole pages, zero at first. They live as long as an array over them does."""
 
@@ -76,7 +76,7 @@ class Private:
         length = size + -size % max(PAGE, SYSTEM_PAGE)
         self.size: Final = size
         try:
-            self.mapped: Final = size >= _MAPPED_MIN and tells() is not Tells.NOTHING
+            self.mapped: Final = size >= _MAPPED_MIN and tells() is not WriteDetection.NOTHING
             if self.mapped:
                 self.committed, self.view = _map_twice(length)
             else:
@@ -150,27 +150,27 @@ class Private:
     def _candidates(self) -> list[tuple[int, int]]:
         length = len(self.view)
         address, _ = self._places
-        if tells() is Tells.SCAN:
+        if tells() is WriteDetection.SCAN:
             found = linux.private_pages(_pagemap().number, address, length)
             return [(start - address, end - address) for start, end in found]
         return by_bits(_pagemap().number, address, length)
 
 
 @functools.cache
-def tells() -> Tells:
+def tells() -> WriteDetection:
     """What this system tells of the pages of a private mapping."""
-    for way, ask in ((Tells.SCAN, linux.private_pages), (Tells.BITS, by_bits)):
+    for way, ask in ((WriteDetection.SCAN, linux.private_pages), (WriteDetection.BITS, by_bits)):
         try:
             committed, view = _map_twice(2 * SYSTEM_PAGE)
             committed[0] = view[SYSTEM_PAGE]  # the one is read, and not written to
             view[0] = 1
             address = view.ctypes.data
-            start = address if way is Tells.SCAN else 0
+            start = address if way is WriteDetection.SCAN else 0
             if ask(_pagemap().number, address, len(view)) == [(start, start + SYSTEM_PAGE)]:
                 return way
         except (OSError, AttributeError):
             continue  # another platform, or an older kernel, or /proc is not there
-    return Tells.NOTHING
+    return WriteDetection.NOTHING
 
 
 _process: int = 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from portus.companions.media.private import Private, Run
+from portus.companions.media.private import PrivateMapping, Run
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.settings.text import is_text
 from portus.errors import UsageError
@@ -41,7 +41,12 @@ class Array:
     name for it, ``shape`` is numpy's; one of them is None."""
 
     def __init__(
-        self, memory: Private, sizes: tuple[int, ...], *, shape: ArrayShape | None, dtype: str
+        self,
+        memory: PrivateMapping,
+        sizes: tuple[int, ...],
+        *,
+        shape: ArrayShape | None,
+        dtype: str,
     ) -> None:
         self.memory: Final = memory
         self.sizes: Final = sizes
@@ -56,14 +61,16 @@ class Array:
     @classmethod
     def of_shape(cls, shape: ArrayShape) -> Array:
         """An array of numpy, zero."""
-        return cls(Private(shape.size), shape.shape, shape=shape, dtype="uint8")
+        return cls(PrivateMapping(shape.size), shape.shape, shape=shape, dtype="uint8")
 
     @classmethod
     def of_tensor(cls, dtype: str, sizes: tuple[int, ...]) -> Array:
         """A tensor, zero. Raises ``UsageError`` for a dtype that is not saved."""
         if dtype not in ITEM_SIZES:
             raise UsageError(f"tensors of {dtype} cannot be put on a shelf")
-        return cls(Private(ITEM_SIZES[dtype] * math.prod(sizes)), sizes, shape=None, dtype=dtype)
+        return cls(
+            PrivateMapping(ITEM_SIZES[dtype] * math.prod(sizes)), sizes, shape=None, dtype=dtype
+        )
 
     @property
     def size(self) -> int:

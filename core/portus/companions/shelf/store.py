@@ -10,8 +10,8 @@ An array of which more than half changed gets new extents at once, if it is larg
 would be written twice.
 
 What is to be committed is copied from the views once: into the entry, or to the new extents. Only
-after the commit ``Private.committed`` gets it, from there. So it is never ahead of the pool, and if
-a commit fails there is nothing to put back; and whoever writes to a view meanwhile, what is
+after the commit ``PrivateMapping.committed`` gets it, from there. So it is never ahead of the pool,
+and if a commit fails there is nothing to put back; and whoever writes to a view meanwhile, what is
 committed in memory is what the pool has.
 """
 
@@ -340,7 +340,7 @@ class ShelfStore:
             if record.log is None:
                 raise self._no_shelf([MODEL])
             contents = self._pool.contents(record)
-            made = _Made(record)
+            made = _VersionArrays(record)
             # Later contents are of the same arrays: other ones are another version.
             decode(contents, made)
             arrays = made.all()
@@ -394,7 +394,7 @@ def _are_the_same(items: Mapping[str, Item], others: Mapping[str, Item]) -> bool
     )
 
 
-class _Made:
+class _VersionArrays:
     """The arrays of a version, made as its contents name them. ``names``: of each, by storage."""
 
     def __init__(self, record: VersionRecord) -> None:

@@ -30,7 +30,7 @@ from portus.engine.copying.segments import (
     Column,
     Crcs,
     Digests,
-    Distant,
+    RemoteMedium,
     Segments,
     Source,
     Sources,
@@ -40,7 +40,7 @@ from portus.engine.copying.segments import (
     cut,
 )
 from portus.engine.copying.segments import memory as _view
-from portus.engine.copying.thread import Beside, SharedIterator, finish
+from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError
@@ -289,7 +289,7 @@ def fetch(
     raises.
     """
     columns = _columns(targets).require(addresses=True, extents=True)
-    if isinstance(medium, Distant):
+    if isinstance(medium, RemoteMedium):
         return medium.fetch(columns, stop)
     segments, digests = cut(columns)
     call = _Call(medium, engine or best_engine(), digests, stop)
@@ -310,7 +310,7 @@ def check(
     raises.
     """
     columns = _columns(sources).require(addresses=False, extents=True)
-    if isinstance(medium, Distant):
+    if isinstance(medium, RemoteMedium):
         return medium.check(columns, stop)
     segments, digests = cut(columns)
     call = _Call(medium, engine or best_engine(), digests, stop)
@@ -534,7 +534,7 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
             failed.append(error)
 
     # No pool of threads: the exit of the process would wait for it, whatever it hangs in.
-    second = Beside(take_part_beside, "portus-copying")
+    second = JoinableThread(take_part_beside, "portus-copying")
     try:
         second.start()
     except RuntimeError:  # the interpreter is going down, and starts no thread any more

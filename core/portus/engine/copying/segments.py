@@ -373,7 +373,7 @@ def _are_segments(sources: Sources) -> bool:
 
 
 @runtime_checkable
-class Distant(Protocol):
+class RemoteMedium(Protocol):
     """A medium on another machine: its own transport fetches from it, and it hashes by itself."""
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:

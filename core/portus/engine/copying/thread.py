@@ -14,7 +14,7 @@ DEAF_S_MAX: Final = 0.25
 its thread blocks: when that wakes up."""
 
 
-class Beside(threading.Thread):
+class JoinableThread(threading.Thread):
     """A thread whose end is waited for reliably, whatever a signal handler raises in the wait.
 
     Before Python 3.13, Ctrl-C in ``threading.Thread.join`` makes Python take a thread for ended
@@ -55,7 +55,7 @@ class Beside(threading.Thread):
                 return
 
 
-def finish(threads: Iterable[Beside]) -> None:
+def finish(threads: Iterable[JoinableThread]) -> None:
     """Wait until all of them are over. Ctrl-C is raised then: for who owns memory that they use."""
     raised: BaseException | None = None
     for thread in threads:

@@ -76,7 +76,7 @@ _DIGITS: Final = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class _Committed(Generic[File]):
+class _NewestFile(Generic[File]):
     """The newest committed file of a series. ``name``: empty for a directory, with all files that
     are in it."""
 
@@ -90,11 +90,11 @@ class _Hold(Generic[File]):
     """A hidden link to a committed file."""
 
     name: str
-    of: _Committed[File]
+    of: _NewestFile[File]
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched(Generic[File]):
+class _WatchedFile(Generic[File]):
     """A hidden link to a committed file that another process is to remove."""
 
     folder: HiddenFolder[File]
@@ -129,10 +129,10 @@ class Publisher(Generic[File]):
         self._directories: Final[list[OpenDirectory[File]]] = []
         """Open directories: those of drafts, and of the newest files."""
         self._drafts: Final[list[Publication[File]]] = []
-        self._newest: Final[dict[str, _Committed[File]]] = {}
+        self._newest: Final[dict[str, _NewestFile[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
         """Identities of the files that this process committed and has not removed."""
-        self._watched: Final[list[_Watched[File]]] = []
+        self._watched: Final[list[_WatchedFile[File]]] = []
         self._spares: Final[list[_Spare[File]]] = []
         self._spares_max = 1
 
@@ -200,7 +200,7 @@ class Publisher(Generic[File]):
                     hidden = None
             self._system.unlink(directory.file, name)
             if hidden is not None:
-                committed = _Committed(directory, name, status.identity)
+                committed = _NewestFile(directory, name, status.identity)
                 self._release(folder, _Hold(hidden, committed))
             if record is not None:
                 self._drop(folder, record)
@@ -280,9 +280,9 @@ class Publisher(Generic[File]):
             self._written.add(system.status(file.file).identity)
         if len(draft.files) == 1:
             file = draft.files[0]
-            committed = _Committed(directory, file.name, system.status(file.file).identity)
+            committed = _NewestFile(directory, file.name, system.status(file.file).identity)
         else:
-            committed = _Committed(directory, "", system.status(directory.file).identity)
+            committed = _NewestFile(directory, "", system.status(directory.file).identity)
         # Popped first, so that the dict is in the order of commits, and the oldest series goes.
         self._newest.pop(draft.series, None)
         self._newest[draft.series] = committed
@@ -413,7 +413,7 @@ class Publisher(Generic[File]):
             for file in self._files_of(committed):
                 self._hold_also(draft, file)
 
-    def _hold_also(self, draft: Publication[File], committed: _Committed[File]) -> None:
+    def _hold_also(self, draft: Publication[File], committed: _NewestFile[File]) -> None:
         """Have a draft hold a file too. It may be committed after the draft was begun."""
         where = self._system.path_of(committed.directory.file)
         here = draft.folder.path_of_base()
@@ -452,7 +452,7 @@ class Publisher(Generic[File]):
             raise
         return True
 
-    def _files_of(self, committed: _Committed[File]) -> list[_Committed[File]]:
+    def _files_of(self, committed: _NewestFile[File]) -> list[_NewestFile[File]]:
         """Return the files of a directory, the largest ones first; or the file itself."""
         if committed.name:
             return [committed]
@@ -461,13 +461,13 @@ class Publisher(Generic[File]):
             status = self._system.look(directory.file, name)
             if status is not None and status.is_regular:
                 found.append((-status.size, name, status.identity))
-        return [_Committed(directory, name, each) for _, name, each in sorted(found)[:HELD_MAX]]
+        return [_NewestFile(directory, name, each) for _, name, each in sorted(found)[:HELD_MAX]]
 
-    def _newest_beside(self, draft: Publication[File]) -> _Committed[File] | None:
+    def _newest_beside(self, draft: Publication[File]) -> _NewestFile[File] | None:
         """Return the directory of a publication, if it has files; else the newest beside it whose
         name differs in its numbers alone."""
         where = self._system.path_of(draft.directory.file)
-        own = _Committed(draft.directory, "", self._system.status(draft.directory.file).identity)
+        own = _NewestFile(draft.directory, "", self._system.status(draft.directory.file).identity)
         if where is None or self._files_of(own):
             return own
         above, newest = self._system.open_directory(os.path.dirname(where)), None
@@ -484,9 +484,9 @@ class Publisher(Generic[File]):
             return None
         beside_it = os.path.join(os.path.dirname(where), newest[1])
         directory = self._directory(beside_it, draft.directory.base)
-        return _Committed(directory, "", self._system.status(directory.file).identity)
+        return _NewestFile(directory, "", self._system.status(directory.file).identity)
 
-    def _newest_in(self, draft: Publication[File]) -> _Committed[File] | None:
+    def _newest_in(self, draft: Publication[File]) -> _NewestFile[File] | None:
         """Return the newest file beside that of a draft, if only numbers in its name differ."""
         directory, newest = draft.directory, None
         for each in self._system.names(directory.file):
@@ -497,7 +497,7 @@ class Publisher(Generic[File]):
         if newest is None:
             return None
         found = self._system.look(directory.file, newest[1])
-        return None if found is None else _Committed(directory, newest[1], found.identity)
+        return None if found is None else _NewestFile(directory, newest[1], found.identity)
 
     def _put_back(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
         where = self._system.path_of(hold.of.directory.file)
@@ -540,9 +540,9 @@ class Publisher(Generic[File]):
         identity = self._system.status(file.file).identity
         # Later its link count shows that the visible name is gone, whoever removed it.
         hold = _Hold(
-            hidden_name(record.token, HOLD), _Committed(draft.directory, file.name, identity)
+            hidden_name(record.token, HOLD), _NewestFile(draft.directory, file.name, identity)
         )
-        self._watched.append(_Watched(draft.folder, record, hold))
+        self._watched.append(_WatchedFile(draft.folder, record, hold))
         is_linked = False
         try:
             is_linked = self._link(draft.folder, hold)
@@ -558,7 +558,7 @@ class Publisher(Generic[File]):
                 if status is None or status.links == 1:
                     self._forget(watched)
 
-    def _forget(self, watched: _Watched[File]) -> None:
+    def _forget(self, watched: _WatchedFile[File]) -> None:
         self._watched.remove(watched)
         self._release(watched.folder, watched.hold)
         self._drop(watched.folder, watched.record)

@@ -141,7 +141,7 @@ class CopyChoice(Protocol):
         """Record when the copy started and when it ended, as marks of ``timeline``."""
 
 
-class WhereItFits:
+class CopyWhereItFits:
     """The choice to copy on the device whenever there is room."""
 
     def on_device(self, room: DeviceRoom) -> bool:

@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from portus.engine.fence import writers
-from portus.engine.fence.guards import GUARDED, Arguments, Guarded
+from portus.engine.fence.guards import GUARDED, Arguments, GuardedFunction
 from portus.engine.media.calls import is_nested, mark
 from portus.engine.pipeline.run import Save
 
@@ -329,7 +329,7 @@ class _Guards:
     """The patched functions. ``_lock`` is held around it."""
 
     def __init__(self) -> None:
-        self._missing: list[Guarded] = list(GUARDED)
+        self._missing: list[GuardedFunction] = list(GUARDED)
         self._patches: list[_Patch] = []
 
     def put_on(self) -> None:
@@ -371,7 +371,7 @@ class _Patch:
             setattr(self.owner, self.name, self.before)
 
 
-def _patch(guarded: Guarded) -> _Patch | None:
+def _patch(guarded: GuardedFunction) -> _Patch | None:
     """Put the guard in place; None if the function is not loaded, or not in this version."""
     module_name, _, path = guarded.place.partition(":")
     owner: object = sys.modules.get(module_name)
@@ -392,7 +392,7 @@ def _patch(guarded: Guarded) -> _Patch | None:
     return _Patch(owner, name, ours, before, inherited)
 
 
-def _waiting(function: Callable[..., object], guarded: Guarded) -> Callable[..., object]:
+def _waiting(function: Callable[..., object], guarded: GuardedFunction) -> Callable[..., object]:
     @functools.wraps(function)
     def waits(*arguments: object, **named: object) -> object:
         # While torch.compile traces, nothing is written; the test is folded away.
@@ -403,7 +403,7 @@ def _waiting(function: Callable[..., object], guarded: Guarded) -> Callable[...,
     return waits
 
 
-def _wait_before(guarded: Guarded, arguments: Arguments) -> None:
+def _wait_before(guarded: GuardedFunction, arguments: Arguments) -> None:
     """Wait before a guarded function writes. Raises nothing."""
     if _in_flight:
         try:

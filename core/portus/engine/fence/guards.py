@@ -20,7 +20,7 @@ Arguments = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
+class GuardedFunction:
     """A function that writes. ``place`` is ``module:name`` or ``module:class.name``; ``written``
     says, from its positional arguments, which storages (data pointers) it writes; None: any."""
 
@@ -69,21 +69,21 @@ _AVERAGES: Final = tuple(
 )
 
 GUARDED: Final = (
-    Guarded("torch.nn.modules.module:Module.load_state_dict", _of_module),
-    Guarded("torch.nn.functional:_no_grad_embedding_renorm_", _of_tensor),
+    GuardedFunction("torch.nn.modules.module:Module.load_state_dict", _of_module),
+    GuardedFunction("torch.nn.functional:_no_grad_embedding_renorm_", _of_tensor),
     # These move a storage's memory and free the old one under a copy that reads it.
-    Guarded("torch.storage:UntypedStorage.resize_", _of_storage),
-    Guarded("torch:Tensor.resize_", _of_tensor),
-    Guarded("torch:Tensor.resize_as_", _of_tensor),
-    Guarded("torch:resize_as_", _of_tensor),
-    Guarded("torch.storage:UntypedStorage._share_fd_cpu_", _of_storage),
-    Guarded("torch.storage:UntypedStorage._share_filename_cpu_", _of_storage),
-    Guarded(
+    GuardedFunction("torch.storage:UntypedStorage.resize_", _of_storage),
+    GuardedFunction("torch:Tensor.resize_", _of_tensor),
+    GuardedFunction("torch:Tensor.resize_as_", _of_tensor),
+    GuardedFunction("torch:resize_as_", _of_tensor),
+    GuardedFunction("torch.storage:UntypedStorage._share_fd_cpu_", _of_storage),
+    GuardedFunction("torch.storage:UntypedStorage._share_filename_cpu_", _of_storage),
+    GuardedFunction(
         "torch.distributed.algorithms.model_averaging.utils:average_parameters_or_parameter_groups",
         _of_any,
     ),
-    Guarded(
+    GuardedFunction(
         "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor", _of_any
     ),
-    *(Guarded(place, _of_any) for place in (*_LIGHTNING, *_AVERAGES)),
+    *(GuardedFunction(place, _of_any) for place in (*_LIGHTNING, *_AVERAGES)),
 )

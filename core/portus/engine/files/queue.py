@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from portus.engine.files.pending import PENDING
-from portus.engine.pipeline.waiting import Changed
+from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.errors import UsageError
 
 SAVES_MAX: Final = 2
@@ -78,7 +78,7 @@ class Queue:
         self._name: Final = name
         self._bytes_max: Final = bytes_max
         self._lock: Final = threading.RLock()
-        self._changed: Final = Changed(self._lock)
+        self._changed: Final = InterruptibleCondition(self._lock)
         self._waiting: deque[tuple[Work, Turn | None]] = deque()
         self._turns: set[Turn] = set()
         self._running: Work | None = None

@@ -52,7 +52,7 @@ def pack(size: int, lengths: Column, digests: Digests, rest: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class DigestRecord:
     """What a record of digests says."""
 
     digests: Digests
@@ -69,7 +69,7 @@ def size_noted(record: bytes) -> int | None:
     return size
 
 
-def unpack(record: bytes, size: int, lengths: Column, where: str) -> Noted:
+def unpack(record: bytes, size: int, lengths: Column, where: str) -> DigestRecord:
     """What the record at ``where`` says of a file of ``size`` bytes with such storages.
 
     Raises ``CorruptionError`` when it is damaged or is that of another file, and ``UsageError``
@@ -96,4 +96,4 @@ def unpack(record: bytes, size: int, lengths: Column, where: str) -> Noted:
     rows = np.frombuffer(body, np.uint8, units * DIGEST_SIZE, HEAD.size)
     rest = head["rest"]
     assert isinstance(rest, bytes)
-    return Noted(rows.reshape(units, DIGEST_SIZE), rest)
+    return DigestRecord(rows.reshape(units, DIGEST_SIZE), rest)

@@ -12,10 +12,10 @@ from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.spec import TensorSpec
 
 
-class _Made:
+class _PickledObject:
     """Stands for whatever a pickle makes: keeps what it was made of."""
 
-    def __new__(cls, *args: object, **kwargs: object) -> _Made:
+    def __new__(cls, *args: object, **kwargs: object) -> _PickledObject:
         made = super().__new__(cls)
         made.parts = [*args, *kwargs.values()]
         for each in (args, *args):
@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         # Never the named class: to find it would import a module, and to make it runs its code.
-        return type(name, (_Made,), {})
+        return type(name, (_PickledObject,), {})
 
     def persistent_load(self, pid: Any) -> Any:
         key = str(pid[2])
@@ -168,7 +168,7 @@ def _places(state: object) -> list[StoragePlace]:
             children = [(each, (*keys, key), is_plain) for key, each in pairs]
         elif isinstance(value, (list, tuple)):
             children = [(each, (*keys, index), is_plain) for index, each in enumerate(value)]
-        elif isinstance(value, _Made):
+        elif isinstance(value, _PickledObject):
             is_plain = is_plain and type(value).__name__ in _PLAIN
             children = [
                 (each, keys, is_plain)

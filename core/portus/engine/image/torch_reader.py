@@ -153,7 +153,7 @@ def _in_order(key: str) -> tuple[int, str]:
     return (int(key), "") if key.isascii() and key.isdigit() and len(key) < 20 else (-1, key)
 
 
-class _Central(NamedTuple):
+class _CentralEntry(NamedTuple):
     """An entry of the central directory, which is at ``at`` of the file."""
 
     name: str
@@ -221,7 +221,7 @@ class _Directory:
             self.bad(until, "entries of the directory", f"{length} bytes at most", count)
         return start, length, count
 
-    def _parse(self, raw: bytes, count: int) -> Iterator[_Central]:
+    def _parse(self, raw: bytes, count: int) -> Iterator[_CentralEntry]:
         place = 0
         for _ in range(count):
             at = self._start + place
@@ -258,7 +258,7 @@ class _Directory:
                 text = name.decode()
             except UnicodeDecodeError:
                 self.bad(at, "the name of a record", "UTF-8", name)
-            yield _Central(text, name, flags, length, crc, header_at, at)
+            yield _CentralEntry(text, name, flags, length, crc, header_at, at)
             place = ends[-1]
         if place != len(raw):
             self.bad(self._start + place, "the end of the directory", len(raw), place)
@@ -292,7 +292,7 @@ class _Directory:
             found[entry.name] = begin
         return found
 
-    def begin(self, entry: _Central, least: int = 0) -> int:
+    def begin(self, entry: _CentralEntry, least: int = 0) -> int:
         """Where the data of a record begins, whose header is at ``least`` or behind it."""
         at = entry.header_at
         if at < least or at + LOCAL.size > self._start:
@@ -311,7 +311,7 @@ class _Directory:
         return data
 
     def verify(
-        self, central: _Central, record: ZipRecord, offset: Column, length: Column
+        self, central: _CentralEntry, record: ZipRecord, offset: Column, length: Column
     ) -> Digests:
         """The digests of all units, after everything but the storages was verified."""
         where = f"{self._name}: byte {record.offset}"

@@ -139,7 +139,7 @@ def torch_image(
     def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
         if len(crcs) != count:
             raise UsageError(f"CRCs of an image: expected {count}, found {len(crcs)}")
-        written = _Writing(records)
+        written = _ZipWriter(records)
         for name, data in start:
             written.record(name, data)
         for index, crc in zip(order.tolist(), crcs[order].tolist(), strict=True):
@@ -260,7 +260,7 @@ class _Entry(NamedTuple):
         return fixed + self.name + wide
 
 
-class _Writing:
+class _ZipWriter:
     """The bytes of a zip file around the data of its storages, one record after another."""
 
     def __init__(self, records: _Records) -> None:

@@ -18,7 +18,7 @@ from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec
 from portus.engine.state.elsewhere import Elsewhere
 from portus.engine.state.merge import Merge
-from portus.engine.state.walk import DTYPES, Walked, refuse_freed, walk
+from portus.engine.state.walk import DTYPES, StateContents, refuse_freed, walk
 from portus.errors import UsageError
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
@@ -28,7 +28,7 @@ _INTEGERS: Final = frozenset(
 )
 
 
-class Stored(Protocol):
+class StorageSource(Protocol):
     """Storages that are stored."""
 
     @property
@@ -40,7 +40,7 @@ class Stored(Protocol):
         what was saved."""
 
 
-class StoredState(Stored, Protocol):
+class StoredState(StorageSource, Protocol):
     """A state that is stored, and the bytes of its storages."""
 
     @property
@@ -48,7 +48,7 @@ class StoredState(Stored, Protocol):
         """The state, whose plain tensors have memory that nobody has filled."""
 
     @property
-    def contents(self) -> Walked:
+    def contents(self) -> StateContents:
         """What is in it; storages are those of this."""
 
     @property
@@ -59,7 +59,7 @@ class StoredState(Stored, Protocol):
         """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
 
 
-def fetch_storages(stored: Stored, wanted: Column) -> list[torch.UntypedStorage | None]:
+def fetch_storages(stored: StorageSource, wanted: Column) -> list[torch.UntypedStorage | None]:
     """Return fresh storages with the verified bytes of ``wanted``; None for the rest."""
     lengths = stored.lengths
     storages: list[torch.UntypedStorage | None] = [None] * len(lengths)
@@ -298,7 +298,7 @@ def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
     )
 
 
-def _places_in(found: Walked) -> dict[str, Elsewhere]:
+def _places_in(found: StateContents) -> dict[str, Elsewhere]:
     """Return each ``Elsewhere`` in a state, by key path."""
     return {path: value for path, value in found.others if isinstance(value, Elsewhere)}
 

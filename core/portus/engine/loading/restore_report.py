@@ -8,7 +8,7 @@ from portus.engine.spec import VersionInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoreReport:
     """What ``restore_into`` did. ``missing``: tensors of the state that the version lacks, left as
     they were. ``unexpected``: tensors of the version that the state lacks."""
 

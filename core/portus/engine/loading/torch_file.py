@@ -58,7 +58,7 @@ def load_torch(
         there = same if os.path.exists(same) else where
         state = torch.load(there, mmap=True, **settings)
     else:
-        state = _load(_Verified(file, found, wanted), settings)
+        state = _load(_VerifiedFile(file, found, wanted), settings)
     if keep is None:
         return state
     part = part_of(state, keep)
@@ -82,7 +82,9 @@ def restore_torch(
     if weights_only is not None:
         settings["weights_only"] = weights_only
     found = _read(file, where, verify=verify)
-    verified = None if found is None else _Verified(file, found, _keys_to_read(found, Matcher([])))
+    verified = (
+        None if found is None else _VerifiedFile(file, found, _keys_to_read(found, Matcher([])))
+    )
     outline = torch.load(where, **settings) if verified is None else _load(verified, settings)
     stored = _FileState(printable(where), outline, verified)
     return restore_over(stored, state, strict=strict, names=names, rename=rename)
@@ -126,7 +128,7 @@ def _is_old(read: Read) -> bool:
     return read(0, len(_PICKLE)) == _PICKLE or read(_TAR[0], len(_TAR[1])) == _TAR[1]
 
 
-def _load(verified: _Verified, settings: dict[str, Any]) -> Any:
+def _load(verified: _VerifiedFile, settings: dict[str, Any]) -> Any:
     try:
         return torch.load(verified, **settings)  # type: ignore[arg-type]  # it reads, and no more
     except Exception:
@@ -145,7 +147,7 @@ def _keys_to_read(found: TorchFile, keep: Matcher) -> set[str]:
     }
 
 
-class _Verified(StoredBytes):
+class _VerifiedFile(StoredBytes):
     """A file object that hands out what is as it was saved, and nothing else.
 
     wanted: the keys of storages to read; what memory for another one is filled with is undefined.
@@ -232,7 +234,7 @@ class _FileState:
     """A file as a ``StoredState``. outline: what is in it, whose plain tensors have memory that
     nobody has filled. verified: the file; None if ``outline`` has all of it."""
 
-    def __init__(self, where: str, outline: object, verified: _Verified | None) -> None:
+    def __init__(self, where: str, outline: object, verified: _VerifiedFile | None) -> None:
         self.where: Final = where
         self.outline: Final = outline
         self.contents: Final = walk(outline)

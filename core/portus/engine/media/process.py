@@ -27,7 +27,7 @@ from typing import Final, Protocol
 from portus.errors import UsageError
 
 
-class Inherited(Protocol):
+class ProcessResource(Protocol):
     """Something to let go of in a forked child."""
 
     def leave(self) -> None:
@@ -86,10 +86,10 @@ def _after_fork() -> None:
     _fork.release()
 
 
-_held: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
+_held: Final[weakref.WeakSet[ProcessResource]] = weakref.WeakSet()
 
 
-def leave_in_child(thing: Inherited) -> None:
+def leave_in_child(thing: ProcessResource) -> None:
     """Have each child forked from now on call ``thing.leave()``, as long as ``thing`` lives."""
     _held.add(thing)
 

@@ -12,7 +12,7 @@ from portus.engine.extensions import CHECKPOINTER_OF, extension
 from portus.engine.job.settings import SettingsDict
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_report import Restored
+from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.process import leave
 from portus.engine.paths.saver import FileSaver
@@ -126,7 +126,7 @@ class Checkpointer:
         names: Patterns = None,
         rename: Rename = None,
         weights_only: bool | None = None,
-    ) -> Restored:
+    ) -> RestoreReport:
         """Copy a checkpoint into the tensors of ``state``, in place, and set its other leaves.
 
         Shapes must match the saved ones. Values of another dtype are converted, and rounded at

@@ -19,7 +19,7 @@ from portus.engine.loading.checkpoint_file import load_file, restore_file
 from portus.engine.loading.origin import note_loaded
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_report import Restored
+from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join, recover_left
@@ -132,7 +132,7 @@ class DirectoryCheckpointer(Checkpointer):
         names: Patterns = None,
         rename: Rename = None,
         weights_only: bool | None = None,
-    ) -> Restored:
+    ) -> RestoreReport:
         before_write()  # a save of this process may be reading these tensors
         info, (missing, unexpected) = self._use(
             step,
@@ -146,7 +146,7 @@ class DirectoryCheckpointer(Checkpointer):
                 verify=self.settings.verify,
             ),
         )
-        return Restored(info, missing, unexpected)
+        return RestoreReport(info, missing, unexpected)
 
     def versions(self) -> list[VersionInfo]:
         self._check_usable()

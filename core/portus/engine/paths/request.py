@@ -14,7 +14,7 @@ from portus.engine.state.contents import FileContents
 from portus.errors import MediumError, UsageError, printable
 
 
-class ToSave(NamedTuple):
+class FileToSave(NamedTuple):
     """A file to save: its path, and what it is to have."""
 
     path: str | os.PathLike[str]
@@ -30,7 +30,7 @@ class OwnFormat(abc.ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Laid(OwnFormat):
+class PreparedFile(OwnFormat):
     """See ``OwnFormat``: its contents are there."""
 
     contents: FileContents
@@ -49,7 +49,7 @@ class NewFile:
     contents: FileContents
 
 
-def targets_of(files: Sequence[ToSave], *, follows_links: bool) -> list[tuple[str, str]]:
+def targets_of(files: Sequence[FileToSave], *, follows_links: bool) -> list[tuple[str, str]]:
     """Return the paths of files of one directory, each as the caller said it, and where it leads.
     Links to directories are followed, and the last one if ``follows_links``. Raises ``UsageError``
     for what no file can be put at, and for files of several directories, ``MediumError`` if that

@@ -36,10 +36,10 @@ from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.at_once import WrittenFile
 from portus.engine.paths.destination import Destination
-from portus.engine.paths.request import NewFile, OwnFormat, ToSave, base_of, name_of, targets_of
+from portus.engine.paths.request import FileToSave, NewFile, OwnFormat, base_of, name_of, targets_of
 from portus.engine.paths.shared_writer import SharedWriter
 from portus.engine.pipeline import commits
-from portus.engine.pipeline.audit import Audit, Auditor, Late
+from portus.engine.pipeline.audit import Audit, Auditor, LateStorages
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
@@ -106,11 +106,11 @@ class FileSaver:
         self, state: object, path: str | os.PathLike[str], request: SaveRequest = _PLAIN
     ) -> SaveHandle:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
-        return self.save_files([ToSave(path, state)], request)
+        return self.save_files([FileToSave(path, state)], request)
 
     def _save_nested(
         self,
-        files: Sequence[ToSave],
+        files: Sequence[FileToSave],
         request: SaveRequest = _PLAIN,
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
@@ -122,7 +122,7 @@ class FileSaver:
     @calls.entry_or(_save_nested)
     def save_files(
         self,
-        files: Sequence[ToSave],
+        files: Sequence[FileToSave],
         request: SaveRequest = _PLAIN,
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
@@ -387,7 +387,7 @@ class _Owner(SaveOwner):
     def describe(self, index: int) -> str:
         return self.name(index)
 
-    def audit(self, late: Late, stop: Stop) -> Audit:
+    def audit(self, late: LateStorages, stop: Stop) -> Audit:
         return self.saver.auditor.begin(late, stop)
 
     def torn(self, addresses: Sequence[int]) -> None:
@@ -425,7 +425,7 @@ def _contents_of(state: object) -> FileContents:
     return state.file_contents() if isinstance(state, OwnFormat) else pickle_state(state)
 
 
-def _new_files(files: Sequence[ToSave], targets: Sequence[tuple[str, str]]) -> list[NewFile]:
+def _new_files(files: Sequence[FileToSave], targets: Sequence[tuple[str, str]]) -> list[NewFile]:
     return [
         NewFile(said, real, _contents_of(file.state))
         for file, (said, real) in zip(files, targets, strict=True)

@@ -4,10 +4,10 @@ The fence keeps known writers out while a storage is read late. Against unknown 
 noted of every late storage at the call, and compared with what was stored once the copy has ended
 and before the fence opens:
 
-- its digests (``Hashed``): exact, on every system;
-- that the kernel is to tell of writes to its pages (``Watched``): exact too, and nearly free where
+- its digests (``DigestAudit``): exact, on every system;
+- that the kernel tells of writes to its pages (``WatchAudit``): exact too, and nearly free where
   pages are huge;
-- 64 bytes of each 64 KiB, and torch's counts of changes (``Probed``): sees storages that are
+- 64 bytes of each 64 KiB, and torch's counts of changes (``ProbeAudit``): sees storages that are
   swapped, clamped, or have noise added, and not one row.
 
 ``Auditor`` chooses by price.
@@ -81,7 +81,7 @@ def no_changes() -> Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class LateStorages:
     """The late storages of a save that have an address here, a row for each. ``changes``: a count
     for each, which grows with every write that torch counts; none if there are no counts."""
 
@@ -94,13 +94,13 @@ class Late:
         """Bytes of all of them."""
         return int(self.length.sum())
 
-    def part(self, rows: Column) -> Late:
+    def part(self, rows: Column) -> LateStorages:
         """Some of them, without their counts."""
-        return Late(self.address[rows], self.length[rows])
+        return LateStorages(self.address[rows], self.length[rows])
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredStorages:
     """What ``draft`` stored of the late storages ``index``, and the digests of all their units."""
 
     index: Column
@@ -118,24 +118,24 @@ class Audit(Protocol):
     @property
     def way(self) -> AuditMethod: ...
 
-    def torn(self, stored: Stored) -> Flags:
+    def torn(self, stored: StoredStorages) -> Flags:
         """Return which storages were not stored as they were at the call. Blocks."""
 
     def close(self) -> None:
         """Nothing is noted any more. A second call does nothing."""
 
 
-class Hashed:
+class DigestAudit:
     """Digests at the call."""
 
     way: Final = AuditMethod.HASH
 
-    def __init__(self, late: Late, stop: Stop) -> None:
+    def __init__(self, late: LateStorages, stop: Stop) -> None:
         self._lengths: Final = late.length
         nowhere = Sources.in_memory(late.address, late.length)
         self._at_call: Final = hash_sources(nowhere, stop)
 
-    def torn(self, stored: Stored) -> Flags:
+    def torn(self, stored: StoredStorages) -> Flags:
         return self.differ(stored.digests)
 
     def differ(self, stored: Digests) -> Flags:
@@ -148,7 +148,7 @@ class Hashed:
         """Nothing to end."""
 
 
-class Watched:
+class WatchAudit:
     """The kernel's word for big storages, digests for the others.
 
     Others may have bytes in the first and the last page of a storage. What it has there itself is
@@ -157,7 +157,9 @@ class Watched:
 
     way: Final = AuditMethod.KERNEL
 
-    def __init__(self, late: Late, stop: Stop, watch: write_watch.WriteWatch, big: Column) -> None:
+    def __init__(
+        self, late: LateStorages, stop: Stop, watch: write_watch.WriteWatch, big: Column
+    ) -> None:
         """watch: of the storages in the rows ``big``, since before this is made."""
         self._watch: Final = watch
         self._big: Final = big
@@ -169,9 +171,9 @@ class Watched:
         self._tails: Final = _copy_runs(self._inner_end, self._end)
         self._units: Final = unit_counts(late.length)
         self._small: Final = np.setdiff1d(np.arange(len(late.length)), big)
-        self._rest: Final = Hashed(late.part(self._small), stop)
+        self._rest: Final = DigestAudit(late.part(self._small), stop)
 
-    def torn(self, stored: Stored) -> Flags:
+    def torn(self, stored: StoredStorages) -> Flags:
         digests, runs = stored.digests, self._watch.written_runs()
         torn = np.zeros(len(self._units), np.bool_)
         torn[self._small] = self._rest.differ(digests[self._rows_of(self._small)])
@@ -207,12 +209,12 @@ class Watched:
         return True
 
 
-class Probed:
+class ProbeAudit:
     """Some bytes of each storage, and its count of changes, at the call."""
 
     way: Final = AuditMethod.PROBE
 
-    def __init__(self, late: Late) -> None:
+    def __init__(self, late: LateStorages) -> None:
         self._late: Final = late
         count = -(-late.length // PROBE_EACH)
         row = np.repeat(np.arange(len(count)), count)
@@ -229,7 +231,7 @@ class Probed:
         self._at_call: Final = self._now()
         self._changes: Final = late.changes()
 
-    def torn(self, stored: Stored) -> Flags:
+    def torn(self, stored: StoredStorages) -> Flags:
         """What was stored out of sight (on a storage host) is taken to be what is here now."""
         found = stored.bytes_of(self._row, self._offset, self._length)
         different = (self._now() if found is None else found) != self._at_call
@@ -256,16 +258,16 @@ class Auditor:
         self._last_s = time.monotonic()
         self._bytes_per_s = 8e9  # until it was timed
         self._watch_s_per_byte = _UNKNOWN_S_PER_BYTE
-        self._dear: Late | None = None
+        self._dear: LateStorages | None = None
         self._made_huge = b""
         self._said = False
 
-    def begin(self, late: Late, stop: Stop) -> Audit:
+    def begin(self, late: LateStorages, stop: Stop) -> Audit:
         """Note what is there now. Raises ``StoppedError``."""
         now_s = time.monotonic()
         since_s, self._last_s = now_s - self._last_s, now_s
         if self._guard == "probe":
-            return Probed(late)
+            return ProbeAudit(late)
         limit_s = math.inf if self._guard == "exact" else max(PRICE_S, SHARE * since_s)
         # Per GiB, a watch takes 0.07 ms with huge pages and 31 to 50 ms without; digests take 26
         # (decision 0051). So each save compares the two.
@@ -280,7 +282,7 @@ class Auditor:
             return self._hash(late, stop)
         self._say(since_s, hash_s)
         self._make_huge_soon(late.part(big))
-        return Probed(late)
+        return ProbeAudit(late)
 
     def use_huge_pages(self) -> Iterator[None]:
         """Ask for huge pages where watching is expensive, one with each step, for ``HUGE_PAGES_S``
@@ -294,12 +296,12 @@ class Auditor:
             yield
         self._dear, self._watch_s_per_byte = None, 0.0
 
-    def _watch_s(self, late: Late, big: Column) -> float:
+    def _watch_s(self, late: LateStorages, big: Column) -> float:
         """What watching costs training."""
         small = late.size - late.part(big).size
         return small / self._bytes_per_s + late.part(big).size * self._watch_s_per_byte
 
-    def _watch(self, late: Late, stop: Stop, big: Column) -> Watched | None:
+    def _watch(self, late: LateStorages, stop: Stop, big: Column) -> WatchAudit | None:
         part = late.part(big)
         start = time.perf_counter()
         watch = write_watch.watch(part.address, part.length)
@@ -309,17 +311,17 @@ class Auditor:
         self._watch_s_per_byte = took_s / part.size
         if took_s > PRICE_S / 2:
             self._make_huge_soon(part)
-        return Watched(late, stop, watch, big)
+        return WatchAudit(late, stop, watch, big)
 
-    def _make_huge_soon(self, part: Late) -> None:
+    def _make_huge_soon(self, part: LateStorages) -> None:
         """Have ``use_huge_pages`` ask for huge pages there, once."""
         known = part.address.tobytes()
         if known != self._made_huge and write_watch.can_watch():
             self._made_huge, self._dear = known, part
 
-    def _hash(self, late: Late, stop: Stop) -> Hashed:
+    def _hash(self, late: LateStorages, stop: Stop) -> DigestAudit:
         start = time.perf_counter()
-        audit = Hashed(late, stop)
+        audit = DigestAudit(late, stop)
         if late.size >= _TIMED_MIN:
             rate = late.size / (time.perf_counter() - start)
             self._bytes_per_s = (self._bytes_per_s + rate) / 2

@@ -27,11 +27,11 @@ from portus.engine.copying.local import hash_sources
 from portus.engine.copying.segments import Digests, Sources, Stop, equal_storages, ranges
 from portus.engine.format.checksum import unit_counts
 from portus.engine.media import calls
-from portus.engine.pipeline.audit import Audit, Late, Stored, no_changes
+from portus.engine.pipeline.audit import Audit, LateStorages, StoredStorages, no_changes
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Column, Flags, Previous, Snapshot
-from portus.engine.pipeline.waiting import Changed
+from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.engine.spec import VersionInfo
 from portus.errors import AbandonedError, PortusError
 
@@ -61,7 +61,7 @@ class SaveOwner:
         """Return the name of a storage, for messages."""
         return str(index)
 
-    def audit(self, late: Late, stop: Stop) -> Audit | None:
+    def audit(self, late: LateStorages, stop: Stop) -> Audit | None:
         """Note what is there of the late storages. Return None for no audit."""
         return None
 
@@ -103,8 +103,8 @@ class Save:
         self._lock: Final = threading.RLock()
         # Two, so that who waits for the end is woken once: each time takes Python's lock from the
         # worker.
-        self._copied: Final = Changed(self._lock)
-        self._ended: Final = Changed(self._lock)
+        self._copied: Final = InterruptibleCondition(self._lock)
+        self._ended: Final = InterruptibleCondition(self._lock)
         self._stop: Final = Stop(awaited=False)
         self._stage = Stage.PLANNED
         self._reading = False
@@ -364,15 +364,15 @@ class Save:
         if self._audit is None:
             return
         late = self._late_here()
-        torn = late[self._audit.torn(Stored(late, self._digests_of(late), self.draft))]
+        torn = late[self._audit.torn(StoredStorages(late, self._digests_of(late), self.draft))]
         if len(torn):
             self._owner.torn(self._snapshot.address[torn].tolist())
             raise AbandonedError(self._verdict(torn.tolist()))
 
-    def _late(self, rows: Column) -> Late:
+    def _late(self, rows: Column) -> LateStorages:
         snapshot = self._snapshot
         changes = snapshot.changes
-        return Late(
+        return LateStorages(
             snapshot.address[rows],
             snapshot.length[rows],
             (lambda: changes()[rows]) if changes is not None else no_changes,

@@ -12,7 +12,7 @@ from portus.engine.copying.thread import DEAF_S_MAX
 Result = TypeVar("Result")
 
 
-class Changed(threading.Condition):
+class InterruptibleCondition(threading.Condition):
     """A condition for which the main thread may wait: Ctrl-C always ends that wait."""
 
     def wait_for(self, predicate: Callable[[], Result], timeout: float | None = None) -> Result:

@@ -203,7 +203,7 @@ class _NotPlainError(Exception):
     """The error for a state that contains something the shortcut cannot pickle."""
 
 
-class _Collecting(pickle.Pickler):
+class _CollectingPickler(pickle.Pickler):
     """Collects the storages, uncopied, and says what stands for them."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -232,7 +232,7 @@ class _Collecting(pickle.Pickler):
         return key
 
 
-class _SlowPickler(_Collecting):
+class _SlowPickler(_CollectingPickler):
     """What torch does, but for copies: all reductions are torch's own."""
 
     def persistent_id(self, obj: Any) -> Any:
@@ -278,7 +278,7 @@ _SIGNED: Final = b"G" + struct.pack(">d", _SIGN)
 """As it is pickled."""
 
 
-class _Pickler(_Collecting):
+class _Pickler(_CollectingPickler):
     """The same bytes, without the objects that torch makes for each plain tensor, and without a
     question for each object of a state.
 

@@ -44,7 +44,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class StateContents:
     """What is in a state. ``tensors``: the plain ones; a spec has the place of its storage in
     ``storages``, -1 for a meta tensor over none of them. ``others``: all other leaves."""
 
@@ -59,7 +59,7 @@ class Walked:
                 refuse_freed(spec, self.storages[spec.storage])
 
 
-def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walked:
+def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> StateContents:
     """Look at a state. storages: what is first in ``storages``, in that order. Raises as
     ``leaves``."""
     held = list(storages)
@@ -75,7 +75,7 @@ def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> Walked
             number = place[storage._cdata] = len(held)
             held.append(storage)
         specs.append(_spec(path, value, number))
-    return Walked(tuple(specs), held, others)
+    return StateContents(tuple(specs), held, others)
 
 
 def leaves(state: object) -> list[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.segments import Stop
-from portus.engine.copying.thread import Beside, finish
+from portus.engine.copying.thread import JoinableThread, finish
 from portus.engine.format.checksum import UNIT
 
 SLOT: Final = UNIT
@@ -52,7 +52,7 @@ class StagingRing:
         self._free: Final[list[Slot]] = []
         self._made = 0
         self._work: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
-        self._threads: set[Beside] = set()
+        self._threads: set[JoinableThread] = set()
 
     @property
     def size(self) -> int:
@@ -95,7 +95,7 @@ class StagingRing:
         with self._changed:
             if len(self._threads) == FEW:
                 return
-            thread = Beside(self._write, "portus-write")
+            thread = JoinableThread(self._write, "portus-write")
             self._threads.add(thread)
         try:
             thread.start()

@@ -1,8 +1,8 @@
 """The operator's way into a running host: a unix socket, for its owner and root alone.
 
 What is asked, and the answer, are one line of JSON each. The socket is in the run directory of the
-service, or of the user, and named by the port of the first door that has one; or where the start of
-the host said. It is no way in for tenants: nothing that they know or say reaches it.
+service, or of the user, and named by the port of the first listener that has one; or where the
+start of the host said. It is no way in for tenants: nothing that they know or say reaches it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from portus.errors import (
 )
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.options import ServeOptions, reload
-from portus.reach.daemon.pools import Hosted, free_bytes, used_bytes
+from portus.reach.daemon.pools import HostedPool, free_bytes, used_bytes
 from portus.reach.daemon.server import Server, listen_unix
 from portus.reach.protocol.address import Address, Scheme, is_address, parse
 
@@ -158,7 +158,7 @@ _KINDS: Final = {
 _BUSY: Final = BusyError.__name__
 
 
-class Desk:
+class AdminSocket:
     """Where a host hears its operator, from ``start`` to ``stop``."""
 
     def __init__(self, path: str, server: Server, options: ServeOptions) -> None:
@@ -285,14 +285,14 @@ class Desk:
             )
         return HostStatus(
             place=pools.place,
-            addresses=[door.public_address for door in server.doors],
+            addresses=[listener.public_address for listener in server.listeners],
             draining=pools.draining,
             tenants=sorted(tenants, key=lambda each: each.tenant),
             connections=sorted(connections, key=lambda each: (each.tenant, each.peer)),
         )
 
 
-def _mirror_report(hosted: Hosted) -> _Mirrored:
+def _mirror_report(hosted: HostedPool) -> _Mirrored:
     mirror = hosted.copier
     if mirror is None:
         return {}
@@ -313,7 +313,7 @@ def desk_path(server: Server) -> str:
             "neither $RUNTIME_DIRECTORY nor $XDG_RUNTIME_DIR is set. Start the host with "
             "--admin PATH, or set one of them"
         )
-    port = next((door.port for door in server.doors if door.port), None)
+    port = next((listener.port for listener in server.listeners if listener.port), None)
     if port is None:
         raise UsageError(
             "the host listens at no port to name it by. Start the host with --admin PATH"

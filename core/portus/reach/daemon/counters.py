@@ -43,7 +43,7 @@ BOUNDS_S: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class Counts:
     """``counts`` of what is in ``COUNTED``; ``failures`` by the name of the fault. Of each thing in
     ``TIMED``: how many took up to each of ``BOUNDS_S`` and no less (and more than all of them), in
     ``buckets``, and ``seconds`` in all. ``rot``: damaged places that the last scrub found, by
@@ -95,10 +95,10 @@ class Counters:
     def __getitem__(self, name: str) -> float:
         return self._counts[name]
 
-    def now(self) -> Counted:
+    def now(self) -> Counts:
         """All of them, as they are at one moment."""
         with self._guard:
-            return Counted(
+            return Counts(
                 counts=dict(self._counts),
                 failures=dict(self._failures),
                 buckets={name: list(each) for name, each in self._buckets.items()},

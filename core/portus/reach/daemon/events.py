@@ -24,7 +24,7 @@ def tell(level: int, event: str, message: str, /, **fields: str | float | None) 
     _log.log(level, "%s", message, extra={_FIELDS: {"event": event, **known}})
 
 
-class Few:
+class RateLimitedLog:
     """Events that strangers cause, as often as they like: so many in a while are told, and then
     how many were left out. Thread-safe."""
 

@@ -16,16 +16,16 @@ from portus.engine.copying.segments import Sources
 from portus.engine.media.base import MappedMedium
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.pools import Hosted
+from portus.reach.daemon.pools import HostedPool
 from portus.reach.protocol.address import Transport
 from portus.reach.transport.one_sided import (
-    Bounced,
+    DirectLanding,
     Landing,
-    Moved,
     PoolRegions,
-    Remote,
+    RemoteStorages,
+    RingLanding,
     Rings,
-    Straight,
+    TransferResult,
     is_pinnable,
     pull,
     push,
@@ -70,7 +70,7 @@ class Fabric:
             return str(error)
         return ""
 
-    def lane(self, link: Link, hosted: Hosted, other: Endpoint) -> HostLane:
+    def lane(self, link: Link, hosted: HostedPool, other: Endpoint) -> HostLane:
         """Return this host's end of a queue pair, connected to the client's end ``other``. Raises
         ``TransportError``."""
         why = self.why_not(link)
@@ -87,7 +87,7 @@ class Fabric:
             raise
         return HostLane(link, hosted, pair, device)
 
-    def give_back(self, hosted: Hosted) -> int:
+    def give_back(self, hosted: HostedPool) -> int:
         """Give the free space of a pool back; bytes that came back. None while a device has its
         pages pinned: it would go on with pages that are the pool's no more."""
         with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ class Fabric:
                     return 0
             return hosted.writer.give_back()
 
-    def has_pinned(self, hosted: Hosted) -> bool:
+    def has_pinned(self, hosted: HostedPool) -> bool:
         """True if a device has pages of a pool pinned."""
         with self._guard, contextlib.ExitStack() as stack:
             return any(
@@ -127,9 +127,9 @@ class _Device:
         self.domain: Final = Domain(port)
         self.rings: Final = Rings(self.domain)
         self._guard: Final = threading.Lock()
-        self._pools: Final[dict[Hosted, PoolRegions | None]] = {}
+        self._pools: Final[dict[HostedPool, PoolRegions | None]] = {}
 
-    def regions(self, hosted: Hosted) -> PoolRegions | None:
+    def regions(self, hosted: HostedPool) -> PoolRegions | None:
         """Return the regions of a pool, or None if it has to be reached through a ring."""
         with self._guard:
             if hosted not in self._pools:
@@ -137,19 +137,19 @@ class _Device:
             return self._pools[hosted]
 
     @contextlib.contextmanager
-    def pinning(self, hosted: Hosted) -> Iterator[bool]:
+    def pinning(self, hosted: HostedPool) -> Iterator[bool]:
         """True if pages of a pool are pinned; that stays so inside."""
         with self._guard:
             yield self._pools.get(hosted) is not None
 
-    def _register(self, hosted: Hosted) -> PoolRegions | None:
+    def _register(self, hosted: HostedPool) -> PoolRegions | None:
         medium = hosted.writer.medium
         if not is_pinnable(medium):
             return None
         assert isinstance(medium, MappedMedium)
         return PoolRegions(self.domain, medium)
 
-    def give_up(self, hosted: Hosted, why: RegisterError) -> None:
+    def give_up(self, hosted: HostedPool, why: RegisterError) -> None:
         """Reach that pool through rings from now on."""
         with self._guard:
             self._pools[hosted] = None
@@ -168,7 +168,7 @@ class _Device:
 class HostLane:
     """The host's end of the queue pair of one connection."""
 
-    def __init__(self, link: Link, hosted: Hosted, pair: QueuePair, device: _Device) -> None:
+    def __init__(self, link: Link, hosted: HostedPool, pair: QueuePair, device: _Device) -> None:
         self._link: Final = link
         self._hosted: Final = hosted
         self._pair: Final = pair
@@ -184,13 +184,13 @@ class HostLane:
         """True when it is of no more use: a transfer failed."""
         return self._pair.closed
 
-    def pull(self, remote: Remote, moved: Sources) -> Moved:
+    def pull(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
         """See ``onesided.pull``. Raises ``InterruptedByError`` and ``EndedError`` too: when the
         client says something meanwhile, or goes."""
         with self._landing() as landing:
             return pull(self._pair, landing, remote, moved, self._link)
 
-    def push(self, remote: Remote, moved: Sources) -> Moved:
+    def push(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
         """See ``onesided.push``; raises as ``pull``."""
         with self._landing() as landing:
             return push(self._pair, landing, remote, moved, self._link)
@@ -210,15 +210,15 @@ class HostLane:
                 raise
             return
         with self._device.rings.borrow(self._link) as ring:
-            yield Bounced(self._hosted.writer.medium, ring)
+            yield RingLanding(self._hosted.writer.medium, ring)
 
-    def _straight(self) -> Straight | None:
+    def _straight(self) -> DirectLanding | None:
         """The pool itself, if it can be registered."""
         regions = self._device.regions(self._hosted)
         if regions is None:
             return None
         try:
-            return Straight(regions)
+            return DirectLanding(regions)
         except MediumError:  # poisoned: it has no addresses any more, and can still be loaded from
             return None
         except RegisterError as error:

@@ -17,7 +17,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.reach.daemon.counters import Counters
-from portus.reach.daemon.events import Few
+from portus.reach.daemon.events import RateLimitedLog
 from portus.reach.daemon.fabric import Fabric
 from portus.reach.daemon.places import Places
 from portus.reach.daemon.pools import HASHERS, Pools
@@ -51,7 +51,7 @@ class House:
     counters: Counters
     patience: ClientTimeouts
     fabric: Fabric = field(default_factory=Fabric)
-    strangers: Few = field(default_factory=Few)
+    strangers: RateLimitedLog = field(default_factory=RateLimitedLog)
     """Tells of those that were not let in."""
     budget: Budget = field(default_factory=lambda: Budget(MEMORY))
     places: Places = field(default_factory=Places)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from portus.errors import MediumError, PortusError, UsageError, mask
-from portus.reach.daemon.admin import Desk, desk_path
+from portus.reach.daemon.admin import AdminSocket, desk_path
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import Fabric
@@ -24,7 +24,7 @@ from portus.reach.daemon.pools import Pools, parse_rate, parse_size
 from portus.reach.daemon.replicas import OtherHost
 from portus.reach.daemon.scrubber import Scrubber
 from portus.reach.daemon.secrets import Secrets
-from portus.reach.daemon.server import Door, Server, open_door, shut
+from portus.reach.daemon.server import Listener, Server, open_listener, shut
 from portus.reach.mirror.address import parse as parse_store
 from portus.reach.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
 from portus.reach.transport.budget import Budget
@@ -60,8 +60,8 @@ def serve(options: ServeOptions) -> bool:
     signals = _heard_signals()
     desk, without_desk = _desk(options, server)
     server.start()
-    for door in server.doors:
-        address = door.public_address
+    for listener in server.listeners:
+        address = listener.public_address
         tell(
             logging.INFO,
             "serving",
@@ -109,7 +109,7 @@ def _give_back_what_is_freed() -> None:
         library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-def _desk(options: ServeOptions, server: Server) -> tuple[Desk | None, str]:
+def _desk(options: ServeOptions, server: Server) -> tuple[AdminSocket | None, str]:
     """Where the operator is heard, or why nowhere. One that nobody asked for is done without, if it
     cannot be."""
     try:
@@ -117,7 +117,7 @@ def _desk(options: ServeOptions, server: Server) -> tuple[Desk | None, str]:
     except UsageError as error:
         return None, f"no socket for `portus admin`: {error}"
     try:
-        desk = Desk(path, server, options)
+        desk = AdminSocket(path, server, options)
     except MediumError as error:
         if options.admin_path is not None:
             server.stop()
@@ -174,15 +174,15 @@ def prepare(options: ServeOptions) -> Server:
         budget=Budget(memory),
         places=places,
     )
-    doors: list[Door] = []
+    listeners: list[Listener] = []
     try:
         # Before anybody is let in: a version that the pool lacks would be removed from the mirror.
         if mirrors is not None or other is not None:
             pools.open_all()
         for address in addresses:
             tls = context if address.scheme is Scheme.TLS else None
-            doors.append(open_door(address, tls))
-        server = Server(doors, house)
+            listeners.append(open_listener(address, tls))
+        server = Server(listeners, house)
         if options.metrics:
             host, _, port = options.metrics.rpartition(":")
             from portus.reach.daemon.metrics import (
@@ -191,8 +191,8 @@ def prepare(options: ServeOptions) -> Server:
 
             publish(server, _number(port, options.metrics), host.strip("[]") or "127.0.0.1")
     except BaseException:
-        for door in doors:
-            shut(door)
+        for listener in listeners:
+            shut(listener)
         pools.close()
         raise
     return server

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from portus.errors import MediumError
 from portus.reach.daemon.counters import BOUNDS_S, COUNTED, TIMED
-from portus.reach.daemon.pools import Hosted, free_bytes, room_bytes
+from portus.reach.daemon.pools import HostedPool, free_bytes, room_bytes
 from portus.reach.daemon.server import Server
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 _SILENCE_S: Final = 10
 """The longest that a reader may say nothing in the middle of a request."""
 
-Standing = tuple[str, type[CounterMetricFamily | GaugeMetricFamily], str, Callable[[Hosted], float]]
+Standing = tuple[
+    str, type[CounterMetricFamily | GaugeMetricFamily], str, Callable[[HostedPool], float]
+]
 """Name, kind, help, and the number for a tenant."""
 
 _STANDING: Final[Sequence[Standing]] = (

@@ -24,7 +24,7 @@ from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.address import StoreAddress
-from portus.reach.mirror.copier import Copier, Joined
+from portus.reach.mirror.copier import Copier, JoinedPool
 from portus.reach.mirror.mirror import firsts, models
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import Store, UnwritableError
@@ -191,7 +191,7 @@ class TenantMirror:
             return list(self._copiers.values())
 
     def _make_copier(self, model: str, newest: int | None = None) -> Copier:
-        joined = Joined(model, self._writer)
+        joined = JoinedPool(model, self._writer)
         return Copier(self._store, self.name, joined, turn=self._turns, newest=newest)
 
     def _yield_space(self) -> bool:

@@ -77,8 +77,8 @@ def reload(options: ServeOptions, server: Server) -> None:
         tell(logging.ERROR, "not_reloaded", text, why=str(error))
         raise
     server.house.secrets.become(read.secrets)
-    for door in server.doors:
-        if door.context is not None:
+    for listener in server.listeners:
+        if listener.context is not None:
             # For new connections only: to end the others would fail the saves under way.
-            door.context = read.context
+            listener.context = read.context
     tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")

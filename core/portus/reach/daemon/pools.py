@@ -69,7 +69,7 @@ class Quotas:
         return self.of.get(tenant, self.others)
 
 
-class Hosted:
+class HostedPool:
     """A pool, its tenant, and what is going on in it. Thread-safe."""
 
     def __init__(self, tenant: str, writer: PoolWriter, path: str | None = None) -> None:
@@ -217,7 +217,7 @@ class Pools:
         self.draining = False
         """True while no save may begin."""
         self._guard: Final = threading.Lock()
-        self._open: dict[str, Hosted] = {}
+        self._open: dict[str, HostedPool] = {}
         self._opening: Final[dict[str, threading.Lock]] = {}
         self._lock: DirectoryLock | None = None
         if self._where is None:
@@ -229,7 +229,7 @@ class Pools:
         else:
             self.of(TENANT)
 
-    def of(self, tenant: str) -> Hosted:
+    def of(self, tenant: str) -> HostedPool:
         """The tenant's pool, made if there was none. Raises what opening raises."""
         with self._guard:
             if tenant not in self._opening and len(self._opening) >= TENANTS_MAX:
@@ -242,7 +242,7 @@ class Pools:
             if hosted is None:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
-                hosted = Hosted(tenant, self._writer(tenant), pool)
+                hosted = HostedPool(tenant, self._writer(tenant), pool)
                 self._attach(hosted)
                 with self._guard:
                     self._open[tenant] = hosted
@@ -250,7 +250,7 @@ class Pools:
                     hosted.standstill = self._standstill(tenant)
             return hosted
 
-    def _attach(self, hosted: Hosted) -> None:
+    def _attach(self, hosted: HostedPool) -> None:
         try:
             if self._mirrors is not None:
                 hosted.mirror = self._mirrors.attach(hosted.tenant, hosted.writer)
@@ -273,7 +273,7 @@ class Pools:
             if self._where is None or self._where.is_directory or tenant == TENANT:
                 self.of(tenant)
 
-    def all(self) -> list[Hosted]:
+    def all(self) -> list[HostedPool]:
         """Return the pools that are open."""
         with self._guard:
             return list(self._open.values())
@@ -337,7 +337,7 @@ class Pools:
         return ""
 
     @contextlib.contextmanager
-    def reopening(self, tenant: str) -> Iterator[Hosted]:
+    def reopening(self, tenant: str) -> Iterator[HostedPool]:
         """Give a pool whose medium accepts no more writes, if every byte that its versions reach is
         on the disk as it was written. Whatever uses it is ended inside; then it is opened again.
 
@@ -466,7 +466,7 @@ def _same_fixed_pages(path: str, files: LocalFiles) -> bool:
     return found[0] == found[1]
 
 
-def room_bytes(hosted: Hosted) -> int:
+def room_bytes(hosted: HostedPool) -> int:
     """Bytes that a tenant can still save, growth of its pool included: what the quota leaves, and
     the file system."""
     writer = hosted.writer
@@ -479,12 +479,12 @@ def room_bytes(hosted: Hosted) -> int:
     return free_bytes(hosted) + min(growth, default=0)
 
 
-def used_bytes(hosted: Hosted) -> int:
+def used_bytes(hosted: HostedPool) -> int:
     """Bytes that the pool takes of its file system; 0 if it is on none."""
     return on_disk(hosted.writer.medium.info.name)
 
 
-def free_bytes(hosted: Hosted) -> int:
+def free_bytes(hosted: HostedPool) -> int:
     """Bytes that a tenant can still save, without growth of its pool."""
     try:
         return hosted.writer.free_bytes()
@@ -492,7 +492,7 @@ def free_bytes(hosted: Hosted) -> int:
         return 0
 
 
-def hole_bytes(hosted: Hosted) -> int:
+def hole_bytes(hosted: HostedPool) -> int:
     """Bytes of the pool that are free, and were given back to the file system."""
     try:
         return hosted.writer.hole_bytes()

@@ -23,7 +23,7 @@ from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.house import Facts, House, turn_away
 from portus.reach.daemon.places import ConnectionSlot
-from portus.reach.daemon.pools import Hosted
+from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.session import GREETING_S, ServedConnection
 from portus.reach.protocol.address import Address, Scheme
 from portus.reach.transport.stream import Link
@@ -37,7 +37,7 @@ _SWEEP_S: Final = 1.0
 
 
 @dataclass(slots=True)
-class Door:
+class Listener:
     """A listening socket. ``context``: for TLS, of those who come from now on."""
 
     address: Address
@@ -71,15 +71,15 @@ def is_private(address: Address) -> bool:
         return False
 
 
-def open_door(address: Address, context: ssl.SSLContext | None) -> Door:
+def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
     """Listen. Raises ``MediumError`` if the system refuses."""
     try:
         if address.scheme is Scheme.UNIX:
-            return Door(address, listen_unix(address.path))
+            return Listener(address, listen_unix(address.path))
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         place = (address.host, address.port)
         listening = socket.create_server(place, family=family, backlog=_BACKLOG)
-        return Door(address, listening, context)
+        return Listener(address, listening, context)
     except OSError as error:
         why = error.strerror or str(error)  # of a path that is too long Python has no number
         raise MediumError(
@@ -98,17 +98,17 @@ def tls_context(cert_path: str, key_path: str) -> ssl.SSLContext:
 
 
 class Server:
-    """Serves a house through its doors, from ``start`` to ``stop``."""
+    """Serves a house through its listeners, from ``start`` to ``stop``."""
 
-    def __init__(self, doors: list[Door], house: House) -> None:
-        """Raises ``UsageError`` if a door that others reach has no secret behind it."""
-        for door in doors:
-            if not is_private(door.address) and not house.secrets.is_required:
+    def __init__(self, listeners: list[Listener], house: House) -> None:
+        """Raises ``UsageError`` if a listener that others reach has no secret behind it."""
+        for listener in listeners:
+            if not is_private(listener.address) and not house.secrets.is_required:
                 raise UsageError(
-                    f"{door.address} can be reached from other machines: give a --secret-file "
+                    f"{listener.address} can be reached from other machines: give a --secret-file "
                     f"(openssl rand -hex 32), or listen on 127.0.0.1 or a unix socket"
                 )
-        self.doors: Final = doors
+        self.listeners: Final = listeners
         self._house: Final = house
         self._guard: Final = threading.Lock()
         self._links: Final[dict[threading.Thread, Link]] = {}
@@ -135,7 +135,7 @@ class Server:
             link.close()
         return len(links)
 
-    def end_use(self, hosted: Hosted) -> None:
+    def end_use(self, hosted: HostedPool) -> None:
         """End all connections that use a pool, and wait until they have. Raises ``BusyError`` if
         one hangs, or if a device has pages of the pool pinned."""
         until_s = time.monotonic() + STOP_S
@@ -158,10 +158,10 @@ class Server:
 
     def start(self) -> None:
         """Let clients in."""
-        for door in self.doors:
-            door.socket.settimeout(_SWEEP_S)
+        for listener in self.listeners:
+            listener.socket.settimeout(_SWEEP_S)
             thread = threading.Thread(
-                target=self._accept, args=(door,), name="portus-door", daemon=True
+                target=self._accept, args=(listener,), name="portus-listener", daemon=True
             )
             self._acceptors.append(thread)
             thread.start()
@@ -173,8 +173,8 @@ class Server:
         with self._guard:
             self._ending.set()
             threads = dict(self._links)
-        for door in self.doors:
-            shut(door)
+        for listener in self.listeners:
+            shut(listener)
         for link in threads.values():
             link.close()
         for thread in (*self._acceptors, *threads):
@@ -193,31 +193,33 @@ class Server:
         with self._guard:
             return len(self._links)
 
-    def _accept(self, door: Door) -> None:
+    def _accept(self, listener: Listener) -> None:
         while not self._ending.is_set():
             try:
-                plain, peer = door.socket.accept()
+                plain, peer = listener.socket.accept()
             except TimeoutError:
                 self._house.places.sweep()
                 continue
             except OSError as error:
                 if not self._ending.wait(0.1):  # out of descriptors: others have to end first
                     why = str(error.strerror)
-                    text = f"{door.address}: accept: {why}"
+                    text = f"{listener.address}: accept: {why}"
                     told = self._house.strangers.tell
-                    told(logging.WARNING, "accept", text, address=str(door.address), why=why)
+                    told(logging.WARNING, "accept", text, address=str(listener.address), why=why)
                 continue
             place = self._house.places.come(_peer_address(peer), plain)
-            self._welcome(door, plain, _peer_name(door, peer), place)
+            self._welcome(listener, plain, _peer_name(listener, peer), place)
 
-    def _welcome(self, door: Door, plain: socket.socket, peer: str, place: ConnectionSlot) -> None:
+    def _welcome(
+        self, listener: Listener, plain: socket.socket, peer: str, place: ConnectionSlot
+    ) -> None:
         with self._guard:
             if self._ending.is_set():
                 self._turn_away(plain, peer, "this host ends")
                 return
             thread = threading.Thread(
                 target=self._talk,
-                args=(door, plain, peer, place),
+                args=(listener, plain, peer, place),
                 name="portus-session",
                 daemon=True,
             )
@@ -235,12 +237,14 @@ class Server:
         turn_away(self._house, peer, why)
         plain.close()
 
-    def _talk(self, door: Door, plain: socket.socket, peer: str, place: ConnectionSlot) -> None:
+    def _talk(
+        self, listener: Listener, plain: socket.socket, peer: str, place: ConnectionSlot
+    ) -> None:
         thread = threading.current_thread()
         try:
             link = self._links[thread]
-            if door.context is not None:
-                link = self._secure(door.context, plain, peer, thread, place)
+            if listener.context is not None:
+                link = self._secure(listener.context, plain, peer, thread, place)
             session = ServedConnection(link, self._house, peer, place)
             with self._guard:
                 self._sessions[thread] = session
@@ -322,14 +326,14 @@ def _answers(path: str) -> bool:
         return True
 
 
-def shut(door: Door) -> None:
+def shut(listener: Listener) -> None:
     """Nobody listens there any more."""
     with contextlib.suppress(OSError):
-        door.socket.shutdown(socket.SHUT_RDWR)  # wakes accept
-    door.socket.close()
-    if door.address.scheme is Scheme.UNIX:
+        listener.socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+    listener.socket.close()
+    if listener.address.scheme is Scheme.UNIX:
         with contextlib.suppress(OSError):
-            os.unlink(door.address.path)
+            os.unlink(listener.address.path)
 
 
 def _peer_address(peer: object) -> str:
@@ -344,7 +348,7 @@ def _peer_address(peer: object) -> str:
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
-def _peer_name(door: Door, peer: object) -> str:
+def _peer_name(listener: Listener, peer: object) -> str:
     if isinstance(peer, tuple) and len(peer) >= 2:
         return f"{peer[0]}:{peer[1]}"
-    return f"{door.address.path}"
+    return f"{listener.address.path}"

@@ -12,7 +12,7 @@ from portus.errors import BusyError, PortusError, TransportError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.house import Facts, House, refusal_of, turn_away
 from portus.reach.daemon.places import ConnectionSlot
-from portus.reach.daemon.pools import Hosted
+from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.requests.router import Requests
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import check_tenant
@@ -43,7 +43,7 @@ class ServedConnection:
         self._start_s: Final = time.perf_counter()
         self._tenant: str | None = None
         self._requests: Requests | None = None
-        self.hosted: Hosted | None = None
+        self.hosted: HostedPool | None = None
         """The pool that it uses; None until it is let in."""
 
     def facts(self) -> Facts:
@@ -78,7 +78,7 @@ class ServedConnection:
 
     # The greeting.
 
-    def _greet(self) -> Hosted | None:
+    def _greet(self) -> HostedPool | None:
         link, house = self._link, self._house
         link.silence_s = GREETING_S
         hello = link.receive()
@@ -91,7 +91,7 @@ class ServedConnection:
         nonce = os.urandom(NONCE_SIZE)
         link.send(said.Challenge(nonce, house.secrets.is_required))
         given = link.receive()
-        assert isinstance(given, said.ProofGiven)
+        assert isinstance(given, said.ClientProof)
         secret = house.secrets.match_proof(hello.tenant, given.proof, hello.nonce, nonce)
         if secret is None:
             why = f"wrong secret for tenant {hello.tenant!r}, or no such tenant"
@@ -131,7 +131,7 @@ class ServedConnection:
 
     # Requests.
 
-    def _serve(self, hosted: Hosted) -> None:
+    def _serve(self, hosted: HostedPool) -> None:
         requests = self._requests = Requests(self._link, hosted, self._house)
         try:
             self._link.silence_s = self._house.patience.silent_s

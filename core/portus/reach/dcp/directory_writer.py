@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from portus.companions.job.exchange import ID_SIZE, Word
+from portus.companions.job.exchange import ID_SIZE, RankReport
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
-from portus.engine.paths.request import Laid
+from portus.engine.paths.request import PreparedFile
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim
@@ -46,7 +46,7 @@ from portus.reach.shards.directories import (
 )
 from portus.reach.shards.layouts import TORCH, DirectoryLayout, ShardContents
 from portus.reach.shards.metadata_file import NAME, metadata_image
-from portus.reach.shards.plans import Planned, agree, values_of
+from portus.reach.shards.plans import RankPlan, agree, values_of
 from portus.reach.shards.rank_contents import in_bytes, resolve_items
 from portus.reach.training.literal import LiteralContents
 from portus.reach.training.training_files import TrainingFiles
@@ -80,13 +80,13 @@ class _PlannedDirectory:
     """How the save before was planned. ``sizes``: of this rank's items. ``metadata``: of all ranks,
     with the places of their items; on the rank that coordinates."""
 
-    planned: Planned
+    planned: RankPlan
     sizes: list[int]
     metadata: Metadata | None
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RankSave:
     """A save of this rank. ``handle``: None before it is begun."""
 
     save: int
@@ -139,7 +139,7 @@ class DirectoryWriter(StorageWriter):
         self._said: int | None = None
         self._fenced: Sequence[torch.Tensor] = ()
         self._has_begun = False
-        self._asked: Final[list[_Asked]] = []
+        self._asked: Final[list[_RankSave]] = []
         self._given_up: Final[set[int]] = set()
         self._count = 0
         self._start: _Start | None = None
@@ -181,7 +181,7 @@ class DirectoryWriter(StorageWriter):
         # None while it is under way: what raises leaves no plan that other ranks may not have.
         before, self._planned = self._planned, None
         # Always, for nobody knows whether the others have a planning of before.
-        word = Word(named=self._directory, id=self._next_id(), failed=self._take_failures())
+        word = RankReport(named=self._directory, id=self._next_id(), failed=self._take_failures())
         planned = None if before is None else before.planned
         found, said = agree(
             planned, state, planner, partial(self._reuse_contents, before), word, ranks
@@ -201,7 +201,7 @@ class DirectoryWriter(StorageWriter):
         assert self._start is not None
         number = self._start.save.to_bytes(ID_SIZE, "big")
         self._planned = _PlannedDirectory(
-            Planned.of(number, self._local, planner, state, ranks), self._sizes, self._metadata
+            RankPlan.of(number, self._local, planner, state, ranks), self._sizes, self._metadata
         )
 
     def fetch(self, checkpoints: str) -> None:
@@ -360,19 +360,19 @@ class DirectoryWriter(StorageWriter):
         # does.
         return max(time.time_ns(), max((each.save for each in self._asked), default=0) + 1)
 
-    def _ask(self, start: _Start, contents: ShardContents) -> _Asked:
+    def _ask(self, start: _Start, contents: ShardContents) -> _RankSave:
         """A save that all ranks take part in."""
         self._start, contents.save = start, start.save
         name = self._layout.file_name(start.rank, start.save)
-        asked = _Asked(start.save, os.path.join(self._directory, name))
+        asked = _RankSave(start.save, os.path.join(self._directory, name))
         self._asked.append(asked)
         return asked
 
-    def _begin(self, asked: _Asked, contents: ShardContents) -> None:
+    def _begin(self, asked: _RankSave, contents: ShardContents) -> None:
         """Begin to save this rank's file, on a rank that does not coordinate."""
         asked.handle = self._begin_files().save_directory(
             self._directory,
-            {os.path.basename(asked.path): Laid(contents)},
+            {os.path.basename(asked.path): PreparedFile(contents)},
             self._step(),
             fenced=self._fenced,
         )
@@ -395,7 +395,7 @@ class DirectoryWriter(StorageWriter):
         pickled = metadata_image(pickle_metadata(metadata))
         handle = self._begin_files().save_directory(
             self._directory,
-            {own: Laid(contents), NAME: Laid(LiteralContents(pickled)), **more},
+            {own: PreparedFile(contents), NAME: PreparedFile(LiteralContents(pickled)), **more},
             step,
             ready=partial(await_files, self._directory, others, start.save, self._given_up),
             fenced=fenced,

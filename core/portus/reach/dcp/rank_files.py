@@ -78,7 +78,7 @@ class RankFiles:
         self._files.open()
         self._has_begun = False
         self._has_seen = False
-        self._asked: Final[list[_Asked]] = []
+        self._asked: Final[list[_RankSave]] = []
         self._given_up: Final[set[str]] = set()
 
     def save(
@@ -103,7 +103,7 @@ class RankFiles:
         failed, as ``on_error`` says.
         """
         where = os.path.realpath(directory)
-        said = _exchange(_Before(uuid.uuid4().hex, _has_files(where), self._failures()))
+        said = _exchange(_RankState(uuid.uuid4().hex, _has_files(where), self._failures()))
         self._hear(said)
         # The first rank's, since all need the same one.
         save = said[0].id
@@ -118,7 +118,7 @@ class RankFiles:
                 gate.await_draft(handle)
             has_failed = handle is not None and handle.done and not handle.committed
             # None became visible by now: the gates open only if no rank was refused.
-            words = _exchange(_Begun(tuple(found.files), problem, has_failed))
+            words = _exchange(_RankBegin(tuple(found.files), problem, has_failed))
             others = [name for each in words[1:] for name in each.names]
             refused = [each.problem for each in words if each.problem is not None]
             is_given_up = any(each.has_failed for each in words)
@@ -132,11 +132,11 @@ class RankFiles:
                     handle.wait()  # what it fails with is no news
             raise refused[0]  # the same on all ranks
         paths = [os.path.join(where, name) for name in found.files]
-        asked = [] if handle is None else [_Asked(save, handle, paths)]
+        asked = [] if handle is None else [_RankSave(save, handle, paths)]
         if latest is not None and self._is_first and not is_given_up:
             committed = partial(_require_committed, handle, latest)
             last = self._files.save_text(latest.path, latest.text, committed)
-            asked.append(_Asked(save, last, []))
+            asked.append(_RankSave(save, last, []))
         self._asked.extend(asked)
         if now or is_in_place:
             for each in asked:
@@ -242,7 +242,7 @@ class RankFiles:
             if (error := each.handle.of.error) is not None
         ]
 
-    def _hear(self, said: Sequence[_Before]) -> None:
+    def _hear(self, said: Sequence[_RankState]) -> None:
         """Give up what waits for saves that failed, and remove this rank's files of them. Raises
         ``AbandonedError`` as ``on_error`` says."""
         every = [(each, rank) for rank, one in enumerate(said) for each in one.failures]
@@ -263,7 +263,7 @@ class RankFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RankSave:
     """A save of this rank: its id, the same on all ranks; and the files."""
 
     save: str
@@ -281,7 +281,7 @@ class _Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Before:
+class _RankState:
     """What a rank says before a save: an id for it, and what it found, and which of its saves
     failed."""
 
@@ -291,7 +291,7 @@ class _Before:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _RankBegin:
     """What a rank says when its save has begun: the names of its files. problem: why it was
     refused. has_failed: it is over already, as where a disk is full."""
 

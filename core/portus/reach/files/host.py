@@ -56,7 +56,7 @@ from portus.reach.transport.regions import (
 )
 from portus.reach.transport.stream import Link, give
 from portus.reach.transport.verbs import RegisterError
-from portus.reach.versions.parts import Before, share
+from portus.reach.versions.parts import PreviousVersion, share
 
 _log: Final = logging.getLogger("portus")
 
@@ -237,7 +237,7 @@ class HostDraft:
         self._stored: Final[list[tuple[Column, Digests]]] = []
         self._guard: Final = threading.Lock()
         self._link: Link | None = None
-        self._reached: _Reached | None = None
+        self._reached: _HostAccess | None = None
         self._bounced = 0
         self._over = False
 
@@ -291,12 +291,12 @@ class HostDraft:
         if reached is None or not reached.has(indices, self._lengths):
             return self._offer(indices, send, stop)
         gathered, place = reached.gathered[indices], reached.address[indices]
-        parts = _FedParts(feeds, self._lengths[indices], gathered, place)
+        parts = _DeviceParts(feeds, self._lengths[indices], gathered, place)
         return self._offer(indices, send, stop, parts)
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         link = self._ready(stop)
-        assert isinstance(before, Before), "a pool shares with its own versions"
+        assert isinstance(before, PreviousVersion), "a pool shares with its own versions"
         token = before.record.info.token
         message = said.Share(token, pack_column(indices))
         with link.under(stop):
@@ -310,9 +310,11 @@ class HostDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> None:
         """The host has them."""
 
-    def commit(self, labels: Labels, before: Previous | None) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
         link = self._ready(Stop())
-        assert before is None or isinstance(before, Before), "a pool shares with its own versions"
+        assert before is None or isinstance(before, PreviousVersion), (
+            "a pool shares with its own versions"
+        )
         # The host may have another pool by now, in which what is to be shared is elsewhere.
         if before is not None and not self._pool.has_committed(before.record.info.token):
             before = None
@@ -347,7 +349,7 @@ class HostDraft:
         self._pool.note_commit(record.info)
         self.release()
         self._pool.tell()
-        return Before(record, labels.contents)
+        return PreviousVersion(record, labels.contents)
 
     def _tell_replica(self, link: Link, labels: Labels) -> None:
         """Return when the version is there too. Else it is not told, though it is committed."""
@@ -419,7 +421,7 @@ class HostDraft:
         indices: Column,
         send: Callable[[Link], Digests],
         stop: Stop,
-        parts: Parts | _FedParts | None = None,
+        parts: Parts | _DeviceParts | None = None,
     ) -> Digests:
         """Have storages pulled: by ``send``, or (``parts``) by the host alone."""
         link = self._ready(stop)
@@ -428,7 +430,7 @@ class HostDraft:
             with link.under(stop):
                 digests, answer = self._pull(link, indices, send, stop, parts)
                 wrong = None if isinstance(answer, said.Full) else self._wrong(answer, digests)
-                if wrong is not None and isinstance(parts, _FedParts):
+                if wrong is not None and isinstance(parts, _DeviceParts):
                     self._distrust(parts, wrong)
                 elif isinstance(answer, said.Pulled) and parts is not None:
                     self._avoid(indices, digests, digest_rows(answer.digests, "pulled"))
@@ -451,7 +453,7 @@ class HostDraft:
         indices: Column,
         send: Callable[[Link], Digests],
         stop: Stop,
-        parts: Parts | _FedParts | None,
+        parts: Parts | _DeviceParts | None,
     ) -> tuple[Digests, Said]:
         """The digests of what is here, and the last answer."""
         offer = said.Offer(pack_column(indices))
@@ -484,7 +486,7 @@ class HostDraft:
             "is discarded"
         )
 
-    def _distrust(self, parts: _FedParts, wrong: PortusError) -> None:
+    def _distrust(self, parts: _DeviceParts, wrong: PortusError) -> None:
         """The next save takes another way than one that brings other bytes, or none."""
         if self._reached is not None and isinstance(wrong, TransportError | UsageError):
             self._reached.regions.distrust(parts.devices, str(wrong))
@@ -524,7 +526,7 @@ class HostDraft:
         self,
         record: VersionRecord,
         labels: Labels,
-        before: Before | None,
+        before: PreviousVersion | None,
         confirm: said.Confirm,
         uuid: bytes,
     ) -> None:
@@ -579,7 +581,7 @@ class HostDraft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reached:
+class _HostAccess:
     """How the host reaches the storages of a save: a row for each. ``gather``: its address is
     that of the memory of the lane."""
 
@@ -595,7 +597,7 @@ class _Reached:
         return bool(((self.key[indices] != 0) | (lengths[indices] == 0)).all())
 
 
-def _reach(links: Links, link: Link, snapshot: Snapshot) -> _Reached | None:
+def _reach(links: Links, link: Link, snapshot: Snapshot) -> _HostAccess | None:
     """Register what a save needs; None: it goes over the socket. Raises ``TransportError``."""
     lane, regions = links.lane(link), links.verbs
     if lane is None or regions is None or not len(snapshot.owners):
@@ -634,7 +636,7 @@ class _Memory:
         exposed = snapshot.exposed
         return cls(owners, address, snapshot.length, snapshot.late, lasting, device, exposed)
 
-    def register(self, lane: ClientLane, regions: Regions) -> _Reached:
+    def register(self, lane: ClientLane, regions: Regions) -> _HostAccess:
         """All but what is staged, and what others may write meanwhile. Raises ``RegisterError``."""
         found = (self.address > 0) & ~np.isin(self.device, regions.staged_devices())
         # These changed between pull and hash before; over the socket, what is sent is hashed.
@@ -656,10 +658,10 @@ class _Memory:
         )
         address[big] = [known.region.start for known in taken]
         key[big] = [known.region.remote_key for known in taken]
-        return _Reached(lane, regions, taken, small, address, key)
+        return _HostAccess(lane, regions, taken, small, address, key)
 
 
-class _FedParts:
+class _DeviceParts:
     """Parts of storages on devices, like ``Parts``: what is gathered, and what is hashed, is
     fetched. The host reaches the others by itself."""
 

@@ -29,7 +29,7 @@ from portus.reach.index.records import (
 )
 from portus.reach.index.roots import Root, read_roots
 from portus.reach.index.space import Runs, extents_runs, runs_of
-from portus.reach.media.pool import Loads
+from portus.reach.media.pool import ReadableMedium
 
 if TYPE_CHECKING:
     from portus.reach.transport.host import HostMedium
@@ -138,7 +138,7 @@ def read_catalogue(
     say: is told what was damaged and did no harm.
     """
     catalogue = Catalogue(root)
-    source: Loads = medium
+    source: ReadableMedium = medium
     if medium.info.kind.is_remote:  # isinstance would look at all that it has, size too
         source = _Ahead(cast("HostMedium", medium))
     if root.size > source.size:

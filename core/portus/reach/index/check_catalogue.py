@@ -66,7 +66,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Framed:
+class FramedRecord:
     """A record that is whole: the commit that wrote it, and its payload."""
 
     commit: int
@@ -74,7 +74,7 @@ class Framed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ReachedRun:
     """A run of bytes that something reaches, and the commit that wrote it."""
 
     offset: int
@@ -94,7 +94,7 @@ class ReachableVersions:
     roots: list[Root] = field(default_factory=list)
     entries: dict[int, VersionEntry] = field(default_factory=dict)
     bounds: dict[int, int] = field(default_factory=dict)
-    records: dict[Pointer, Reached] = field(default_factory=dict)
+    records: dict[Pointer, ReachedRun] = field(default_factory=dict)
     copies: dict[bytes, Pointer] = field(default_factory=dict)
 
 
@@ -303,7 +303,7 @@ class _Listing:
         if frame(self._subject, copy.pointer, copy.kind, where, bounds) is not None:
             place = copy.pointer
             self._standing.copies[place.digest] = place
-            reached = Reached(place.offset, place.length, copy.commit, where)
+            reached = ReachedRun(place.offset, place.length, copy.commit, where)
             self._standing.records[place] = reached
 
     def _check_names(self, where: str, payload: memoryview, names: list[str]) -> None:
@@ -360,10 +360,12 @@ class _Listing:
         bound = self._standing.bounds.get(info.id, root.size)
         self._standing.bounds[info.id] = min(bound, root.size)
 
-    def _frame(self, pointer: Pointer, kind: RecordKind, where: str, commit: int) -> Framed | None:
+    def _frame(
+        self, pointer: Pointer, kind: RecordKind, where: str, commit: int
+    ) -> FramedRecord | None:
         found = frame(self._subject, pointer, kind, where, Bounds(self._root.size, commit))
         if found is not None:
-            reached = Reached(pointer.offset, pointer.length, found.commit, where)
+            reached = ReachedRun(pointer.offset, pointer.length, found.commit, where)
             self._standing.records.setdefault(pointer, reached)
         return found
 
@@ -404,7 +406,7 @@ class Bounds:
 
 def frame(
     subject: Subject, pointer: Pointer, kind: RecordKind, where: str, bounds: Bounds
-) -> Framed | None:
+) -> FramedRecord | None:
     """The record at ``pointer``, if it is whole; findings otherwise, and for what is odd."""
     medium, findings = subject.medium, subject.findings
     where = f"{where} at byte {pointer.offset}"
@@ -434,10 +436,12 @@ def frame(
     findings.require(good, "F6", where, "a commit not after what points at it", f"{commit}")
     findings.require(header["reserved"] == 0, "F2", where, "reserved 0", f"{header['reserved']!r}")
     zeros(findings, f"{where}, after its end", padding)
-    return Framed(commit, payload)
+    return FramedRecord(commit, payload)
 
 
-def _find_copy(subject: Subject, pointer: Pointer, kind: RecordKind) -> tuple[int, Framed] | None:
+def _find_copy(
+    subject: Subject, pointer: Pointer, kind: RecordKind
+) -> tuple[int, FramedRecord] | None:
     """A copy of a damaged record: its offset, and what it holds."""
     copy = subject.copies.get(pointer.digest)
     if copy is None or copy == pointer:
@@ -447,7 +451,7 @@ def _find_copy(subject: Subject, pointer: Pointer, kind: RecordKind) -> tuple[in
     except PortusError:
         return None  # written over meanwhile
     header = HEADER.unpack(record)
-    return copy.offset, Framed(cast(int, header["commit"]), record[HEADER.size :])
+    return copy.offset, FramedRecord(cast(int, header["commit"]), record[HEADER.size :])
 
 
 def load(medium: Medium, offset: int, length: int) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portus.engine.spec import PAGE
-from portus.reach.index.check_catalogue import Reached
+from portus.reach.index.check_catalogue import ReachedRun
 from portus.reach.index.check_version import CheckedVersion, owners
 from portus.reach.index.findings import Findings
 from portus.reach.index.space import Runs, runs_of
@@ -21,7 +21,7 @@ Column = npt.NDArray[np.int64]
 
 
 def check_reach(
-    seen: Iterable[CheckedVersion], records: Iterable[Reached], findings: Findings
+    seen: Iterable[CheckedVersion], records: Iterable[ReachedRun], findings: Findings
 ) -> None:
     """All of them were reached at one moment, by either root."""
     reach = _Reach(list(seen), list(records))
@@ -33,7 +33,7 @@ class _Reach:
     """Every run of bytes that is reached: columns ``start``, ``end`` and ``commit``, each run
     once for everybody who reaches it."""
 
-    def __init__(self, seen: list[CheckedVersion], records: list[Reached]) -> None:
+    def __init__(self, seen: list[CheckedVersion], records: list[ReachedRun]) -> None:
         listed = [*records, *(each for version in seen for each in version.records)]
         rows = [np.array([(r.offset, r.length, r.commit) for r in listed], np.int64).reshape(-1, 3)]
         self._listed: Final = listed

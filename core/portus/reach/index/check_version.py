@@ -19,15 +19,15 @@ from portus.errors import BusyError, CorruptionError, MediumError
 from portus.reach.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
 from portus.reach.index.check_catalogue import (
     Bounds,
-    Framed,
+    FramedRecord,
     ReachableVersions,
-    Reached,
+    ReachedRun,
     Subject,
     frame,
 )
 from portus.reach.index.check_contents import Contents, check_contents, read_contents
 from portus.reach.index.findings import Severity
-from portus.reach.index.in_place import InPlace
+from portus.reach.index.in_place import InPlaceReader
 from portus.reach.index.log import Entry, entries, read_log
 from portus.reach.index.records import (
     Pointer,
@@ -61,7 +61,7 @@ class CheckedVersion:
     entry: VersionEntry
     record: VersionRecord
     contents: Contents | None
-    records: tuple[Reached, ...]
+    records: tuple[ReachedRun, ...]
     sound: Flags
 
     @property
@@ -84,7 +84,7 @@ class Versions:
         self._subject: Final = subject
         self._findings: Final = subject.findings
         self._standing: Final = standing
-        self._contents: Final[dict[Pointer, tuple[Framed, Contents | None] | None]] = {}
+        self._contents: Final[dict[Pointer, tuple[FramedRecord, Contents | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> CheckedVersion | None:
         """Everything but the bytes of a pinned version. None if its record is lost."""
@@ -105,20 +105,20 @@ class Versions:
         self._check_rows(where, record)
         sound = self._check_places(where, record, bounds.size)
         place, label = entry.pointer, f"record of {where}"
-        reached = [Reached(place.offset, place.length, found.commit, label)]
+        reached = [ReachedRun(place.offset, place.length, found.commit, label)]
         contents = None
         read = self._read_once(record.contents, bounds)
         if read is not None:
             place, (there, contents) = record.contents, read
             label = f"contents of {where}"
-            reached.append(Reached(place.offset, place.length, there.commit, label))
+            reached.append(ReachedRun(place.offset, place.length, there.commit, label))
         if contents is not None:
             check_contents(self._findings, where, contents, record.storages)
         reached += self._check_log(where, record, bounds.size)
         return CheckedVersion(entry, record, contents, tuple(reached), sound)
 
     def _check_head(
-        self, where: str, entry: VersionEntry, record: VersionRecord, found: Framed
+        self, where: str, entry: VersionEntry, record: VersionRecord, found: FramedRecord
     ) -> None:
         same = record.info == entry.info and found.commit == entry.info.commit
         self._findings.require(same, "F10", where, f"{entry.info}", f"{record.info}")
@@ -168,7 +168,7 @@ class Versions:
         sound: Flags = outside == 0
         return sound
 
-    def _check_log(self, where: str, record: VersionRecord, size: int) -> list[Reached]:
+    def _check_log(self, where: str, record: VersionRecord, size: int) -> list[ReachedRun]:
         log = record.log
         if log is None:
             return []
@@ -179,9 +179,11 @@ class Versions:
         if log.extent.offset < DATA_START or log.extent.end > size:
             place = f"bytes {DATA_START} to {size}"
             self._findings.error("F5", f"log of {where}", place, f"{log.extent}")
-        return [Reached(log.extent.offset, log.extent.length, log.born, f"log of {where}")]
+        return [ReachedRun(log.extent.offset, log.extent.length, log.born, f"log of {where}")]
 
-    def _read_once(self, pointer: Pointer, bounds: Bounds) -> tuple[Framed, Contents | None] | None:
+    def _read_once(
+        self, pointer: Pointer, bounds: Bounds
+    ) -> tuple[FramedRecord, Contents | None] | None:
         if pointer not in self._contents:
             found = frame(self._subject, pointer, RecordKind.CONTENTS, "contents", bounds)
             where = f"contents at byte {pointer.offset}"
@@ -310,7 +312,9 @@ class Bytes:
         damaged: list[Damage] = []
         for index in storages:
             try:
-                there = InPlace(self._medium, seen.record, read_log(self._medium, seen.record))
+                there = InPlaceReader(
+                    self._medium, seen.record, read_log(self._medium, seen.record)
+                )
                 for unit in there.units(index):
                     self._reading(len(unit))
             except BusyError:

@@ -44,7 +44,7 @@ _WARMED: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SpaceRequest:
     """Free pages to be taken, as one extent or as several, and how many are to be left besides.
     ``apart``: far from what was taken before."""
 
@@ -103,7 +103,7 @@ class FreeSpace:
         with self._guard:
             return self._free_holes_now()
 
-    def missing(self, wanted: Wanted) -> int:
+    def missing(self, wanted: SpaceRequest) -> int:
         """Return by how many pages the pool would have to grow for ``wanted``."""
         pages = wanted.pages + wanted.spare
         return pages if wanted.contiguous else pages - page_count(self.free())
@@ -136,7 +136,7 @@ class FreeSpace:
 
     # Who has reserved it.
 
-    def take(self, wanted: Wanted) -> list[Extent] | None:
+    def take(self, wanted: SpaceRequest) -> list[Extent] | None:
         """Reserve, until ``release``. None if there is not as much."""
         with self._guard:
             free = self._free_now()

@@ -26,9 +26,9 @@ import xxhash
 
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest
 from portus.errors import BusyError, CorruptionError
-from portus.reach.index.log import Bytes, Column, Logged, entries
+from portus.reach.index.log import Bytes, Column, LogState, entries
 from portus.reach.index.records import CELLS, InPlaceStorage, VersionRecord
-from portus.reach.media.pool import Loads
+from portus.reach.media.pool import ReadableMedium
 
 _MODULUS: Final = 1 << 8 * DIGEST_SIZE
 
@@ -92,10 +92,10 @@ def decode_sums(data: bytes) -> list[int]:
     return [int.from_bytes(data[start : start + DIGEST_SIZE], "big") for start in starts]
 
 
-class InPlace:
+class InPlaceReader:
     """Reads the storages of a pinned version that are changed in place. ``logged``: of its log."""
 
-    def __init__(self, medium: Loads, record: VersionRecord, logged: Logged) -> None:
+    def __init__(self, medium: ReadableMedium, record: VersionRecord, logged: LogState) -> None:
         self._medium: Final = medium
         self._record: Final = record
         self._logged: Final = logged

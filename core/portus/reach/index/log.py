@@ -36,7 +36,7 @@ from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError
 from portus.reach.format.layout import BUNCH, ENTRY_MAGIC, EXTENT, LOG_ENTRY, UNDO, WITH_NEXT
 from portus.reach.index.records import VersionLog, VersionRecord
-from portus.reach.media.pool import Loads
+from portus.reach.media.pool import ReadableMedium
 
 _DIGEST: Final = slice(LOG_ENTRY.size - 16, LOG_ENTRY.size)
 
@@ -83,7 +83,7 @@ class Entry:
     undo: bool = False
 
 
-def entries(medium: Loads, record: VersionRecord) -> Iterator[Entry]:
+def entries(medium: ReadableMedium, record: VersionRecord) -> Iterator[Entry]:
     """The entries of a pinned version's log that count, in order; none if it has no log.
 
     Raises ``CorruptionError`` if one of them is damaged, ``MediumError``.
@@ -168,7 +168,7 @@ LoggedChange = tuple[int, memoryview] | tuple[Column, Bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
+class LogState:
     """What the log of a version makes of it, at one moment. ``contents``: None if they are those
     of the version. ``changes``: of each storage, first byte and bytes (of patches of a bunch: of
     each), later ones over earlier ones. ``entries``: how many counted. ``is_left``: what is changed
@@ -208,10 +208,10 @@ def _bunch_over(first: Column, data: Bytes, start: int, target: memoryview) -> N
         _patch_over(int(first[row]), data[row].data, start, target)
 
 
-NOT_LOGGED: Final = Logged(None, {})
+NOT_LOGGED: Final = LogState(None, {})
 
 
-def read_log(medium: Loads, record: VersionRecord) -> Logged:
+def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
     """All that the log of a pinned version changes, in memory. Raises as ``entries``."""
     if record.log is None:
         return NOT_LOGGED
@@ -231,7 +231,7 @@ def read_log(medium: Loads, record: VersionRecord) -> Logged:
     for entry in reversed(undo):  # the oldest bytes last: they are those of before the batch
         _add_changes(places, entry, changes)
     made = {storage: list(each.values()) for storage, each in changes.items()}
-    return Logged(contents, made, count, is_left)
+    return LogState(contents, made, count, is_left)
 
 
 _Changes = dict[tuple[int, int], LoggedChange]
@@ -255,7 +255,7 @@ def _add(changes: _Changes, place: tuple[int, int], change: LoggedChange) -> Non
     changes[place] = change
 
 
-def pending(medium: Loads, record: VersionRecord) -> list[Entry]:
+def pending(medium: ReadableMedium, record: VersionRecord) -> list[Entry]:
     """The undo entries of a pinned version's log that count, the last one first: what they have is
     to be stored again, in this order. Raises as ``entries``."""
     found: list[Entry] = []
@@ -470,7 +470,7 @@ def _pack(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
     return [*parts, bytes(-size % PAGE)] if size % PAGE else parts
 
 
-def _entry_at(medium: Loads, log: VersionLog, position: int, number: int) -> Entry | None:
+def _entry_at(medium: ReadableMedium, log: VersionLog, position: int, number: int) -> Entry | None:
     """The whole entry of that number, if it is there."""
     header = _header_at(medium, log, position)
     if header is None or header["number"] != number:
@@ -482,7 +482,7 @@ def _entry_at(medium: Loads, log: VersionLog, position: int, number: int) -> Ent
     return _parse(data, Extent(position, len(data)), medium.info.name)
 
 
-def _header_at(medium: Loads, log: VersionLog, position: int) -> dict[str, Value] | None:
+def _header_at(medium: ReadableMedium, log: VersionLog, position: int) -> dict[str, Value] | None:
     """The header of an entry of this log, at a page, if it looks like one."""
     if position + PAGE > log.extent.end:
         return None
@@ -535,7 +535,7 @@ def _parse(data: memoryview, extent: Extent, name: str) -> Entry:
     return Entry(extent, number, commit, with_next, contents, patches, bunches, undo)
 
 
-def _has_later(medium: Loads, log: VersionLog, position: int, number: int) -> bool:
+def _has_later(medium: ReadableMedium, log: VersionLog, position: int, number: int) -> bool:
     """True if a whole entry with a higher number is behind ``position``."""
     for at, header in _headers(medium, log, position):
         if cast(int, header["number"]) > number:
@@ -547,7 +547,7 @@ def _has_later(medium: Loads, log: VersionLog, position: int, number: int) -> bo
 
 
 def _headers(
-    medium: Loads, log: VersionLog, position: int
+    medium: ReadableMedium, log: VersionLog, position: int
 ) -> Iterator[tuple[int, dict[str, Value]]]:
     """What looks like a header of an entry of this log, from ``position`` on, and where."""
     for start in range(position, log.extent.end, _BLOCK):

@@ -48,7 +48,7 @@ from portus.reach.index.catalogue import (
     version_runs,
 )
 from portus.reach.index.commit_records import Change, CommitRecords, Foundation, NewVersion
-from portus.reach.index.free_space import FreeSpace, Wanted, pages_for_records
+from portus.reach.index.free_space import FreeSpace, SpaceRequest, pages_for_records
 from portus.reach.index.line import Line, RoomError
 from portus.reach.index.messages import read_failure, read_holder, store_messages
 from portus.reach.index.reader import PoolReader, spare_pages
@@ -179,7 +179,7 @@ class PoolWriter(PoolReader):
         """
         pages = -(-length // PAGE)
         # Data leaves pages to records: without them nothing could be retired to make room.
-        wanted = Wanted(pages, contiguous, 0 if contiguous else pages_for_records(pages))
+        wanted = SpaceRequest(pages, contiguous, 0 if contiguous else pages_for_records(pages))
         extents = self._space.take(wanted)
         if extents is None:
             # Growing and settling take turns with commits; while waiting, space may become free.
@@ -440,7 +440,7 @@ class PoolWriter(PoolReader):
         holder = f"pid {os.getpid()} on {platform.node()}, since {since}"
         store_messages(self.medium, holder, read_failure(self.medium))
 
-    def _make_room(self, wanted: Wanted) -> list[Extent]:
+    def _make_room(self, wanted: SpaceRequest) -> list[Extent]:
         """Retired versions first, growth, and what was to be spared last."""
         # Growing first would make a pool larger than its versions need, and one with ``max_bytes``
         # would fail with space to spare.
@@ -462,7 +462,7 @@ class PoolWriter(PoolReader):
             if extents is not None:
                 return extents
 
-    def _scrape(self, wanted: Wanted, why: MediumError) -> list[Extent] | None:
+    def _scrape(self, wanted: SpaceRequest, why: MediumError) -> list[Extent] | None:
         """Room where the pool cannot grow any more: what was to be spared; many small pieces, given
         back for one at the end; copies of records, last."""
         extents = self._space.take(wanted)
@@ -588,7 +588,7 @@ class PoolWriter(PoolReader):
     def _apart(self, length: int) -> list[Extent]:
         """Room for copies, if they leave enough to the records of later commits."""
         pages = -(-length // PAGE)
-        wanted = Wanted(pages, True, pages_for_records(pages), apart=True)
+        wanted = SpaceRequest(pages, True, pages_for_records(pages), apart=True)
         # Far from the records: one bad block of a disk must not take both.
         extents = self._space.take(wanted)
         if extents is None:

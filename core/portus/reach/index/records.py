@@ -39,7 +39,7 @@ from portus.reach.format.layout import (
     VERSION_ID_MAX,
     RecordKind,
 )
-from portus.reach.media.pool import Loads
+from portus.reach.media.pool import ReadableMedium
 
 _log: Final = logging.getLogger("portus")
 
@@ -171,13 +171,13 @@ def point(offset: int, record: bytes) -> Pointer:
     return Pointer(offset, len(record), record[HEADER.size - 16 : HEADER.size])
 
 
-def read(medium: Loads, pointer: Pointer, kind: RecordKind) -> memoryview:
+def read(medium: ReadableMedium, pointer: Pointer, kind: RecordKind) -> memoryview:
     """The payload of a record, checked. Raises ``CorruptionError`` naming kind and place."""
     return read_whole(medium, pointer, kind)[HEADER.size :]
 
 
 def read_copied(
-    medium: Loads,
+    medium: ReadableMedium,
     pointer: Pointer,
     kind: RecordKind,
     copies: Callable[[], Sequence[Copy]],
@@ -201,7 +201,7 @@ def read_copied(
         raise
 
 
-def read_whole(medium: Loads, pointer: Pointer, kind: RecordKind) -> memoryview:
+def read_whole(medium: ReadableMedium, pointer: Pointer, kind: RecordKind) -> memoryview:
     """A record, header and payload, checked. Raises as ``read``."""
     where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
     # Checked before memory is taken for it.

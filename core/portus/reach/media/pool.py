@@ -50,7 +50,7 @@ def bounds(ranges: Sequence[Extent]) -> Sequence[Extent]:
     return [Extent(first, end - first)]
 
 
-class Loads(Protocol):
+class ReadableMedium(Protocol):
     """What can be loaded of a medium."""
 
     @property

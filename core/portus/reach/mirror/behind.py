@@ -1,4 +1,4 @@
-"""The base class ``Behind``: a thread that copies to a store, behind whoever saves.
+"""The base class ``BackgroundCopier``: a thread that copies to a store, behind whoever saves.
 
 It does what there is to do, retries while the store does not answer, and ends when another writer
 has taken over. Subclasses define what there is to do: for a pool, or for a directory of files.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sized
 from typing import Final
 
 from portus.engine.copying.segments import Stop, StoppedError
-from portus.engine.copying.thread import Beside
+from portus.engine.copying.thread import JoinableThread
 from portus.errors import PortusError, StaleError, UsageError
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.store import Store, UnwritableError
@@ -43,7 +43,7 @@ class ElsewhereError(UsageError):
     """The mirror has the newer history, of another pool or directory."""
 
 
-class Behind(ABC):
+class BackgroundCopier(ABC):
     """See the module. Thread-safe."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Behind(ABC):
         self._wait_s = wait_s
         self._pause_max_s: Final = pause_max_s
         self._changed: Final = threading.Condition()
-        self._thread: Beside | None = None
+        self._thread: JoinableThread | None = None
         self._wanted = False
         """True if there may be something to do."""
         self._closing = False
@@ -104,7 +104,7 @@ class Behind(ABC):
             self._wanted = True
             if self._thread is None:
                 # With the first commit: a run that saves nothing has no thread.
-                self._thread = Beside(self._run, f"portus-mirror-{self._model}")
+                self._thread = JoinableThread(self._run, f"portus-mirror-{self._model}")
                 self._thread.start()
             self._changed.notify_all()
 
@@ -155,7 +155,7 @@ class Behind(ABC):
         if left:
             _log.error("portus: the mirror is behind: %s. %s", left, self._failure)
 
-    def _wait_for(self, thread: Beside, wait_s: float) -> None:
+    def _wait_for(self, thread: JoinableThread, wait_s: float) -> None:
         """Wait until the thread has ended, ``wait_s`` seconds at most, with a bar at a terminal."""
         until_s, total = time.monotonic() + wait_s, len(self.backlog())
         with bar("portus: mirror") as show:

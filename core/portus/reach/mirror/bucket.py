@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from portus.engine.copying.thread import Beside
+from portus.engine.copying.thread import JoinableThread
 from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, translate
@@ -315,7 +315,7 @@ class _Calls:
         self._guard: Final = threading.Lock()
         self._process: Final = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: Beside | None = None
+        self._thread: JoinableThread | None = None
         self._is_closed = False
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
@@ -369,7 +369,7 @@ class _Calls:
             raise UsageError(f"{self._name}: it is closed; open it again")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = Beside(partial(_serve, self._loop), "portus-store")
+            self._thread = JoinableThread(partial(_serve, self._loop), "portus-store")
             self._thread.start()
         return self._loop
 

@@ -32,7 +32,13 @@ from portus.errors import (
 )
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.mirror.behind import PAUSE_MAX_S, READ_ALONE, Behind, ElsewhereError, who
+from portus.reach.mirror.behind import (
+    PAUSE_MAX_S,
+    READ_ALONE,
+    BackgroundCopier,
+    ElsewhereError,
+    who,
+)
 from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
@@ -48,7 +54,7 @@ _COLLECT_S: Final = 24 * 3600.0
 """Between two times that what nobody needs any more is deleted."""
 
 
-class Copier(Behind):
+class Copier(BackgroundCopier):
     """Copies what is committed of one model to its mirror. Thread-safe but for ``begin``."""
 
     _advice = (
@@ -59,14 +65,14 @@ class Copier(Behind):
         self,
         store: Store,
         address: str,
-        joined: Joined,
+        joined: JoinedPool,
         *,
         turn: AbstractContextManager[object] = _AT_ANY_TIME,
         newest: int | None = None,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
-        """Take the parameters of ``Behind``, and some more. joined: the pool to copy from. turn:
-        entered while it copies, for several that share a store. newest: as for ``Mirror``."""
+        """Take the parameters of ``BackgroundCopier``, and more. joined: the pool to copy from.
+        turn: entered while it copies, for several that share a store. newest: as for ``Mirror``."""
         super().__init__(store, address, joined.model, wait_s=0, pause_max_s=pause_max_s)
         self._joined: Final = joined
         self._turn: Final = turn
@@ -172,7 +178,7 @@ class Copier(Behind):
             return True
 
     def finish(self, wait_s: float) -> None:
-        """Wait as ``Behind.finish`` does, and end a collection that is under way."""
+        """Wait as ``BackgroundCopier.finish`` does, and end a collection that is under way."""
         with self._changed:
             self._closing = self._wanted = True
             if self._collecting is not None:
@@ -316,7 +322,7 @@ class Copier(Behind):
         return [Removed(token) for token in sorted(gone)]
 
 
-class Joined:
+class JoinedPool:
     """A pool that versions of a model are copied from."""
 
     def __init__(self, model: str, writer: PoolWriter) -> None:

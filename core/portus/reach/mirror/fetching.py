@@ -42,7 +42,7 @@ from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, State
 from portus.reach.versions.buffers import Room, Rooms
 from portus.reach.versions.parallel import in_any_order
-from portus.reach.versions.pool_draft import PoolDraft, Reserved
+from portus.reach.versions.pool_draft import PoolDraft, Reservation
 
 _log: Final = logging.getLogger("portus")
 
@@ -129,14 +129,14 @@ class _Range:
     ``around`` from its byte ``inside`` on."""
 
     file: ObjectFile
-    around: _Around
+    around: _SurroundingBytes
     start: int
     length: Column
     row: Column
     inside: Column
 
 
-class _Around:
+class _SurroundingBytes:
     """The bytes around the storages of a file, which arrive in any order: each unit is stored once
     all of it is there. Thread-safe."""
 
@@ -192,7 +192,7 @@ class _Arrival:
 
     def into(self, draft: PoolDraft) -> None:
         """Fill ``draft``, but for its commit."""
-        reserved: list[Reserved] = []
+        reserved: list[Reservation] = []
         nowhere = np.zeros(len(self._lengths), np.int64)
         _, found = cut(Sources.in_memory(nowhere, self._lengths))
         is_empty = found.any(axis=1)
@@ -210,12 +210,12 @@ class _Arrival:
         # The first thread to begin has the pool grow; it takes part in the rest then.
         acts: list[Callable[[], None]] = [reserve]
         for number, each in enumerate(self._files):
-            around = _Around(self, last + number, each.file.around)
+            around = _SurroundingBytes(self, last + number, each.file.around)
             acts += (partial(self._move, part) for part in self._ranges(number, around))
         in_any_order(lambda act: act(), acts, ABREAST)
         draft.note(reserved[0], self._expected)
 
-    def _ranges(self, number: int, around: _Around) -> Iterator[_Range]:
+    def _ranges(self, number: int, around: _SurroundingBytes) -> Iterator[_Range]:
         """All of a file, in order."""
         file = self._files[number].file
         before = sum(len(each.file.length) for each in self._files[:number])
@@ -289,6 +289,6 @@ class _Arrival:
             )
 
 
-def _range_of(file: ObjectFile, around: _Around, pieces: Column) -> _Range:
+def _range_of(file: ObjectFile, around: _SurroundingBytes, pieces: Column) -> _Range:
     begin, length, row, inside = pieces
     return _Range(file, around, int(begin[0]), length, row, inside)

@@ -27,9 +27,9 @@ from portus.reach.mirror.objects import (
     FILES,
     LOG,
     QUOTED,
-    Filed,
+    FileAdded,
     FileObject,
-    Unfiled,
+    FileRemoved,
     file_name,
 )
 from portus.reach.mirror.opening import key_from_environment
@@ -70,7 +70,7 @@ class MirroredFiles(Mirror):
 
     def upload(
         self, path: str, file: UploadedFile, step: int, stop: Stop, *, term: int | None = None
-    ) -> Filed:
+    ) -> FileAdded:
         """Upload ``file`` as the one at ``path``; what ``count`` is to say of it. term: in which it
         was saved, if not in this one.
 
@@ -97,7 +97,7 @@ class MirroredFiles(Mirror):
         # If it was written to meanwhile, what was sent is of no single moment.
         if not file.is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
-        return Filed(
+        return FileAdded(
             path=path,
             name=name,
             digest=sent,
@@ -107,16 +107,16 @@ class MirroredFiles(Mirror):
             term=self.state.term if term is None else term,
         )
 
-    def count(self, files: Sequence[Filed], gone: Sequence[str] = ()) -> None:
+    def count(self, files: Sequence[FileAdded], gone: Sequence[str] = ()) -> None:
         """Make uploaded files count from now on, those of one entry of the log together, and the
         files at ``gone`` no longer."""
         replaced = [self.state.file(each.path) for each in files]
         replaced += [self.state.file(path) for path in gone]
         # The entry first, then the deletion: the log never names an object that was deleted.
-        self._say([*files, *map(Unfiled, gone)])
+        self._say([*files, *map(FileRemoved, gone)])
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
-    def mend_file(self, filed: Filed, file: UploadedFile, stop: Stop) -> bool:
+    def mend_file(self, filed: FileAdded, file: UploadedFile, stop: Stop) -> bool:
         """Upload again a file that is not there as it was uploaded; ``file`` has its bytes. False
         if it does not count any more. It is uploaded twice: what counts is never written over, and
         in the end it has its name again. Raises as ``upload``, and ``StaleError`` if the bytes are
@@ -135,7 +135,7 @@ class MirroredFiles(Mirror):
     def link(self, path: str, target: str) -> None:
         """Say that the link at ``path`` leads to ``target``, which is relative to it."""
         before = self.state.file(path)
-        said = Filed(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
+        said = FileAdded(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
         self.note([said])
         if before is not None and not before.link:
             self._sweep_away([before.name])
@@ -145,7 +145,7 @@ class MirroredFiles(Mirror):
         ``UsageError`` without the right to delete: they do not count any more then."""
         there = {each.path: each for each in self.state.files}
         gone = [there[path] for path in dict.fromkeys(paths) if path in there]
-        self._say([Unfiled(each.path) for each in gone])
+        self._say([FileRemoved(each.path) for each in gone])
         self._delete([each.name for each in gone if not each.link])
 
     def sweep(self) -> int:
@@ -166,7 +166,7 @@ class MirroredFiles(Mirror):
             self._store.delete(found)
         return len(found)
 
-    def open(self, filed: Filed) -> ObjectFile:
+    def open(self, filed: FileAdded) -> ObjectFile:
         """Return a file, open for reading; close it. Its loads raise ``CorruptionError`` if it is
         not there (any more): then ``read`` says what is."""
         own = PackedFile(filed.path, filed.size, *(np.zeros((2, 0), np.int64)))
@@ -180,18 +180,18 @@ class MirroredFiles(Mirror):
 
         return ObjectFile(self.name, own, objects, load)
 
-    def fetch(self, filed: Filed, number: int, advanced: Callable[[int], None]) -> None:
+    def fetch(self, filed: FileAdded, number: int, advanced: Callable[[int], None]) -> None:
         """Write a file into the open and empty file ``number``, as ``ObjectFile.write`` does."""
         self.open(filed).write(number, filed.path, advanced)
 
-    def check_file(self, filed: Filed, advanced: Callable[[int], None]) -> None:
+    def check_file(self, filed: FileAdded, advanced: Callable[[int], None]) -> None:
         """Read all of a file, and what is beside it. Raises ``CorruptionError`` if one of them is
         not there as it was uploaded."""
         name = self._prefix + filed.name
         with naming_store(self.name):
             check_file(self._store, name, filed.size, filed.digest, advanced)
 
-    def _say(self, facts: Sequence[Filed | Unfiled]) -> None:
+    def _say(self, facts: Sequence[FileAdded | FileRemoved]) -> None:
         """Note facts, by one entry of the log if it has room."""
         for start in range(0, len(facts), FACTS_MAX):
             self.note(facts[start : start + FACTS_MAX])

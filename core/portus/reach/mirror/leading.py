@@ -16,7 +16,7 @@ from typing import Final
 from portus.engine.spec import VersionInfo
 from portus.errors import BusyError, PortusError, StaleError, TransportError
 from portus.reach.mirror.behind import ElsewhereError
-from portus.reach.mirror.copier import Copier, Joined
+from portus.reach.mirror.copier import Copier, JoinedPool
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.objects import Added, State
 from portus.reach.mirror.store import Store
@@ -32,7 +32,7 @@ TOLD_S: Final = 300.0
 """The longest that a commit waits to be in the log while nothing goes wrong."""
 
 
-class Follower(Joined, ABC):
+class Follower(JoinedPool, ABC):
     """A pool that is brought up to a log, and may have let versions go that others retired."""
 
     @abstractmethod

@@ -39,15 +39,15 @@ from portus.reach.mirror.objects import (
     Claimed,
     Collected,
     Fact,
-    Filed,
-    Gone,
+    FileAdded,
+    FileRemoved,
     LogEntry,
     Removed,
     Seal,
     SealError,
     State,
     Term,
-    Unfiled,
+    UnusedManifest,
     entry_name,
     entry_number,
 )
@@ -323,13 +323,13 @@ def _with_facts(state: State, entry: LogEntry) -> State:
         if isinstance(fact, Added | Removed):
             before = versions.pop(fact.token, None)
             if before is not None:
-                gone[before.manifest] = Gone(before.manifest, state.number)
+                gone[before.manifest] = UnusedManifest(before.manifest, state.number)
         if isinstance(fact, Added):
             versions[fact.token] = fact
             gone.pop(fact.manifest, None)
-        elif isinstance(fact, Filed):
+        elif isinstance(fact, FileAdded):
             files[fact.path] = fact
-        elif isinstance(fact, Unfiled):
+        elif isinstance(fact, FileRemoved):
             files.pop(fact.path, None)
         elif isinstance(fact, Collected):
             for name in fact.manifests:

@@ -34,7 +34,7 @@ from portus.reach.mirror.objects import (
     model_of,
     prefix_of,
 )
-from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject, files_in, pieces_of
+from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, files_in, pieces_of
 from portus.reach.mirror.requests import (
     CreateObject,
     DeleteObjects,
@@ -48,7 +48,7 @@ from portus.reach.mirror.requests import (
 )
 from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Store
 from portus.reach.mirror.whole import Advanced, check_file, check_piece, naming_store, put_file
-from portus.reach.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
+from portus.reach.mirror.writer import GRACE_S, DeletedObjects, Version, Writer, read_manifest
 from portus.reach.versions.file_bytes import FileBytes
 from portus.reach.versions.parallel import abreast, in_any_order
 
@@ -70,7 +70,7 @@ class MirroringCost:
 class OpenMirrored:
     """A version that is open for reading. ``parts``: all of its bytes, its files in their order."""
 
-    version: Mirrored
+    version: ReadManifest
     parts: Sequence[ObjectFile]
 
     def files(self) -> dict[str, ObjectFile]:
@@ -195,18 +195,18 @@ class Mirror:
         """Say ``facts``, all or none: versions removed. Raises as ``copy``."""
         return self._perform(self._writer.note(facts))
 
-    def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> Freed:
+    def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> DeletedObjects:
         """Delete what no version needs, nor a reader who began within ``grace_s`` seconds. Raises
         ``SupersededError``; ``UsageError`` without the right to delete; ``StoppedError`` within a
         request after ``stop`` is set; and ``CorruptionError``, and deletes nothing, where a
         manifest cannot be read. Whatever it raises, the next call does the rest."""
         return self._perform(self._writer.collect(grace_s, time.time_ns()), stop=stop)
 
-    def find_unneeded(self, grace_s: float = GRACE_S) -> Freed:
+    def find_unneeded(self, grace_s: float = GRACE_S) -> DeletedObjects:
         """What ``collect`` would delete now; takes no term. Raises as it."""
         return self._perform(self._writer.find_unneeded(grace_s))
 
-    def manifest(self, added: Added) -> Mirrored:
+    def manifest(self, added: Added) -> ReadManifest:
         """What is mirrored of a version, and where. Raises ``CorruptionError``, or ``StaleError``
         if it was removed meanwhile: read the log again."""
         with self._meanwhile(added):

@@ -70,7 +70,7 @@ class Mirrors:
 
 
 @dataclass(frozen=True, slots=True)
-class Meant:
+class MirrorUrl:
     """What a URL means: where, of which model, and which step, or None for no one in particular."""
 
     address: StoreAddress
@@ -78,7 +78,7 @@ class Meant:
     step: int | None
 
 
-def resolve(url: str, what: str = "mirror") -> Meant:
+def resolve(url: str, what: str = "mirror") -> MirrorUrl:
     """What ``<mirror>/<model>`` or ``<mirror>/<model>@<step>`` means; or ``<mirror>`` alone, with
     or without ``@<step>``, where that has one model. Asks the store: a list for each slash, from
     the last one on. Raises ``UsageError`` if it means none, and what the store raises."""
@@ -87,7 +87,7 @@ def resolve(url: str, what: str = "mirror") -> Meant:
     for text, step in texts:
         found = _with_model(parse(text, what)) or _of_one(parse(text, what))
         if found is not None:
-            return Meant(*found, step)
+            return MirrorUrl(*found, step)
     raise UsageError(f"{what} {url!r}: {_advice(parse(texts[0][0], what))}")
 
 

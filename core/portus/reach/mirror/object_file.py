@@ -126,15 +126,14 @@ class ObjectFile(ReadOnlyMedium):
             offset, target, number = offset + len(part), target[len(part) :], number + 1
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
-        """See ``Distant``."""
+        """See ``RemoteMedium``."""
         segments, digests = cut(targets)
         self._expect(segments)
         self._fill(segments, digests, stop)
         return digests
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
-        """See ``Distant``: through memory here, since a store has no digests of its own to rely
-        on."""
+        """See ``RemoteMedium``: through memory, since a store has no digests of its own to use."""
         segments, digests = cut(sources)
         self._expect(segments)
         room = np.empty(min(_CHECKED, segments.size), np.uint8)

@@ -163,7 +163,7 @@ class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
     token: _Token
 
 
-class Filed(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
+class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
     """The checkpoint file at ``path`` (POSIX, relative to the directory of the run) is there, as
     the object ``name``. Replaces what was said of the path before.
 
@@ -182,7 +182,7 @@ class Filed(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
     link: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
 
 
-class Unfiled(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
+class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
     """The fact that there is no file at ``path`` any more."""
 
     path: _Path
@@ -196,7 +196,7 @@ class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
     time_ns: _Count = 0
 
 
-Fact = Claimed | Added | Removed | Filed | Unfiled | Collected
+Fact = Claimed | Added | Removed | FileAdded | FileRemoved | Collected
 """What an entry of the log says, one after another, all at once."""
 
 
@@ -208,7 +208,7 @@ class Term(msgspec.Struct, frozen=True, array_like=True):
     commit: _Count
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True):
+class UnusedManifest(msgspec.Struct, frozen=True, array_like=True):
     """A manifest that no version has any more, since the entry ``number``."""
 
     manifest: _Name
@@ -231,17 +231,17 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     passing: bool = False
     terms: tuple[Term, ...] = ()
     versions: tuple[Added, ...] = ()
-    gone: tuple[Gone, ...] = ()
+    gone: tuple[UnusedManifest, ...] = ()
     collected_ns: _Count = 0
-    files: tuple[Filed, ...] = ()
+    files: tuple[FileAdded, ...] = ()
 
     @property
-    def newest_file(self) -> Filed | None:
+    def newest_file(self) -> FileAdded | None:
         """The file that a training goes on from; None if there is none."""
         files = (each for each in self.files if not each.link)
         return max(files, key=lambda each: (each.term, each.time_ns), default=None)
 
-    def file(self, path: str) -> Filed | None:
+    def file(self, path: str) -> FileAdded | None:
         """What is said of the file at ``path``, if it is there."""
         return next((each for each in self.files if each.path == path), None)
 
@@ -282,7 +282,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     term: _Count
     writer: _Writer
     facts: Annotated[
-        tuple[Claimed | Added | Removed | Filed | Unfiled | Collected, ...],
+        tuple[Claimed | Added | Removed | FileAdded | FileRemoved | Collected, ...],
         Meta(min_length=1, max_length=FACTS_MAX),
     ]
     state: State | None = None

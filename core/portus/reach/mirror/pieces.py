@@ -101,7 +101,7 @@ def pieces_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Mirrored:
+class ReadManifest:
     """A manifest, read and checked. ``digests``: of each unit. ``files``: where its storages are in
     its files."""
 
@@ -111,7 +111,7 @@ class Mirrored:
     files: Sequence[PackedFile]
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Mirrored:
+    def of(cls, manifest: Manifest) -> ReadManifest:
         """Raises ``CorruptionError`` where its parts do not fit together."""
         where = f"the manifest of step {manifest.step} of model {manifest.model!r}"
         if len(manifest.lengths) % 8:

@@ -42,7 +42,7 @@ from portus.reach.mirror.objects import (
     version_file_name,
     whole_key,
 )
-from portus.reach.mirror.pieces import Mirrored, Piece, WantedObject
+from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject
 from portus.reach.mirror.requests import (
     DeleteObjects,
     PutObject,
@@ -79,7 +79,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class DeletedObjects:
     """What was deleted: how many objects, and their bytes together."""
 
     objects: int
@@ -180,7 +180,7 @@ class Writer:
         """Say ``facts``; when this returns, they count."""
         return (yield from self.log.append(facts))
 
-    def collect(self, grace_s: float = GRACE_S, time_ns: int = 0) -> Steps[Freed]:
+    def collect(self, grace_s: float = GRACE_S, time_ns: int = 0) -> Steps[DeletedObjects]:
         """Delete what no version needs, and no reader who began within ``grace_s`` seconds. Raises
         ``CorruptionError``, and deletes nothing, where what a version needs is not known. time_ns:
         the time, for who asks when it was."""
@@ -203,9 +203,9 @@ class Writer:
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
             yield DeleteObjects(names[start : start + _DELETED_MAX])
-        return Freed(len(names), sum(each.size for each in unneeded))
+        return DeletedObjects(len(names), sum(each.size for each in unneeded))
 
-    def find_unneeded(self, grace_s: float = GRACE_S) -> Steps[Freed]:
+    def find_unneeded(self, grace_s: float = GRACE_S) -> Steps[DeletedObjects]:
         """What ``collect`` would delete now. Takes no term, and changes nothing. Raises as it."""
         now, number = yield from self._times(grace_s)
         entries = yield from self._list_before(now - grace_s)
@@ -213,7 +213,7 @@ class Writer:
         gone = tuple(each for each in state.gone if each.number > number)
         named = yield from self._needed_objects(replace(state, gone=gone))
         found = [each.size for each in entries if each.name not in named]
-        return Freed(len(found), sum(found))
+        return DeletedObjects(len(found), sum(found))
 
     def suspects(self) -> Steps[list[Added]]:
         """The versions that lack an object, or whose manifest is damaged, as far as a list of the
@@ -331,12 +331,12 @@ class Writer:
             ) from error
 
 
-def read_manifest(seal: Seal, model: str, name: str) -> Steps[Mirrored]:
+def read_manifest(seal: Seal, model: str, name: str) -> Steps[ReadManifest]:
     """A manifest, checked. Raises ``CorruptionError``, also if it is not there."""
     data = yield from get(MANIFESTS + name)
     if data is None:
         raise CorruptionError(f"{MANIFESTS}{name} of the mirror of model {model!r} is missing")
-    return Mirrored.of(seal.read_manifest(name, data, model))
+    return ReadManifest.of(seal.read_manifest(name, data, model))
 
 
 def _manifest(version: Version, files: Sequence[Sequence[FileObject | None]]) -> Manifest:

@@ -21,8 +21,8 @@ from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
 from portus.reach.mirror.object_file import ObjectFile
-from portus.reach.mirror.objects import FACTS_MAX, Added, Filed, Removed, State
-from portus.reach.mirror.writer import Freed
+from portus.reach.mirror.objects import FACTS_MAX, Added, FileAdded, Removed, State
+from portus.reach.mirror.writer import DeletedObjects
 from portus.reach.places.base import (
     Abilities,
     Check,
@@ -84,7 +84,7 @@ class MirroredVersion(StoredCheckpoint):
 class MirroredFile(StoredCheckpoint):
     """A file of a run, or a link to one."""
 
-    def __init__(self, place: Place, files: MirroredFiles, run: str, filed: Filed) -> None:
+    def __init__(self, place: Place, files: MirroredFiles, run: str, filed: FileAdded) -> None:
         info = VersionInfo(
             model=run,
             id=0,
@@ -232,12 +232,12 @@ def term_of(state: State) -> dict[str, str | int | bool | None]:
     return {"term": state.term, "writer": state.who or None, "passing": state.passing}
 
 
-def _garbage(freed: Freed) -> Garbage:
+def _garbage(freed: DeletedObjects) -> Garbage:
     return Garbage(pieces=freed.objects, freed=freed.size)
 
 
 def _collect(mirror: Mirror, found: Garbage) -> Garbage:
-    def collect() -> Freed:
+    def collect() -> DeletedObjects:
         # Only who holds the term may delete (decision 0141).
         claim(mirror, "gc")
         return mirror.collect()

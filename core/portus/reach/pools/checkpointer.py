@@ -14,7 +14,7 @@ from portus.engine.fence.fence import before_write
 from portus.engine.job.settings import Settings, SettingsDict
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_report import Restored
+from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import is_blocking, join
@@ -135,7 +135,7 @@ class PoolCheckpointer(Checkpointer):
         names: Patterns = None,
         rename: Rename = None,
         weights_only: bool | None = None,
-    ) -> Restored:
+    ) -> RestoreReport:
         before_write()  # a save of this process may be reading these tensors
         use = partial(
             restore.restore_into,

@@ -22,8 +22,8 @@ from portus.engine.format.checksum import DIGEST_SIZE, UNIT
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.spec import Extent, TensorSpec
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.reach.index.in_place import InPlace
-from portus.reach.index.log import NOT_LOGGED, Logged
+from portus.reach.index.in_place import InPlaceReader
+from portus.reach.index.log import NOT_LOGGED, LogState
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.versions.parts import part
@@ -38,12 +38,12 @@ class Storages:
     """The storages of a pinned version. Holds one unit in memory, and what its log changes."""
 
     def __init__(
-        self, reader: PoolReader, record: VersionRecord, logged: Logged = NOT_LOGGED
+        self, reader: PoolReader, record: VersionRecord, logged: LogState = NOT_LOGGED
     ) -> None:
         self._reader: Final = reader
         self._record: Final = record
         self._logged: Final = logged
-        self._in_place: Final = InPlace(reader.medium, record, logged)
+        self._in_place: Final = InPlaceReader(reader.medium, record, logged)
         self._extents: Final[dict[int, tuple[Extent, ...]]] = {}
         self._unit: tuple[int, int] | None = None
         self._held: Final[Raw] = np.empty(UNIT, np.uint8)

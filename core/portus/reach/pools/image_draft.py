@@ -21,7 +21,7 @@ from portus.engine.writer import crc
 from portus.errors import MediumError
 from portus.reach.files.host import HostDraft
 from portus.reach.index.file_table import FileTable, encode_table
-from portus.reach.versions.parts import Before, share
+from portus.reach.versions.parts import PreviousVersion, share
 from portus.reach.versions.pool_draft import PoolDraft
 
 _ADVICE: Final = (
@@ -35,12 +35,12 @@ class CommittedImages:
     """The newest version of files that a process committed, to share with. ``crcs``: of each unit
     of the storages of files; None: nobody knows them any more."""
 
-    version: Before
+    version: PreviousVersion
     files: int
     crcs: Crcs | None
 
     @property
-    def storages(self) -> Before:
+    def storages(self) -> PreviousVersion:
         """The version as if it had the storages of its files alone."""
         record = self.version.record
         count = len(record.storages) - self.files
@@ -108,7 +108,7 @@ class ImageDraft:
         return digests
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        assert isinstance(before, Before), "a pool shares with its own versions"
+        assert isinstance(before, PreviousVersion), "a pool shares with its own versions"
         known = self.before()
         if known is None or known.version.record.info.token != before.record.info.token:
             return False  # another save was committed since the storages were compared
@@ -129,7 +129,7 @@ class ImageDraft:
     ) -> NDArray[np.uint8] | None:
         return self._draft.read_back(storage, offset, length)
 
-    def commit(self, labels: Labels, before: Previous | None) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
         # At the commit: these bytes contain the digests and CRCs of all others.
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)

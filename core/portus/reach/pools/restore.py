@@ -26,16 +26,16 @@ from portus.engine.loading.open_file import OpenFile
 from portus.engine.loading.origin import note_loaded
 from portus.engine.loading.over import Rename, fetch_storages, restore_over, view_of
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
-from portus.engine.loading.restore_report import Restored
+from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec, VersionInfo
-from portus.engine.state.walk import Walked, is_plain, leaves
+from portus.engine.state.walk import StateContents, is_plain, leaves
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.format.arrays import array_over
 from portus.reach.format.items import StoredArray
-from portus.reach.index.in_place import InPlace
-from portus.reach.index.log import NOT_LOGGED, Logged, read_log
+from portus.reach.index.in_place import InPlaceReader
+from portus.reach.index.log import NOT_LOGGED, LogState, read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.pools.leaves import as_tensor, is_pickle, leaves_in, shelf_items, tensors_among
@@ -49,15 +49,15 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _PinnedVersion:
     """A pinned version with everything that was read of it but its bytes."""
 
     pool: PoolReader
     record: VersionRecord
     contents: bytes
     verify: bool
-    logged: Logged
-    in_place: InPlace
+    logged: LogState
+    in_place: InPlaceReader
 
     @cached_property
     def leaves(self) -> list[tuple[str, object]]:
@@ -210,7 +210,7 @@ class Outline:
     indices: Mapping[int, int]
     record: VersionRecord
     tensors: tuple[TensorSpec, ...]
-    logged: Logged = NOT_LOGGED
+    logged: LogState = NOT_LOGGED
 
     def name(self, index: int) -> str:
         """What errors call a storage."""
@@ -229,7 +229,7 @@ def outline_version(
     """
     with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
-        found = _Outlined(opened, "cpu")
+        found = _VersionState(opened, "cpu")
         state = found.outline if keep is None else part_of(found.outline, keep)
         yield Outline(state, found.indices, opened.record, opened.tensors, opened.logged)
 
@@ -276,7 +276,7 @@ def restore_into(
     rename: Rename,
     weights_only: bool | None = None,
     verify: bool = True,
-) -> Restored:
+) -> RestoreReport:
     """Copy one version over the tensors of ``state``, and set its other leaves.
 
     Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
@@ -302,14 +302,14 @@ def restore_into(
                 verify=verify,
             )
             note_loaded(entry.info)
-            return Restored(entry.info, missing, unexpected)
+            return RestoreReport(entry.info, missing, unexpected)
     with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, verify)
         missing, unexpected = restore_over(
-            _Outlined(opened, "meta"), state, strict=strict, names=names, rename=rename
+            _VersionState(opened, "meta"), state, strict=strict, names=names, rename=rename
         )
     note_loaded(current.info)
-    return Restored(current.info, missing, unexpected)
+    return RestoreReport(current.info, missing, unexpected)
 
 
 def load_files(
@@ -340,10 +340,10 @@ def _load(pool: PoolReader, entry: VersionEntry, keep: Matcher | None, verify: b
         return state if keep is None else part_of(state, keep)
 
 
-class _Outlined:
+class _VersionState:
     """See ``StoredState``: a version of a shelf, or of tables."""
 
-    def __init__(self, opened: _Opened, device: str) -> None:
+    def __init__(self, opened: _PinnedVersion, device: str) -> None:
         """device: of the memory for plain tensors; on "meta" there is none."""
         self._opened: Final = opened
         self.where: Final = opened.where
@@ -358,7 +358,7 @@ class _Outlined:
         rest = np.array([index for index in range(len(blank)) if index not in plain], np.int64)
         opened.fetch_into(rest, np.array([blank[each].data_ptr() for each in rest], np.int64))
         self.outline: Final = _assemble(opened, blank)
-        self.contents: Final = Walked(
+        self.contents: Final = StateContents(
             tuple(spec for spec in opened.tensors if spec.storage in plain),
             blank,
             [(path, value) for path, value in leaves(self.outline) if not is_plain(value)],
@@ -372,7 +372,7 @@ class _Outlined:
         self._opened.fetch_into(wanted, address)
 
 
-def _assemble(opened: _Opened, storages: Sequence[torch.UntypedStorage | None]) -> object:
+def _assemble(opened: _PinnedVersion, storages: Sequence[torch.UntypedStorage | None]) -> object:
     """The state over ``storages``; what has one that is None has no memory, and is not used."""
     lengths = opened.lengths.tolist()
     every = [
@@ -394,7 +394,7 @@ def _assemble(opened: _Opened, storages: Sequence[torch.UntypedStorage | None]) 
 
 
 @contextlib.contextmanager
-def _naming(opened: _Opened) -> Iterator[None]:
+def _naming(opened: _PinnedVersion) -> Iterator[None]:
     """Have errors name the version."""
     try:
         yield
@@ -404,15 +404,15 @@ def _naming(opened: _Opened) -> Iterator[None]:
         raise UsageError(f"{opened.where}: {error}") from error
 
 
-def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
+def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _PinnedVersion:
     record = pool.record(entry)
     changed = read_log(pool.medium, record)
     contents = changed.contents or pool.contents(record)
-    in_place = InPlace(pool.medium, record, changed)
-    return _Opened(pool, record, contents, verify, changed, in_place)
+    in_place = InPlaceReader(pool.medium, record, changed)
+    return _PinnedVersion(pool, record, contents, verify, changed, in_place)
 
 
-def _storages_of(opened: _Opened, keep: Matcher | None) -> Column:
+def _storages_of(opened: _PinnedVersion, keep: Matcher | None) -> Column:
     """Indices of the storages that the kept leaves need, and of those that no tensor names."""
     count = len(opened.record.storages)
     if keep is None:
@@ -422,7 +422,7 @@ def _storages_of(opened: _Opened, keep: Matcher | None) -> Column:
     return np.array([i for i in range(count) if i not in dropped or i in kept], np.int64)
 
 
-def _units_in_place(opened: _Opened, index: int) -> Iterator[memoryview]:
+def _units_in_place(opened: _PinnedVersion, index: int) -> Iterator[memoryview]:
     """The units of a storage that is changed in place; they are verified in any case."""
     try:
         yield from opened.in_place.units(index)
@@ -430,7 +430,7 @@ def _units_in_place(opened: _Opened, index: int) -> Iterator[memoryview]:
         raise CorruptionError(f"{opened.name(index)}: {error}") from error
 
 
-def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests) -> None:
+def _compare(opened: _PinnedVersion, wanted: Column, found: Digests, expected: Digests) -> None:
     bad = np.flatnonzero(np.any(found != expected, axis=1))
     if not len(bad) or not opened.verify:
         return

@@ -41,7 +41,7 @@ from portus.reach.index.file_table import FileTable, PackedFile, decode_table
 from portus.reach.index.place import Place
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.resolve import POOLS
-from portus.reach.versions.parts import Before
+from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
@@ -130,7 +130,7 @@ class TrainingPool(Destination):
         assert self._pool is not None
         return self._pool.medium.info.kind.name
 
-    def before(self, files: int) -> Before | None:
+    def before(self, files: int) -> PreviousVersion | None:
         found = self.newest_of(files)
         return None if found is None else found.storages
 
@@ -308,7 +308,7 @@ class TrainingPool(Destination):
             return None
         if known is None:
             return None
-        return CommittedImages(Before(record, table), len(known.files), None)
+        return CommittedImages(PreviousVersion(record, table), len(known.files), None)
 
 
 class PointerDraft(ImageDraft):
@@ -340,7 +340,7 @@ class PointerDraft(ImageDraft):
     def make_room(self) -> bool:
         return self._request.make_room()
 
-    def commit(self, labels: Labels, before: Previous | None) -> Before:
+    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
         if self._files is None:
             return super().commit(labels, before)
         # Read now: after ``publish`` the new pointers are at their paths.

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from portus.engine.fence.fence import before_write
 from portus.engine.loading.over import Rename
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_report import Restored
+from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.spec import VersionInfo, check_step
 from portus.errors import StaleError, TransportError, UsageError
@@ -137,7 +137,7 @@ class PoolView:
         names: Patterns = None,
         rename: Rename = None,
         weights_only: bool | None = None,
-    ) -> Restored:
+    ) -> RestoreReport:
         """See ``Checkpointer.restore_into``."""
         before_write()  # a Checkpointer of this process may be saving these tensors
         use = partial(

@@ -120,7 +120,7 @@ def unpickle(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage])
     return state
 
 
-class Loadable:
+class LoadCheck:
     """Whether states can be loaded again. Tried once for those that hold objects of the same
     classes."""
 

@@ -45,7 +45,7 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class SkippedMessage:
     """A message came of which nothing was kept (``Connection.forget``)."""
 
     kind: MessageKind
@@ -122,11 +122,11 @@ class Connection:
 
     def forget(self) -> None:
         """Keep nothing of the message that is being fed: there is no memory for it. It is ended by
-        a ``Forgotten``, which is answered as the message would have been."""
+        a ``SkippedMessage``, which is answered as the message would have been."""
         assert self.body_left, "only in the middle of a body"
         self._forgotten = self._forgotten or 0
 
-    def feed(self, data: bytes | memoryview) -> Event | Forgotten | None:
+    def feed(self, data: bytes | memoryview) -> Event | SkippedMessage | None:
         """Take at most ``wanted_bytes`` bytes; what they complete. Raises ``ProtocolError``."""
         if self._broken:
             raise ProtocolError(self._broken)
@@ -145,7 +145,7 @@ class Connection:
         self._payload_left -= len(data)
         self._came.update(data)
 
-    def _complete(self) -> Event | Forgotten | None:
+    def _complete(self) -> Event | SkippedMessage | None:
         if self._kind is None:
             if len(self._buffer) < HEADER.size:
                 return None
@@ -170,7 +170,7 @@ class Connection:
             return None
         if forgotten is not None:
             self._step(kind)
-            return Forgotten(kind)
+            return SkippedMessage(kind)
         message = decode(kind, body)
         self._step(kind)
         return message

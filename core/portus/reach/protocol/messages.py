@@ -119,7 +119,7 @@ class Challenge(Message, frozen=True):
 
 
 @MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING}, body_size_max=64)
-class ProofGiven(Message, frozen=True):
+class ClientProof(Message, frozen=True):
     """Empty where no secret is shared."""
 
     proof: Proof

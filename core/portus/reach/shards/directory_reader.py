@@ -76,7 +76,7 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _UnitsToRead:
     """Whole units of a file that go to memory: where in the file they are, what they are to be
     (None: nobody knows), and what is done then."""
 
@@ -221,7 +221,7 @@ class DirectoryReader(FileSystemReader):
             if self._save is None and shards.digests is None:
                 return False
             self._require_same_save(shards)
-            loading = _Loading(self, file, planner)
+            loading = _FileLoader(self, file, planner)
             for item in items:
                 loading.load_shard(item, shards)
             loading.flush()
@@ -236,7 +236,7 @@ class DirectoryReader(FileSystemReader):
                 f"{printable(path)}: the file is that of the save {found.save}: it was renamed, or "
                 "copied from another checkpoint"
             )
-        loading = _Loading(self, file, planner)
+        loading = _FileLoader(self, file, planner)
         for item in sorted(items, key=self._offset_of):
             loading.load(item, found, self.storage_data[item.storage_index])
         loading.flush()
@@ -251,7 +251,7 @@ class DirectoryReader(FileSystemReader):
             )
 
 
-class _Loading:
+class _FileLoader:
     """The loading of items from one open file of a directory."""
 
     def __init__(self, reader: DirectoryReader, file: OpenFile, planner: LoadPlanner) -> None:
@@ -260,7 +260,7 @@ class _Loading:
         self._planner: Final = planner
         self._verify: Final = reader._verify
         self._read: Final[Read] = reads(file)
-        self._wanted: Final[list[_Wanted]] = []
+        self._wanted: Final[list[_UnitsToRead]] = []
         self._buffered = 0
 
     def load(self, item: ReadItem, found: RankFile, place: Any) -> None:
@@ -372,7 +372,9 @@ class _Loading:
             digests = storage.digests[begin // UNIT : -(-end // UNIT)]
         extents = self._file.extents(storage.offset + begin, end - begin)
         source = Source(address, end - begin, tuple(extents))
-        self._wanted.append(_Wanted(source, storage.offset + begin, digests, storage.name, then))
+        self._wanted.append(
+            _UnitsToRead(source, storage.offset + begin, digests, storage.name, then)
+        )
 
     def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
         self._planner.commit_tensor(item, target)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from portus.companions.job.exchange import UNPLANNED, Word, exchange, standing
+from portus.companions.job.exchange import UNPLANNED, RankReport, exchange, standing
 from portus.engine.state.walk import PLAIN, PLAIN_TENSORS
 from portus.errors import PortusError, UsageError
 
@@ -43,7 +43,7 @@ class StateOutline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class RankPlan:
     """A rank's part in a planning that went well on all ranks.
 
     id: of the planning, the same on all ranks. local: this rank's own plan. final: what it was
@@ -62,7 +62,7 @@ class Planned:
     @classmethod
     def of(
         cls, number: bytes, local: SavePlan, planner: Any, state: dict[str, Any], ranks: Any
-    ) -> Planned:
+    ) -> RankPlan:
         """What ``planner`` made of ``state``, for a save that was planned just now."""
         rank, count = standing(ranks)
         final: SavePlan = planner.plan
@@ -86,11 +86,11 @@ def values_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def agree(
-    planned: Planned | None,
+    planned: RankPlan | None,
     state: dict[str, Any],
     planner: SavePlanner,
     take: Callable[[list[Any]], Taken | None],
-    word: Word,
+    word: RankReport,
     ranks: Any = None,
 ) -> tuple[tuple[bytes, Taken] | None, list[Mapping[int, str]]]:
     """The id of the save of this ``state``, and what this rank saves, if every rank may go on as
@@ -126,7 +126,7 @@ def _in_short(error: BaseException | None) -> Exception | None:
 
 
 def _as_planned(
-    planned: Planned, state: dict[str, Any], planner: SavePlanner, ranks: Any
+    planned: RankPlan, state: dict[str, Any], planner: SavePlanner, ranks: Any
 ) -> list[Any] | None:
     """What this rank saves, by item, if its plan is what it was; else None."""
     if standing(ranks) != (planned.rank, planned.count):
@@ -141,7 +141,7 @@ def _as_planned(
     return _values(planned.final, planner)
 
 
-def _plans_alike(planned: Planned, state: dict[str, Any], planner: SavePlanner) -> bool:
+def _plans_alike(planned: RankPlan, state: dict[str, Any], planner: SavePlanner) -> bool:
     try:
         planner.set_up_planner(state_dict=state, is_coordinator=planned.rank == 0)
         local = planner.create_local_plan()
@@ -224,7 +224,7 @@ def by_key(values: list[Any]) -> Parts:
 
 __all__ = [
     "Parts",
-    "Planned",
+    "RankPlan",
     "agree",
     "by_key",
     "collect_parts",

@@ -27,7 +27,7 @@ _ARCHIVE: Final = "archive"
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _PlanItem:
     """One item of a plan."""
 
     planned: WriteItem
@@ -97,7 +97,7 @@ class RankContents:
         ]
 
 
-def _pickle(saved: _Saved) -> PickledState:
+def _pickle(saved: _PlanItem) -> PickledState:
     assert saved.pickled is not None
     return saved.pickled
 
@@ -152,9 +152,9 @@ def _naming(planned: WriteItem) -> Iterator[None]:
         ) from error
 
 
-def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _Saved:
+def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _PlanItem:
     if isinstance(value, bytes):
-        return _Saved(planned, BytesItem(value), None, False)
+        return _PlanItem(planned, BytesItem(value), None, False)
     tensor = value.detach()
     is_copy = tensor.layout is torch.strided and (
         tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
@@ -174,7 +174,7 @@ def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _Saved:
         and len(pickled.storages) == 1
     )
     item = TensorItem(pickled.image(_ARCHIVE), is_block)
-    return _Saved(planned, item, pickled, is_copy)
+    return _PlanItem(planned, item, pickled, is_copy)
 
 
 def _on_cpu(tensor: torch.Tensor) -> PickledState:

@@ -48,9 +48,9 @@ from portus.errors import (
 from portus.reach.index.journals import LINES, lines_path
 from portus.reach.media.local import LocalFiles
 from portus.reach.mirror.address import StoreAddress
-from portus.reach.mirror.behind import READ_ALONE, Behind, ElsewhereError, who
+from portus.reach.mirror.behind import READ_ALONE, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles, UploadedFile
-from portus.reach.mirror.objects import Filed, State
+from portus.reach.mirror.objects import FileAdded, State
 from portus.reach.mirror.opening import check_writable, open_file_store
 from portus.reach.mirror.store import UnwritableError
 from portus.reach.mirror.waiting import bar
@@ -83,7 +83,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class _Committed:
+class _Checkpoint:
     """A checkpoint to be uploaded: a file, or a directory. ``files``: all that is in it now.
     ``term``: in which it was saved; None for this one."""
 
@@ -104,7 +104,7 @@ class _Committed:
         return self.newest.time_ns
 
 
-class DirectoryMirror(Behind, Companion):
+class DirectoryMirror(BackgroundCopier, Companion):
     """See the module. Thread-safe but for ``fetch`` and ``begin``."""
 
     def __init__(
@@ -133,7 +133,7 @@ class DirectoryMirror(Behind, Companion):
         self._guard: Final = threading.RLock()
         """Guards the note, and what is to be done."""
         self._note: Final = _read_note(self._note_path)
-        self._waiting: Final[dict[str, _Committed]] = {}
+        self._waiting: Final[dict[str, _Checkpoint]] = {}
         """What is not mirrored, by path."""
         self._links: Final[set[str]] = set()
         self._step_of: Final[dict[str, int]] = {}
@@ -192,8 +192,8 @@ class DirectoryMirror(Behind, Companion):
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread as ``Behind`` does, but not before ``begin``: a process that only loads
-        does not take the mirror over."""
+        """Wake the thread as ``BackgroundCopier`` does, but not before ``begin``: a process that
+        only loads does not take the mirror over."""
         if self._has_begun:
             super().wake()
 
@@ -261,7 +261,7 @@ class DirectoryMirror(Behind, Companion):
             return True
 
     def close(self) -> None:
-        """Look for new checkpoints once more, and close as ``Behind`` does."""
+        """Look for new checkpoints once more, and close as ``BackgroundCopier`` does."""
         if self._has_begun:
             with PENDING.exempt():
                 self._look()  # a signal handler may have saved one
@@ -292,15 +292,15 @@ class DirectoryMirror(Behind, Companion):
             self._say_links()
             self._remove_gone()
 
-    def _next(self) -> _Committed | None:
+    def _next(self) -> _Checkpoint | None:
         """The newest checkpoint that waits."""
         with self._guard:
             newest = max(self._waiting.values(), key=lambda each: each.time_ns, default=None)
             self._uploaded = newest.path if newest is not None else ""
             return newest
 
-    def _upload(self, committed: _Committed) -> None:
-        found: _Committed | None = committed
+    def _upload(self, committed: _Checkpoint) -> None:
+        found: _Checkpoint | None = committed
         if committed.is_directory:  # others may have put files there meanwhile
             # Other ranks publish their files by themselves; what is not there by then is in no
             # entry.
@@ -321,7 +321,7 @@ class DirectoryMirror(Behind, Companion):
             if self._waiting.get(committed.path) == committed:
                 del self._waiting[committed.path]
 
-    def _send(self, found: _Committed) -> list[Filed] | None:
+    def _send(self, found: _Checkpoint) -> list[FileAdded] | None:
         """Upload what the store has not; None if a file is another one now, or cannot be read."""
         filed = []
         for file in found.files:
@@ -350,7 +350,7 @@ class DirectoryMirror(Behind, Companion):
                 return None
         return filed
 
-    def _upload_from(self, found: _Committed, file: _File, opened: OpenFile) -> Filed | None:
+    def _upload_from(self, found: _Checkpoint, file: _File, opened: OpenFile) -> FileAdded | None:
         """Upload a file that is open; None if it is another one now."""
         path = self._path_of(file.path)
 
@@ -447,7 +447,7 @@ class DirectoryMirror(Behind, Companion):
                 raise self._elsewhere(newest)
         return True
 
-    def _elsewhere(self, newest: Filed) -> ElsewhereError:
+    def _elsewhere(self, newest: FileAdded) -> ElsewhereError:
         return ElsewhereError(
             f"{printable(self._directory)}: run {self._model!r} went on elsewhere: the newest that "
             f"{self.address} has is {newest.path}, which is not here, and there are other files "
@@ -455,13 +455,13 @@ class DirectoryMirror(Behind, Companion):
             "another mirror, or mirror='none'"
         )
 
-    def _has(self, said: Filed) -> bool:
+    def _has(self, said: FileAdded) -> bool:
         path = self._path_of(said.path)
         with contextlib.suppress(OSError):
             return _size_of(path, os.stat(path)) == said.size
         return False
 
-    def _missing(self, state: State) -> list[Filed]:
+    def _missing(self, state: State) -> list[FileAdded]:
         """What is not here, oldest first."""
         files = [each for each in state.files if not each.link and not self._has(each)]
         newest: dict[str, tuple[int, int]] = {}
@@ -512,11 +512,11 @@ class DirectoryMirror(Behind, Companion):
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
         return done
 
-    def _checkpoint_of(self, said: Filed) -> str:
+    def _checkpoint_of(self, said: FileAdded) -> str:
         """The directory of a checkpoint that a file is in; of one that is a file, its path."""
         return os.path.dirname(said.path) if self._of_directories else said.path
 
-    def _fetch(self, files: list[Filed], advanced: Callable[[int], None]) -> None:
+    def _fetch(self, files: list[FileAdded], advanced: Callable[[int], None]) -> None:
         """Fetch the files of one directory, which become visible together."""
         paths = [os.path.realpath(self._path_of(each.path)) for each in files]
         make_directory(os.path.dirname(paths[0]))
@@ -580,7 +580,7 @@ class DirectoryMirror(Behind, Companion):
     def _path_of(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
-    def _read(self, name: str, step: int) -> _Committed | None:
+    def _read(self, name: str, step: int) -> _Checkpoint | None:
         """What a checkpoint is made of now; None if it was removed again."""
         path, is_directory = self._path_of(name), False
         found = [(name, path)]
@@ -600,7 +600,7 @@ class DirectoryMirror(Behind, Companion):
                 if stat.S_ISREG(status.st_mode):
                     size, time_ns = _size_of(whole, status), status.st_mtime_ns
                     files.append(_File(said, _identity(status), time_ns, size))
-        return _Committed(name, step, tuple(files), is_directory) if files else None
+        return _Checkpoint(name, step, tuple(files), is_directory) if files else None
 
     def _name_of(self, path: str) -> str | None:
         """What a file is called in the store; None for one elsewhere, or whose name is no text."""
@@ -664,7 +664,7 @@ def _is_in(path: str, above: str) -> bool:
     return path == above or path.startswith(f"{above}/")
 
 
-def _is_same(file: _File, said: Filed | None) -> bool:
+def _is_same(file: _File, said: FileAdded | None) -> bool:
     return said is not None and (said.size, said.time_ns) == (file.size, file.time_ns)
 
 

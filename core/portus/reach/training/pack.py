@@ -15,7 +15,7 @@ import torch
 from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.state.walk import walk
 from portus.errors import CorruptionError
-from portus.reach.pools.weights_only import Loadable, pickle_for_pool, unpickle
+from portus.reach.pools.weights_only import LoadCheck, pickle_for_pool, unpickle
 
 _HEAD: Final = struct.Struct("<QQ")
 
@@ -25,7 +25,7 @@ def pack(state: object) -> bytes:
     would not load with ``weights_only``; plain arrays of numpy are allowed."""
     pickled = pickle_for_pool(state)
     walk(state, pickled.storages).refuse_freed()
-    Loadable().check(state, pickled)
+    LoadCheck().check(state, pickled)
     storages = [_bytes_of(storage) for storage in pickled.storages]
     lengths = np.array([len(storage) for storage in storages], "<u8").tobytes()
     head = _HEAD.pack(len(pickled.pickle), len(storages))

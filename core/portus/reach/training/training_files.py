@@ -26,7 +26,7 @@ from portus.engine.loading.origin import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
-from portus.engine.paths.request import Laid, ToSave, make_directory
+from portus.engine.paths.request import FileToSave, PreparedFile, make_directory
 from portus.engine.paths.saver import FileSaver, files_below
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
@@ -182,9 +182,9 @@ class TrainingFiles:
         """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
         as of ``save_directory``."""
         saver, _ = self._open()
-        contents = Laid(LiteralContents(bytes_image(text.encode())))
+        contents = PreparedFile(LiteralContents(bytes_image(text.encode())))
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
-        return saver.save_files([ToSave(path, contents)], request)
+        return saver.save_files([FileToSave(path, contents)], request)
 
     @calls.mark
     def fence(self) -> None:
@@ -229,7 +229,7 @@ class TrainingFiles:
         handle = None
         try:
             handle = saver.save_files(
-                [ToSave(os.path.join(directory, name), state) for name, state in files.items()],
+                [FileToSave(os.path.join(directory, name), state) for name, state in files.items()],
                 request,
                 fenced,
             )

@@ -27,10 +27,10 @@ from portus.reach.protocol.messages import (
     NONCE_SIZE,
     VERSION,
     Challenge,
+    ClientProof,
     Fault,
     Full,
     Hello,
-    ProofGiven,
     ProtocolError,
     Refused,
     Said,
@@ -176,7 +176,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     proof = b""
     if secret is not None:
         proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
-    welcome = link.ask(ProofGiven(proof), OPENING_S)
+    welcome = link.ask(ClientProof(proof), OPENING_S)
     if not isinstance(welcome, Welcome):
         raise error_of(welcome, at)
     if secret is not None:

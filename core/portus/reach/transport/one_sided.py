@@ -71,7 +71,7 @@ class Pair(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteStorages:
     """Storages in the memory of a client: a row for each, its address there and its key."""
 
     address: Column
@@ -79,7 +79,7 @@ class Remote:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferResult:
     """What a transfer did. ``bounced``: bytes of it that went through a ring. ``wire_s``: seconds
     from the first request to the last completion; what was hashed meanwhile is in it."""
 
@@ -107,7 +107,9 @@ class Landing(Protocol):
         """Have the bytes of a batch at its place before it is pushed, and note their digests."""
 
 
-def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, link: Link) -> Moved:
+def pull(
+    pair: Pair, landing: Landing, remote: RemoteStorages, moved: Sources, link: Link
+) -> TransferResult:
     """Fill the extents of ``moved`` from the client's memory; the digests are of what arrived.
 
     link: to the client. Raises as ``Link.watch``, ``TransportError`` (``WorkError`` if the client's
@@ -116,7 +118,9 @@ def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, link: Lin
     return _transfer(pair, landing, remote, moved, link, is_pull=True)
 
 
-def push(pair: Pair, landing: Landing, remote: Remote, moved: Sources, link: Link) -> Moved:
+def push(
+    pair: Pair, landing: Landing, remote: RemoteStorages, moved: Sources, link: Link
+) -> TransferResult:
     """The way back: write what the extents of ``moved`` hold into the client's memory."""
     return _transfer(pair, landing, remote, moved, link, is_pull=False)
 
@@ -134,12 +138,12 @@ def spread(batch: Segments, start: int) -> Column:
 def _transfer(
     pair: Pair,
     landing: Landing,
-    remote: Remote,
+    remote: RemoteStorages,
     moved: Sources,
     link: Link,
     *,
     is_pull: bool,
-) -> Moved:
+) -> TransferResult:
     segments, digests = cut(moved)
     far = _Far(segments, remote, moved)
     window = _Window(pair, link)
@@ -168,13 +172,13 @@ def _transfer(
         # First of all: a request under way may still write to these places (decision 0023).
         pair.close()
         raise
-    return Moved(digests, moved.size if landing.is_bounced() else 0, window.wire_s)
+    return TransferResult(digests, moved.size if landing.is_bounced() else 0, window.wire_s)
 
 
 class _Far:
     """Where segments are in the client's memory; asked for batches in order."""
 
-    def __init__(self, segments: Segments, remote: Remote, moved: Sources) -> None:
+    def __init__(self, segments: Segments, remote: RemoteStorages, moved: Sources) -> None:
         owner = owners(moved.length)[segments.row]
         stream = np.cumsum(segments.length) - segments.length
         first = np.cumsum(moved.length) - moved.length
@@ -182,13 +186,15 @@ class _Far:
         self._key: Final[Column] = remote.key[owner]
         self._next = 0
 
-    def of(self, batch: Segments) -> Remote:
+    def of(self, batch: Segments) -> RemoteStorages:
         part = slice(self._next, self._next + len(batch))
         self._next += len(batch)
-        return Remote(self._address[part], self._key[part])
+        return RemoteStorages(self._address[part], self._key[part])
 
 
-def _runs(place: Column, far: Remote, length: Column) -> Iterator[tuple[int, int, int, int]]:
+def _runs(
+    place: Column, far: RemoteStorages, length: Column
+) -> Iterator[tuple[int, int, int, int]]:
     """(address here, there, key, length) of what can be moved as one: neighbours with the same
     small gap on both sides. The gap is moved too: it is room of the same storages' pages."""
     gap = np.diff(place) - length[:-1]
@@ -298,7 +304,7 @@ class PoolRegions:
             return made
 
 
-class Straight:
+class DirectLanding:
     """The pool itself. See ``Landing``."""
 
     def __init__(self, regions: PoolRegions) -> None:
@@ -377,7 +383,7 @@ class Rings:
             return ring
 
 
-class Bounced:
+class RingLanding:
     """The slots of a ring, one after another. See ``Landing``."""
 
     def __init__(self, medium: Medium, ring: Ring) -> None:

@@ -41,7 +41,7 @@ from portus.engine.copying.segments import (
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
 from portus.errors import PortusError, TransportError, UsageError
-from portus.reach.protocol.connection import Connection, Event, Forgotten, Payload
+from portus.reach.protocol.connection import Connection, Event, Payload, SkippedMessage
 from portus.reach.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
 from portus.reach.protocol.vocabulary import MessageKind
 from portus.reach.transport.budget import FREE, ConnectionBudget
@@ -200,7 +200,7 @@ class Link:
                 self._came += len(data)
                 self._check_pace()
             self._began_s = math.inf
-        if isinstance(event, Forgotten):
+        if isinstance(event, SkippedMessage):
             assert why is not None
             raise UnreadError(event.kind, why)
         return event

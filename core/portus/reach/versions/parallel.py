@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from portus.engine.copying.thread import Beside, SharedIterator, finish
+from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -24,7 +24,7 @@ def abreast(
     its turn. No thread is left when the iterator is through, or closed: whoever stops early closes
     it (``contextlib.closing``).
     """
-    return _Abreast(work, count).over(items)
+    return _WorkerPool(work, count).over(items)
 
 
 def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count: int) -> None:
@@ -45,8 +45,10 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
             shared.end()
 
     # Not a pool of threads: the exit of the process would wait for what they hang in.
-    threads = [Beside(take_part, f"{NAME}-{number}") for number in range(min(count, len(items)))]
-    begun: list[Beside] = []
+    threads = [
+        JoinableThread(take_part, f"{NAME}-{number}") for number in range(min(count, len(items)))
+    ]
+    begun: list[JoinableThread] = []
     try:
         for thread in threads:
             thread.start()
@@ -60,12 +62,12 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
         raise failed[0]
 
 
-class _Abreast(Generic[_Item, _Result]):
+class _WorkerPool(Generic[_Item, _Result]):
     def __init__(self, work: Callable[[_Item], _Result], count: int) -> None:
         self._work: Final = work
         self._count: Final = count
         self._asked: Final[queue.SimpleQueue[_Turn[_Item, _Result] | None]] = queue.SimpleQueue()
-        self._threads: Final[list[Beside]] = []
+        self._threads: Final[list[JoinableThread]] = []
 
     def over(self, items: Iterable[_Item]) -> Generator[_Result, None, None]:
         under_way: list[_Turn[_Item, _Result]] = []
@@ -89,7 +91,7 @@ class _Abreast(Generic[_Item, _Result]):
         self._asked.put(turn)
         if len(self._threads) < self._count:
             # Not a pool of threads: the exit of the process would wait for what they hang in.
-            thread = Beside(self._run, f"{NAME}-{len(self._threads)}")
+            thread = JoinableThread(self._run, f"{NAME}-{len(self._threads)}")
             thread.start()
             self._threads.append(thread)
 

@@ -47,7 +47,7 @@ class StorageRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class PreviousVersion:
     """See ``engine.pipeline.plan.Previous``."""
 
     record: VersionRecord

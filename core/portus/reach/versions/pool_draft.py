@@ -24,7 +24,7 @@ from portus.reach.index.commit_records import Change, NewVersion
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import Pointer, Rows, VersionRecord
 from portus.reach.versions.parts import (
-    Before,
+    PreviousVersion,
     StorageRows,
     offsets_in,
     part,
@@ -36,7 +36,7 @@ from portus.reach.versions.placement import pack, place
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class Reservation:
     """Room in a pool for some storages of a draft, and where in it each of them goes."""
 
     indices: Column
@@ -106,7 +106,7 @@ class PoolDraft:
         self.note(reserved, digests)
         return digests
 
-    def reserve(self, indices: Column, address: Column) -> Reserved:
+    def reserve(self, indices: Column, address: Column) -> Reservation:
         """Room for storages, which is to be filled, and noted then. Blocks while the pool grows."""
         lengths = self._lengths[indices]
         offsets, size = pack(lengths)
@@ -114,9 +114,9 @@ class PoolDraft:
         self._held.append(room)
         self._copied += room
         extents, counts = place(offsets, lengths, room)
-        return Reserved(indices, sources(address, lengths, extents), extents, counts)
+        return Reservation(indices, sources(address, lengths, extents), extents, counts)
 
-    def note(self, reserved: Reserved, digests: Digests) -> None:
+    def note(self, reserved: Reservation, digests: Digests) -> None:
         """``reserved`` was filled. digests: of what was stored."""
         born = np.zeros(len(reserved.indices), np.int64)
         self._groups.append(
@@ -124,7 +124,7 @@ class PoolDraft:
         )
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        assert isinstance(before, Before), "a pool shares with its own versions"
+        assert isinstance(before, PreviousVersion), "a pool shares with its own versions"
         group = self.hold(before.record, indices)
         if group is None:
             return False
@@ -148,13 +148,15 @@ class PoolDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
 
-    def commit(self, labels: Labels, before: Previous | None) -> Before:
-        assert before is None or isinstance(before, Before), "a pool shares with its own versions"
+    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
+        assert before is None or isinstance(before, PreviousVersion), (
+            "a pool shares with its own versions"
+        )
         known = None
         if before is not None and before.contents == labels.contents:
             known = self.hold_contents(before.record)
         record = self.commit_rows(self.rows(), labels, known)
-        return Before(record, labels.contents)
+        return PreviousVersion(record, labels.contents)
 
     def hold_contents(self, record: VersionRecord) -> Pointer | None:
         """The contents of a version before, held; None if that version is gone, or if they are not

@@ -35,7 +35,7 @@ from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.requests.router import Requests
 from portus.reach.daemon.requests.saves import SaveRequests
 from portus.reach.daemon.server import Server
-from portus.reach.files.host import HostPool, _Reached
+from portus.reach.files.host import HostPool, _HostAccess
 from portus.reach.index.check import check
 from portus.reach.index.place import Place
 from portus.reach.index.records import VersionRecord
@@ -82,7 +82,7 @@ impatient = pytest.mark.parametrize("server", [1.0], indirect=True, ids=["impati
 
 @pytest.fixture
 def link(server: Server) -> Iterator[LossyLink]:
-    with LossyLink("127.0.0.1", server.doors[0].port) as made:
+    with LossyLink("127.0.0.1", server.listeners[0].port) as made:
         yield made
 
 
@@ -439,7 +439,7 @@ def test_the_host_reaches_nothing_any_more_when_it_hears_that_a_save_is_given_up
         pair: Any = Watched(link)
         flags = np.zeros(0, np.bool_)
         lane, regions = ClientLane(domain, pair), Regions(domain)
-        draft._reached = _Reached(lane, regions, (), flags, nothing, nothing)
+        draft._reached = _HostAccess(lane, regions, (), flags, nothing, nothing)
         draft.release()
         assert pair.closed_in is Phase.SAVING
         assert link.connection.state is Phase.READY, "then it was said, and answered"
@@ -641,7 +641,7 @@ def test_a_pool_that_is_exchanged_under_its_host_is_committed_to_no_more(
     place, backup = tmp_path / "pools", tmp_path / "backup"
     with contextlib.ExitStack() as stack:
         with serving(place) as server:
-            address = Address(Scheme.TCP, host="127.0.0.1", port=server.doors[0].port)
+            address = Address(Scheme.TCP, host="127.0.0.1", port=server.listeners[0].port)
             checkpointer = stack.enter_context(PoolCheckpointer(url(server)))
             checkpointer.save(state(1), 1).wait()
             [pool] = place.glob("*.portus")
@@ -726,7 +726,7 @@ def test_ls_tells_which_save_failed_last_and_why(tmp_path: Path, place: str, why
     where = place if place.startswith("memory") else tmp_path / place
     with (
         serving(where, quota=8 << 20) as server,
-        LossyLink("127.0.0.1", server.doors[0].port) as link,
+        LossyLink("127.0.0.1", server.listeners[0].port) as link,
         PoolCheckpointer(address(link), "net") as checkpointer,
     ):
 

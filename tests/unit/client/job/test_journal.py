@@ -20,7 +20,7 @@ import torch
 import portus
 from portus.companions.job.journal import SIZE_MAX, Journal
 from portus.companions.journal.account import Account, account
-from portus.companions.journal.lines import Decided, Head, Saved, encode
+from portus.companions.journal.lines import Head, IntervalDecided, Saved, encode
 from portus.engine.fence import fence
 from portus.engine.media.file_system import FileSystemTraits, file_system_of
 from portus.reach.index.journals import journals_in, pages, read
@@ -315,7 +315,7 @@ def test_a_decision_of_a_cadence_is_in_the_journal(run: Training) -> None:
             run.checkpointer.save(run.state(), 1).wait()
     run.checkpointer.close()
     (path,) = journals_in(str(folder(run.root)))
-    decided = [each for each in read(path).lines if isinstance(each, Decided)]
+    decided = [each for each in read(path).lines if isinstance(each, IntervalDecided)]
     assert decided
     assert decided[0].interval == 4
     assert decided[0].reason == "first"

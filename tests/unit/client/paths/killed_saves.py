@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from portus.engine.paths.process import saver
-from portus.engine.paths.request import ToSave
+from portus.engine.paths.request import FileToSave
 from portus.testing.nursery import Say
 from tests.adapters.kills import Kills
 
@@ -21,7 +21,7 @@ def run(say: Say, where: str, number: int, way: str) -> None:
         directory = f"c{step}" if way == "new" else "last"
         os.makedirs(directory, exist_ok=True)
         state = {"step": step, "x": torch.ones(step)}
-        files = [ToSave(f"{directory}/{name}.pt", state) for name in "abc"]
+        files = [FileToSave(f"{directory}/{name}.pt", state) for name in "abc"]
         handle = saver().save_files(files)
         if way == "new" and step > 1:  # too early
             shutil.rmtree(f"c{step - 1}")

@@ -19,7 +19,7 @@ from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.paths import process
 from portus.engine.paths.face import load
 from portus.engine.paths.process import saver
-from portus.engine.paths.request import Laid, ToSave
+from portus.engine.paths.request import FileToSave, PreparedFile
 from portus.engine.paths.shared_writer import recover
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
@@ -41,8 +41,8 @@ pytestmark = [
 def save_all(directory: str, weights: dict[str, torch.Tensor], **files: Any) -> SaveHandle:
     """Weights as safetensors, and all else as torch files."""
     os.makedirs(directory, exist_ok=True)
-    new = [ToSave(f"{directory}/model.safetensors", Laid(named_tensors(weights)))]
-    new += [ToSave(f"{directory}/{name}.bin", state) for name, state in files.items()]
+    new = [FileToSave(f"{directory}/model.safetensors", PreparedFile(named_tensors(weights)))]
+    new += [FileToSave(f"{directory}/{name}.bin", state) for name, state in files.items()]
     return saver().save_files(new)
 
 
@@ -97,10 +97,10 @@ def test_the_largest_files_of_a_removed_directory_are_used_again_wherever_they_a
         below = f"c{step}/engine/deeper"
         os.makedirs(below)
         files: list[tuple[str, Any]] = [("big.pt", [step, frozen]), ("small.pt", [step])]
-        saves = [ToSave(f"{below}/{name}", it) for name, it in files]
+        saves = [FileToSave(f"{below}/{name}", it) for name, it in files]
         extra = SaveRequest(base=os.path.abspath("."))
         handle = saver().save_files(saves, extra)
-        saver().save_files([ToSave(f"c{step}/a.pt", [step])], extra).wait()
+        saver().save_files([FileToSave(f"c{step}/a.pt", [step])], extra).wait()
         handle.wait()
         kept.append(handle.stats.shared_bytes)
         if step:
@@ -143,7 +143,7 @@ def test_files_that_cannot_be_saved_together_are_refused() -> None:
     for paths in (("a.pt", "a.pt"), ("a.pt", "./a.pt"), ("a.pt", "d/b.pt")):
         os.makedirs("d", exist_ok=True)
         with pytest.raises(UsageError, match="expected different files of one directory"):
-            saver().save_files([ToSave(path, {}) for path in paths])
+            saver().save_files([FileToSave(path, {}) for path in paths])
     assert visible(".") == ["d"]
 
 
@@ -185,10 +185,10 @@ def test_a_signal_handler_writes_them_at_once() -> None:
     done = in_process(
         "import os, signal, torch\n"
         "from portus.engine.paths.process import saver\n"
-        "from portus.engine.paths.request import OwnFormat, ToSave\n"
+        "from portus.engine.paths.request import OwnFormat, FileToSave\n"
         "from portus.engine.state.pickling import pickle_state\n"
         "def files(value):\n"
-        "    return [ToSave(f'{n}.pt', value) for n in 'abc']\n"
+        "    return [FileToSave(f'{n}.pt', value) for n in 'abc']\n"
         "def handle(*_):\n"
         "    assert saver().save_files(files({'x': torch.ones(5)})).committed\n"
         "signal.signal(signal.SIGUSR1, handle)\n"

@@ -17,7 +17,7 @@ from portus.engine.loading import over
 from portus.engine.loading.over import Rename
 from portus.engine.loading.overlap import overlapping
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_report import Restored
+from portus.engine.loading.restore_report import RestoreReport
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.reader import PoolReader
@@ -78,7 +78,7 @@ class Saved:
     def restored(
         self, into: object, step: int = 3, *, strict: bool = True,
         names: Patterns = None, rename: Rename = None,
-    ) -> Restored:  # fmt: skip
+    ) -> RestoreReport:  # fmt: skip
         return restore.restore_into(
             self.pool, self.entry(step), into, strict=strict, names=names, rename=rename
         )

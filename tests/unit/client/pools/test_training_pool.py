@@ -513,7 +513,7 @@ def test_a_host_is_chosen_by_its_address_as_it_was_said(tmp_path: Path) -> None:
         scene = Scene(tmp_path, url(server))
         with scene.training() as files:
             save(files, scene.path("1.ckpt"), 1)
-        other = portus.Place.parse(f"portus://localhost:{server.doors[0].port}")
+        other = portus.Place.parse(f"portus://localhost:{server.listeners[0].port}")
         with scene.training(pool=other) as files:
             save(files, scene.path("1.ckpt"), 2)
         assert stored(scene.path("1.ckpt"))

@@ -15,7 +15,7 @@ import torch
 
 from portus.engine.state.pickling import pickle_state
 from portus.errors import CorruptionError, UsageError
-from portus.reach.pools.weights_only import Loadable, pickle_for_pool, unpickle
+from portus.reach.pools.weights_only import LoadCheck, pickle_for_pool, unpickle
 from tests.unit.client.same import assert_same
 
 
@@ -95,7 +95,7 @@ def test_any_bytes_are_an_error_or_a_state(seed: int) -> None:
 
 
 def test_what_could_not_be_loaded_again_is_named_when_it_first_comes() -> None:
-    loadable = Loadable()
+    loadable = LoadCheck()
 
     def check(state: object) -> None:
         loadable.check(state, pickle_for_pool(state))
@@ -141,6 +141,6 @@ def test_what_a_program_allows_torch_stays_allowed() -> None:
 
 def test_what_is_allowed_is_looked_for_in_linear_time() -> None:
     """A text in which all letters may begin the name of a class."""
-    loadable = Loadable()
+    loadable = LoadCheck()
     state: dict[str, Any] = {"text": "c" * (1 << 21)}
     loadable.check(state, pickle_for_pool(state))

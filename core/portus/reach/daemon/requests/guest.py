@@ -11,9 +11,9 @@ from portus.errors import UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import HostLane
 from portus.reach.daemon.house import House
-from portus.reach.daemon.pools import Hosted
+from portus.reach.daemon.pools import HostedPool
 from portus.reach.index.records import VersionEntry
-from portus.reach.transport.one_sided import Moved, Remote
+from portus.reach.transport.one_sided import RemoteStorages, TransferResult
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import WorkError
 
@@ -25,7 +25,7 @@ _TURN_S: Final = 0.1
 class Guest:
     """The client of one connection. ``lane``: the way to its memory, if it is reached by verbs."""
 
-    def __init__(self, link: Link, hosted: Hosted, house: House) -> None:
+    def __init__(self, link: Link, hosted: HostedPool, house: House) -> None:
         self.link: Final = link
         self.hosted: Final = hosted
         self.writer: Final = hosted.writer
@@ -62,8 +62,11 @@ class Guest:
             yield stop
 
     def transfer(
-        self, move: Callable[[Remote, Sources], Moved], remote: Remote, moved: Sources
-    ) -> Moved:
+        self,
+        move: Callable[[RemoteStorages, Sources], TransferResult],
+        remote: RemoteStorages,
+        moved: Sources,
+    ) -> TransferResult:
         """Move bytes by verbs with ``move``, and count them and the time on the wire."""
         try:
             done = move(remote, moved)
@@ -87,7 +90,7 @@ class Guest:
             self.hosted.mirror.note_change(models)
 
 
-def is_reached(remote: Remote, lengths: Column) -> bool:
+def is_reached(remote: RemoteStorages, lengths: Column) -> bool:
     """True if each storage that has bytes has a handle."""
     has_one = (remote.address > 0) | (remote.key > 0)  # a dmabuf begins at the address 0
     return bool((has_one | (lengths == 0)).all())

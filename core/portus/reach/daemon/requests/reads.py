@@ -14,7 +14,7 @@ from portus.errors import UsageError
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, ranges
-from portus.reach.transport.one_sided import Remote
+from portus.reach.transport.one_sided import RemoteStorages
 from portus.reach.transport.stream import give_from
 
 PINS_MAX: Final = said.IDS_MAX
@@ -74,7 +74,7 @@ class ReadRequests:
         offsets, sizes = ranges(message.ranges, "ranges")
         self._inside(offsets, sizes)
         self._guest.link.room(STORAGE_MOVED * len(lengths) + _RANGE_MOVED * len(sizes))
-        remote = Remote(*handles(message.handles, len(lengths), "push"))
+        remote = RemoteStorages(*handles(message.handles, len(lengths), "push"))
         lane = self._guest.lane
         if lane is None or lane.closed or not is_reached(remote, lengths):
             raise UsageError("push: not connected by verbs, or storages without a handle")

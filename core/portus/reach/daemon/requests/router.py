@@ -12,7 +12,7 @@ from typing import Final
 
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.reach.daemon.house import Facts, House, refusal_of
-from portus.reach.daemon.pools import Hosted
+from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.requests.guest import Guest
 from portus.reach.daemon.requests.objects import ObjectRequests
 from portus.reach.daemon.requests.pool import PoolRequests
@@ -27,7 +27,7 @@ from portus.reach.transport.stream import Link
 class Requests:
     """The requests of one client that was let in."""
 
-    def __init__(self, link: Link, hosted: Hosted, house: House) -> None:
+    def __init__(self, link: Link, hosted: HostedPool, house: House) -> None:
         guest = self._guest = Guest(link, hosted, house)
         self._saves: Final = SaveRequests(guest)
         self._reads: Final = ReadRequests(guest)

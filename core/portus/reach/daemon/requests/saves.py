@@ -30,7 +30,7 @@ from portus.reach.index.file_table import decode_table
 from portus.reach.index.records import Pointer, VersionRecord, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, unpack_map
-from portus.reach.transport.one_sided import Remote
+from portus.reach.transport.one_sided import RemoteStorages
 from portus.reach.transport.stream import InterruptedByError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
 from portus.reach.versions.parts import sources
@@ -136,7 +136,7 @@ class SaveRequests:
         self._guest.hosted.replica.require(message.model)
         lengths = column(message.lengths, "lengths")
         self._guest.link.room(_STORAGE_BEGUN * len(lengths))
-        remote = Remote(*handles(message.handles, len(lengths), "handles"))
+        remote = RemoteStorages(*handles(message.handles, len(lengths), "handles"))
         size_max = self._guest.writer.max_bytes
         if size_max is not None and int(lengths.sum()) > size_max:
             raise MediumError(
@@ -163,7 +163,7 @@ class SaveRequests:
         self._guest.link.room(STORAGE_MOVED * len(indices))
         draft.claim(indices)
         lengths = draft.lengths[indices]
-        remote = Remote(draft.remote.address[indices], draft.remote.key[indices])
+        remote = RemoteStorages(draft.remote.address[indices], draft.remote.key[indices])
         try:
             reserved = draft.pool.reserve(indices, np.zeros(len(indices), np.int64))
         except MediumError as error:
@@ -187,7 +187,7 @@ class SaveRequests:
         self._guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
         return said.Full(refusal.errno, refusal.text)
 
-    def _move(self, remote: Remote, lengths: Column, moved: Sources) -> tuple[Digests, int]:
+    def _move(self, remote: RemoteStorages, lengths: Column, moved: Sources) -> tuple[Digests, int]:
         """Bring the bytes of an offer to where they stay; return their digests, and how many bytes
         went through a buffer."""
         lane = self._guest.lane
@@ -382,7 +382,7 @@ class _Draft:
     """A save under way: the version that is made, and which of its storages have a place."""
 
     def __init__(
-        self, pool: PoolDraft, lengths: Column, remote: Remote, begin: said.Begin, size: int
+        self, pool: PoolDraft, lengths: Column, remote: RemoteStorages, begin: said.Begin, size: int
     ) -> None:
         """remote: where its storages are with the client. size: bytes of memory that are kept for
         it."""
