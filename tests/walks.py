@@ -221,6 +221,7 @@ def recorded(root: Path) -> dict[str, Any]:
             "caller": [recorder.stacks[True, step] for step in calls],
             "worker": [recorder.stacks[False, step] for step in works],
             "entered": sorted(recorder.files),
+            "order": [[s for mine, s in recorder.stacks if mine is each] for each in (True, False)],
         }
     threading.setprofile(None)
     return found

@@ -56,6 +56,20 @@ def test_no_walk_climbs_back_up(walked: dict[str, Any]) -> None:
     assert [each for walk in walked.values() for each in walks.climbs(walk)] == []
 
 
+@pytest.mark.long
+def test_the_page_of_the_engine_names_functions_in_the_order_of_their_calls(
+    walked: dict[str, Any],
+) -> None:
+    """The page has ``best_engine`` behind its helper in C, and ``_advance`` where it matters."""
+    aside = {"engine/pipeline/run.Save._advance", "engine/copying/local.best_engine"}
+    orders = [*walked["portus.save"]["order"], walked["portus.load"]["order"][0]]
+    for heading, order in zip(("In the call", "On the worker", "Back"), orders, strict=True):
+        named = [f"{module}.{name}" for name, module in functions_of("engine", heading)]
+        steps = [each for each in named if each in order and each not in aside]
+        assert len(steps) > 5
+        assert sorted(steps, key=order.index) == steps
+
+
 def test_a_file_that_comes_again_is_a_climb() -> None:
     down = [("a", "one"), ("a", "two"), ("b", "three")]
     assert walks.climbs({"caller": [down], "worker": []}) == []
@@ -77,9 +91,11 @@ def test_the_pages_of_the_rings_name_functions_that_there_are(page: str) -> None
     assert [(name, module) for name, module in named if name not in names_in(module)] == []
 
 
-def functions_of(page: str) -> list[tuple[str, str]]:
-    """Return the functions and classes that a page names, and their modules."""
+def functions_of(page: str, heading: str = "") -> list[tuple[str, str]]:
+    """Return the functions and classes that a page names, or one section of it, and their
+    modules."""
     text = (walks.ROOT / "docs" / f"{page}.md").read_text()
+    text = text.partition(f"\n## {heading}")[2].partition("\n## ")[0] if heading else text
     return re.findall(r"`([\w.]+)` \(`([\w/]+)`\)", text)
 
 
