@@ -114,10 +114,10 @@ class EngineFiles:
             nonlocal returned
             parts: dict[str, object] = {}
 
-            def collected(state_dict: object, path: str) -> None:  # DeepSpeed's names
+            def note(state_dict: object, path: str) -> None:  # DeepSpeed's names
                 parts[os.path.relpath(os.path.realpath(path), directory)] = state_dict
 
-            with self._standing_in(save=collected, commit=lambda *given: True):
+            with self._standing_in(save=note, commit=lambda *given: True):
                 returned = stock(
                     save_dir,
                     tag=named_tag,
@@ -188,13 +188,13 @@ class EngineFiles:
         names: list[str] = []
         returned, problem = None, None
 
-        def verified(path: str, map_location: Any = None) -> Any:
+        def load(path: str, map_location: Any = None) -> Any:
             names.append(os.path.relpath(os.path.realpath(path), directory))
             # As stock loads: they hold objects of DeepSpeed's, such as its loss scaler.
             return portus.load(path, map_location=map_location, weights_only=False)
 
         try:
-            with self._standing_in(load=verified):
+            with self._standing_in(load=load):
                 returned = stock(load_dir, tag, *given, **named)
         except portus.PortusError as error:
             problem = error

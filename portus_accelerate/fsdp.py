@@ -69,7 +69,7 @@ def verifying() -> Iterator[None]:
 
     thread, stock = threading.get_ident(), _of_torch().load
 
-    def verified(state_dict: dict[str, Any], **named: Any) -> None:
+    def load_verified(state_dict: dict[str, Any], **named: Any) -> None:
         path = _path_of(named, "storage_reader")
         if path is None or threading.get_ident() != thread or not has_digests(path):
             stock(state_dict, **named)
@@ -77,7 +77,7 @@ def verifying() -> Iterator[None]:
         more = {key: named[key] for key in ("planner", "process_group") if key in named}
         load(state_dict, path, **more)
 
-    with _replacing("load", verified):
+    with _replacing("load", load_verified):
         yield
 
 

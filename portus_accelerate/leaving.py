@@ -110,7 +110,7 @@ class PreemptionCallback(TrainerCallback, ExportableState):
 
 
 @contextlib.contextmanager
-def heard(trainer: Any, preempt_within: float | str) -> Iterator[None]:
+def hear_signals(trainer: Any, preempt_within: float | str) -> Iterator[None]:
     """``trainer`` trains, and signals are heard; none if ``preempt_within`` is "none"."""
     if preempt_within == "none":
         yield

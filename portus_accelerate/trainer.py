@@ -173,7 +173,7 @@ def _train(
     is_path = isinstance(chosen, str | os.PathLike)
     is_own = is_path and os.path.dirname(os.path.abspath(chosen)) == os.path.abspath(output)
     _follow_the_cadence(self, saver)
-    with callback.training(seen=True), leaving.heard(self, saver.settings.preempt_within):
+    with callback.training(seen=True), leaving.hear_signals(self, saver.settings.preempt_within):
         try:
             result = stock(self, chosen, *more, **named)
         except leaving.EvaluationSkipped:

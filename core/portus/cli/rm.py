@@ -78,10 +78,10 @@ def run(
 def _remove_pointer(path: str, output: Output) -> list[Json]:
     """Remove a pointer, and its version if it was the last one; return that for machines."""
 
-    def led(reader: PoolReader, entry: VersionEntry, said: Reference) -> tuple[Place, VersionInfo]:
+    def use(reader: PoolReader, entry: VersionEntry, said: Reference) -> tuple[Place, VersionInfo]:
         return Place.parse(reader.medium.info.name), entry.info
 
-    place, info = use_reference(path, led)
+    place, info = use_reference(path, use)
     is_retired, left = let_go(place, path, info.token)
     name = f"{info.model}@{info.step}"
     output.line(f"{path}: removed")

@@ -42,7 +42,7 @@ def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
     _tell(facts, known.st_size)
     look = os.stat
 
-    def told(path: Any, **how: Any) -> os.stat_result:
+    def tell_device(path: Any, **how: Any) -> os.stat_result:
         found = look(path, **how)
         if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
             return found
@@ -51,7 +51,7 @@ def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
         more |= {"st_rdev": _NUMBER, "st_blocks": 0}
         return os.stat_result((mode, *tuple(found)[1:10]), more)
 
-    patch.setattr(os, "stat", told)
+    patch.setattr(os, "stat", tell_device)
     patch.setattr(dax, "_SYS_DEVICES", facts)
     patch.setattr(pmem, "_load", lambda library: CoherentProcessor())
 

@@ -20,7 +20,7 @@ import torch
 import portus
 from portus.errors import BusyError, MediumError, TransportError, UsageError
 from portus.reach.daemon.admin import AdminSocket, Kick, Look, ask
-from portus.reach.daemon.main import _desk, prepare
+from portus.reach.daemon.main import _admin_socket, prepare
 from portus.reach.daemon.metrics import application
 from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.server import Server
@@ -304,7 +304,7 @@ def test_a_host_without_a_socket_for_its_operator_says_so(
     options = ServeOptions(place="memory:1M", listen=[f"unix:{tmp_path}/listener"])
     server = prepare(options)
     try:
-        desk, line = _desk(options, server)
+        desk, line = _admin_socket(options, server)
     finally:
         server.stop()
     assert desk is None

@@ -23,7 +23,7 @@ import torch
 import portus
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.counters import TIMED
-from portus.reach.daemon.main import heard, prepare
+from portus.reach.daemon.main import parse_listen, prepare
 from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.pools import parse_size
 from portus.reach.daemon.server import _answers, open_listener
@@ -436,7 +436,7 @@ def test_a_host_without_tls_says_how_it_is_reached(tmp_path: Path) -> None:
     ],
 )
 def test_where_to_listen_is_said_in_short_or_in_full(text: str, address: Address) -> None:
-    assert heard(text, tls=False) == address
+    assert parse_listen(text, tls=False) == address
 
 
 @pytest.mark.parametrize(

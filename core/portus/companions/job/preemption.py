@@ -221,7 +221,7 @@ class Preemption:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     @property
-    def heard(self) -> Iterable[signal.Signals]:
+    def signals(self) -> Iterable[signal.Signals]:
         """The signals that have a handler of this object."""
         return self._before
 
@@ -249,8 +249,8 @@ _masks: Final = threading.local()
 
 def _before_fork() -> None:
     # Python forgets in a child what came until it has its handlers back.
-    heard = {number for each in _open for number in each.heard}
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    handled = {number for each in _open for number in each.signals}
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
 
 def _after_fork() -> None:
@@ -283,7 +283,7 @@ class _Ranks:
         """Waits for what was begun at the step before, and begins the next."""
         if self._alone():
             return told
-        if self._heard() == _TOLD:
+        if self._reduce() == _TOLD:
             return True
         self._begin(_TOLD if told else otherwise)
         return False
@@ -292,12 +292,12 @@ class _Ranks:
         """Waits until all ranks are here; none is in flight then."""
         if self._alone():
             return told
-        heard = self._heard()
+        heard = self._reduce()
         # Until all are at their last batch: letting each rank look when it likes hung
         # (decision 0131).
         while heard != _TOLD:
             self._begin(_TOLD if told else _DONE)
-            heard = self._heard()
+            heard = self._reduce()
             if heard == _DONE:
                 return False
         return True
@@ -309,7 +309,7 @@ class _Ranks:
     def close(self) -> None:
         """All ranks do, at the same point."""
         own, self._own = self._own, None
-        self._heard()
+        self._reduce()
         if own is not None and dist.is_initialized():
             with contextlib.suppress(ValueError):  # it went with the job's own, which is a new one
                 dist.destroy_process_group(own)
@@ -334,7 +334,7 @@ class _Ranks:
         # Begun here and read at the next step: so nobody waits for it (decision 0131).
         self._work = dist.all_reduce(self._said, dist.ReduceOp.MAX, group=self._own, async_op=True)
 
-    def _heard(self) -> int:
+    def _reduce(self) -> int:
         work, self._work = self._work, None
         if work is None:
             return _DONE

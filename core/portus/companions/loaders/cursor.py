@@ -268,7 +268,7 @@ class DataCursor:
         try:
             if resume.deal is not None:
                 self._put(resume.now)  # where the whole order was drawn: the next epoch's follows
-                return resume.start, self._dealt(resume.start, resume.deal)
+                return resume.start, self._deal(resume.start, resume.deal)
             self._put(resume.start)
             return resume.start, self._skip(resume, order)
         finally:
@@ -317,7 +317,7 @@ class DataCursor:
                 position.batches,
             )
 
-    def _dealt(self, start: _Start, deal: Deal) -> Iterator[Any]:
+    def _deal(self, start: _Start, deal: Deal) -> Iterator[Any]:
         assert start.sequence is not None
         sequence = samplers.sequence(start.sequence)
         if len(sequence) != deal.samples:

@@ -72,12 +72,12 @@ class Deal:
 
     def batches(self, rank: int) -> int:
         """How many batches ``rank`` still gets."""
-        dealt = self._dealt_to(rank)
+        dealt = self._count_of(rank)
         return dealt // self.batch if self.drop_last else -(-dealt // self.batch)
 
     def places(self, rank: int) -> Iterator[list[int]]:
         """The batches that ``rank`` still gets."""
-        dealt = self._dealt_to(rank)
+        dealt = self._count_of(rank)
         for number in range(self.batches(rank)):
             first = number * self.batch
             last = min(first + self.batch, dealt)
@@ -87,7 +87,7 @@ class Deal:
         """How many samples of the sequence are delivered once each rank had so many batches."""
         return min(self.samples, self.delivered + batches * self.step)
 
-    def _dealt_to(self, rank: int) -> int:
+    def _count_of(self, rank: int) -> int:
         """How many samples ``rank`` gets, those that are repeated too."""
         left = self.samples - self.delivered
         if self.tail is Tail.EVEN:

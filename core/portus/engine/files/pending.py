@@ -50,7 +50,7 @@ class PendingPaths:
             if not self._is_hooked:
                 self._is_hooked = True
                 # With the first save, since a hook cannot be removed again.
-                sys.addaudithook(self._heard)
+                sys.addaudithook(self._audit)
 
     def remove(self, save: SavePending) -> None:
         """Remove the paths of a save that has ended. A second call does nothing."""
@@ -77,19 +77,19 @@ class PendingPaths:
         self._lock = threading.RLock()
         self._tickets = ()
 
-    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """The audit hook."""
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Wait for the saves that an audit event is about: a hook of ``sys``."""
         tickets = self._tickets
         if not tickets:
             return
-        touched = _TOUCHED.get(event)
+        matches = _TOUCHED.get(event)
         # When the interpreter is ending, no thread would finish the save.
-        if touched is None or self._thread.is_exempt or sys.is_finalizing():
+        if matches is None or self._thread.is_exempt or sys.is_finalizing():
             return
         if process.is_opening():
             return  # it has waited
         try:
-            awaited = touched(tickets, arguments)
+            awaited = matches(tickets, arguments)
         except (OSError, ValueError, TypeError, IndexError):
             return  # whoever asked for it hears what is wrong with it
         if not awaited or calls.is_nested():
@@ -144,7 +144,7 @@ def _on_change(*places: tuple[int, int | None]) -> Touched:
     """Return what a call waits for that changes, or copies, all of what is at some paths. places:
     of each path the number of its argument, and of that of its directory."""
 
-    def touched(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
+    def match(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
         found = []
         for at, directory in places:
             if at >= len(arguments) or arguments[at] is None:
@@ -159,7 +159,7 @@ def _on_change(*places: tuple[int, int | None]) -> Touched:
             ]
         return found
 
-    return touched
+    return match
 
 
 def _path_of_name(path: Any, directory: Any) -> str:

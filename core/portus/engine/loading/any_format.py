@@ -93,9 +93,9 @@ def _drop_cached(file: OpenFile) -> None:
 
 
 def _pace(read: Read, pace: Pace) -> Read:
-    def paced(offset: int, length: int) -> bytes:
+    def read_slowly(offset: int, length: int) -> bytes:
         data = read(offset, length)
         pace.take(len(data))
         return data
 
-    return paced
+    return read_slowly

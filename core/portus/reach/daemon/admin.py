@@ -304,7 +304,7 @@ def _mirror_report(hosted: HostedPool) -> _Mirrored:
     }
 
 
-def desk_path(server: Server) -> str:
+def admin_path(server: Server) -> str:
     """Where the socket is, if the start does not say. Raises ``UsageError`` if it has no place:
     there is no run directory, or no port to name it by."""
     directory = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or _of_user()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from portus.errors import MediumError, PortusError, UsageError, mask
-from portus.reach.daemon.admin import AdminSocket, desk_path
+from portus.reach.daemon.admin import AdminSocket, admin_path
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import Fabric
@@ -57,18 +57,18 @@ def serve(options: ServeOptions) -> bool:
     _give_back_what_is_freed()
     server = prepare(options)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
-    signals = _heard_signals()
-    desk, without_desk = _desk(options, server)
+    signals = _signal_socket()
+    admin, why_not = _admin_socket(options, server)
     server.start()
     for listener in server.listeners:
         address = listener.public_address
         tell(
             logging.INFO,
             "serving",
-            f"serving {options.place} on {address}{without_desk and f'; {without_desk}'}",
+            f"serving {options.place} on {address}{why_not and f'; {why_not}'}",
             place=options.place,
             address=address,
-            **({"no_admin": without_desk} if without_desk else {}),
+            **({"no_admin": why_not} if why_not else {}),
         )
     notify("READY=1")
     if scrubber is not None:
@@ -81,8 +81,8 @@ def serve(options: ServeOptions) -> bool:
             notify("READY=1")
     notify("STOPPING=1")
     tell(logging.INFO, "ending", "ending")
-    if desk is not None:
-        desk.stop()
+    if admin is not None:
+        admin.stop()
     if scrubber is not None:
         scrubber.stop()
     return server.stop()
@@ -109,26 +109,26 @@ def _give_back_what_is_freed() -> None:
         library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-def _desk(options: ServeOptions, server: Server) -> tuple[AdminSocket | None, str]:
-    """Where the operator is heard, or why nowhere. One that nobody asked for is done without, if it
-    cannot be."""
+def _admin_socket(options: ServeOptions, server: Server) -> tuple[AdminSocket | None, str]:
+    """Return the socket of the operator, or None and why there is none. One that nobody asked for
+    is optional."""
     try:
-        path = options.admin_path or desk_path(server)
+        path = options.admin_path or admin_path(server)
     except UsageError as error:
         return None, f"no socket for `portus admin`: {error}"
     try:
-        desk = AdminSocket(path, server, options)
+        admin = AdminSocket(path, server, options)
     except MediumError as error:
         if options.admin_path is not None:
             server.stop()
             raise
         tell(logging.WARNING, "log", f"cannot listen for the operator: {error.strerror}")
         return None, ""
-    desk.start()
-    return desk, ""
+    admin.start()
+    return admin, ""
 
 
-def _heard_signals() -> socket.socket:
+def _signal_socket() -> socket.socket:
     """Return a socket that receives the number of each signal from now on, a byte each.
 
     An event that a handler sets is not enough: Python runs handlers only in the main thread, and
@@ -154,7 +154,9 @@ def prepare(options: ServeOptions) -> Server:
         raise UsageError(f"--connections {options.connections}: expected {CONNECTIONS_MIN} or more")
     places = Places(options.connections or CONNECTIONS)
     _may_open(places)
-    addresses = [heard(text, tls=context is not None) for text in options.listen or ("127.0.0.1",)]
+    addresses = [
+        parse_listen(text, tls=context is not None) for text in options.listen or ("127.0.0.1",)
+    ]
     fabric = Fabric(Transport.of(options.transport, "--transport"))
     mirrors = None
     if options.mirror:
@@ -234,7 +236,7 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def heard(text: str, *, tls: bool) -> Address:
+def parse_listen(text: str, *, tls: bool) -> Address:
     """Where to listen: ``HOST[:PORT]``, ``unix:PATH``, or an address. Raises ``UsageError``."""
     if is_address(text):
         return parse(text)

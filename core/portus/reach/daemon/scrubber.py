@@ -72,11 +72,11 @@ class Scrubber:
     def _scrub(self, tenant: str, pool: Place | PoolReader) -> None:
         start_s, size, damaged = time.monotonic(), 0, 0
 
-        def advanced(done: int, total: int) -> None:
+        def advance(done: int, total: int) -> None:
             nonlocal size
             size = done
 
-        def told(finding: Finding) -> None:
+        def note(finding: Finding) -> None:
             nonlocal damaged
             if finding.severity is not Severity.ERROR:
                 return
@@ -87,7 +87,7 @@ class Scrubber:
                 text, why = f"{tenant}: {finding}", str(finding)
                 tell(logging.ERROR, "rot", text, tenant=tenant, place=finding.where, why=why)
 
-        scrub(pool, self._bytes_per_s, CheckOptions(progress=advanced, told=told), wait=self._wait)
+        scrub(pool, self._bytes_per_s, CheckOptions(progress=advance, told=note), wait=self._wait)
         self._counters.rotten(tenant, damaged)
         self._counters.add("scrubbed_bytes", size)
         tell(

@@ -53,13 +53,13 @@ class HostStore:
         return self._place(name, data, fresh=True)
 
     def get(self, name: str) -> bytes:
-        return self._got(name, 0, 0)
+        return self._get(name, 0, 0)
 
     def get_range(self, name: str, start: int, into: memoryview) -> None:
         target = writable_bytes(into, start, self._address)
         if not target.nbytes:
             return
-        data = self._got(name, start, target.nbytes)
+        data = self._get(name, start, target.nbytes)
         if len(data) != target.nbytes:
             raise short(f"{self._address}: {name}", start, target.nbytes, len(data))
         target[:] = data
@@ -109,7 +109,7 @@ class HostStore:
             raise error_of(answer)
         return answer.made
 
-    def _got(self, name: str, start: int, length: int) -> bytes:
+    def _get(self, name: str, start: int, length: int) -> bytes:
         try:
             answer = self._ask(said.Get(self._full_name(name), start, length))
         except StaleError as error:

@@ -241,7 +241,7 @@ class Mirror:
         """The objects of a version that are not there as they were sent; for ``copy``. Reads all of
         it. Raises as ``manifest``, and ``StoppedError``."""
 
-        def found(each: FileObject) -> str | None:
+        def check(each: FileObject) -> str | None:
             try:
                 self._check(each, lambda _: stop.check())
             except CorruptionError:
@@ -249,7 +249,7 @@ class Mirror:
             return None
 
         objects = self.manifest(added).manifest.objects().values()
-        with contextlib.closing(abreast(found, objects, ABREAST)) as names:
+        with contextlib.closing(abreast(check, objects, ABREAST)) as names:
             damaged = frozenset(name for name in names if name is not None)
         if damaged:
             self._require(added)

@@ -23,12 +23,12 @@ def put_file(store: FileStore, name: str, parts: Iterable[bytes], size: int) -> 
     the store raises, and what asking for a part does."""
     hasher = xxhash.xxh3_128()
 
-    def hashed() -> Iterator[bytes]:
+    def hash_parts() -> Iterator[bytes]:
         for part in parts:
             hasher.update(part)
             yield part
 
-    store.put_stream(name, hashed(), size)
+    store.put_stream(name, hash_parts(), size)
     store.put(name + DIGEST_SUFFIX, digest_line(name, hasher.digest()))
     return hasher.digest()
 

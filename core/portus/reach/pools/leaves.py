@@ -30,12 +30,12 @@ def shelf_items(
     """The items of a shelf whose storages have these lengths. Raises ``CorruptionError`` for an
     array that is not all of one of them, and as ``decode``."""
 
-    def made(array: StoredArray) -> object:
+    def make_checked(array: StoredArray) -> object:
         if not 0 <= array.storage < len(lengths) or array.size != lengths[array.storage]:
             raise CorruptionError(f"{array.name}: no storage has its {array.size} bytes")
         return make(array)
 
-    return decode(contents, made)
+    return decode(contents, make_checked)
 
 
 def leaves_in(

@@ -95,7 +95,7 @@ def unpickle(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage])
     ``CorruptionError`` for what is no pickle of a state.
     """
 
-    def stored(said: Any) -> object:
+    def load_storage(said: Any) -> object:
         kind, number = said[1], int(said[2])
         if not 0 <= number < len(storages):
             raise CorruptionError(f"no storage {number} in a state of {len(storages)}")
@@ -106,7 +106,7 @@ def unpickle(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage])
 
     _OWN._marked_safe_globals_set = {*torch.serialization.get_safe_globals(), *_ALLOWED}
     unpickler = _OWN.Unpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = stored
+    unpickler.persistent_load = load_storage
     try:
         with torch.inference_mode(False), torch.no_grad():
             state = unpickler.load()

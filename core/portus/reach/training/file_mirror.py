@@ -489,14 +489,14 @@ class DirectoryMirror(BackgroundCopier, Companion):
         with bar("portus: fetch") as show:
             sent = [0]
 
-            def advanced(count: int) -> None:
+            def advance(count: int) -> None:
                 sent[0] += count
                 if show is not None:
                     show(sent[0] >> 20, max(1, total >> 20), " MiB")
 
             for part in together:
                 try:
-                    self._fetch(part, advanced)
+                    self._fetch(part, advance)
                     done += len(part)
                 except CorruptionError as error:
                     failure = error
@@ -516,7 +516,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """The directory of a checkpoint that a file is in; of one that is a file, its path."""
         return os.path.dirname(said.path) if self._of_directories else said.path
 
-    def _fetch(self, files: list[FileAdded], advanced: Callable[[int], None]) -> None:
+    def _fetch(self, files: list[FileAdded], advance: Callable[[int], None]) -> None:
         """Fetch the files of one directory, which become visible together."""
         paths = [os.path.realpath(self._path_of(each.path)) for each in files]
         make_directory(os.path.dirname(paths[0]))
@@ -526,7 +526,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             try:
                 for each, path, file in zip(files, paths, draft.files, strict=True):
                     number = file.file.number
-                    self._mirror.fetch(each, number, advanced)
+                    self._mirror.fetch(each, number, advance)
                     with contextlib.suppress(OSError):
                         # Before it is published: a Lightning that starts chooses by times
                         # (decision 0208).
