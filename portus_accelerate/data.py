@@ -184,7 +184,7 @@ class PlainLoader:
         return told
 
     def forget(self) -> None:
-        """Nothing is to be gone on with."""
+        """Forget the epoch to resume."""
         self._running = self._saved = self._now = None
         self._cursor.forget()
 
@@ -240,8 +240,8 @@ class PlainLoader:
             self.loader.iteration = getattr(loader, "iteration", 0)
 
     def _hand_out(self, epoch: _Epoch) -> None:
-        """One more batch of it is handed out: it is the one that goes on, whatever other loops over
-        this loader came in between."""
+        """Note that one more batch of this epoch is handed out: it is the current one, whatever
+        other loops over this loader came in between."""
         self._running = epoch
         epoch.given += 1
         epoch.is_over = epoch.fetched_last

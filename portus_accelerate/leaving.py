@@ -75,7 +75,8 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        """The same; a step that was saved is saved again only if it is due to be evaluated."""
+        """Leave at the end of an epoch, too; a step that was saved is saved again only if it is due
+        to be evaluated."""
         saved = self._saved == state.global_step
         control = self.on_step_end(args, state, control)
         if saved and not self._is_news:

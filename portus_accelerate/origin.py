@@ -37,7 +37,8 @@ class Origin:
 
 
 def origin_of(directory: str) -> Origin | None:
-    """None if nothing in ``directory`` says so: it is none of ours.
+    """Return the origin of a checkpoint; None if nothing in ``directory`` names one: it is none of
+    ours.
 
     Raises ``UsageError`` naming the files and steps if they are of several checkpoints,
     ``CorruptionError`` for a damaged file.

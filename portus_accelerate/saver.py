@@ -225,7 +225,7 @@ class Saver:
             project.automatic_checkpoint_naming = True
 
     def keep_out_of(self, directory: str) -> None:
-        """All that is in ``directory`` is uploaded: no pool in it, unless one was named."""
+        """Put no pool into ``directory``, all of which is uploaded, unless one was named."""
         self._files.uploaded = os.path.abspath(directory)
 
     def begin(self, output: str) -> None:

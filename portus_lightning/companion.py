@@ -206,7 +206,7 @@ class CompanionHooks:
         self._end(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """The same, if there was nothing to train."""
+        """End the run here too, if there was nothing to train."""
         self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

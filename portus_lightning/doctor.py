@@ -20,7 +20,7 @@ Finding = tuple[str, str, str]
 
 
 def findings() -> list[Finding]:
-    """One for each Lightning that is installed. Imports neither."""
+    """Return a finding for each installed Lightning. Imports neither."""
     found = [each for name in DISTRIBUTIONS for each in _finding(name)]
     return found or [("-", "not installed", "")]
 

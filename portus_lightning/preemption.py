@@ -93,8 +93,8 @@ class PreemptionExit:
             self._generators = self._generators_now()
 
     def validation_goes_on(self) -> None:
-        """The same, after a batch. At the last one all ranks meet: what follows they do together,
-        and who leaves saves with all of them."""
+        """Exit after this batch of a validation if a rank received a signal. At the last batch all
+        ranks meet, and save together."""
         if self._swaps():
             return
         loop = self._trainer._active_loop

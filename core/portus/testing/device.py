@@ -26,10 +26,10 @@ class CoherentProcessor:
     """Writes nothing back: who maps a file sees what others stored to it."""
 
     def flush(self, address: int, length: int) -> None:
-        """Nothing to do."""
+        """Do nothing: others see a store at once."""
 
     def drain(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:

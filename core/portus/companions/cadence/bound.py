@@ -202,7 +202,7 @@ class Tuner:
         self._costs = None
 
     def note(self, measured: Costs) -> None:
-        """One more save was measured."""
+        """Note the measured costs of one more save."""
         before = self._costs
         if before is None:
             self._costs = measured

@@ -66,7 +66,7 @@ class StepTimes:
         return len(self._times)
 
     def add(self, took_s: float) -> None:
-        """One more step was not touched by a save."""
+        """Add a step that no save touched."""
         self._count += 1
         self._times.append(took_s)
         if self._count == 2 * START:
@@ -142,7 +142,7 @@ class SaveCosts:
     def add(
         self, touched_s: Sequence[float], untouched_s: Sequence[float], *, is_uneven: bool
     ) -> None:
-        """One more save was measured.
+        """Add the times around one more save.
 
         touched_s: what each step took that it touched, in order. untouched_s: what the steps around
         them took; at least one. is_uneven: whether these differ much.

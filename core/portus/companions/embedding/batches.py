@@ -109,7 +109,7 @@ class Batches:
     # --- updates --------------------------------------------------------------------------------
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """One of the optimizers has its gradients: once this returns, it writes. Blocks until the
+        """Wait, for an optimizer that has its gradients and writes once this returns, until the
         batch before is durable; raises as ``ProtectedTables.wait``."""
         self._training.check_usable()
         self._training.check_update(optimizer)

@@ -130,7 +130,7 @@ class Moments:
         return moment
 
     def forget_dense(self) -> None:
-        """Another dense part was loaded than the one that was taken last."""
+        """Forget the dense part that was captured last, because another one was loaded."""
         self._dense = None
 
     def _rows_ahead(self) -> list[RowsThere]:

@@ -64,12 +64,12 @@ class EarlyLookups:
         self._bags[place].before_update(rows)
 
     def after_update(self) -> None:
-        """All updates that were begun are over."""
+        """Note the end of all updates that had begun."""
         for bag in self._bags:
             bag.after_update()
 
     def close(self) -> None:
-        """Modules look up as ever."""
+        """Restore the modules' own lookups."""
         self._pool.shutdown()
         for bag in self._bags:
             del bag.module.forward

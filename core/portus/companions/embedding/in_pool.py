@@ -283,7 +283,7 @@ class PlacedStore(TableStore):
         return found
 
     def _units(self, place: TensorLocation) -> Iterator[memoryview]:
-        """All of a place, by the unit; each is valid until the next."""
+        """Yield all units of a place; each is valid until the next."""
         held = memoryview(bytearray(min(UNIT, place.extent.length)))
         for at in range(0, place.extent.length, UNIT):
             target = held[: min(UNIT, place.extent.length - at)]

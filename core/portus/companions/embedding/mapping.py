@@ -187,7 +187,8 @@ class MappedTables:
 
 
 def persistent(medium: Medium) -> DaxDevice | DaxFile:
-    """The same medium. Raises ``UsageError`` if it is something else than persistent memory."""
+    """Return the same medium. Raises ``UsageError`` if it is something else than persistent
+    memory."""
     if isinstance(medium, DaxDevice | DaxFile):
         return medium
     raise UsageError(

@@ -35,7 +35,7 @@ class RowwiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Raises ``RuntimeError`` for a dense gradient."""
+        """Update all parameters once. Raises ``RuntimeError`` for a dense gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -95,7 +95,7 @@ class TableStore:
         return None if model is None else model.versions[-1]
 
     def marks(self) -> Sequence[VersionEntry]:
-        """All marks, oldest first."""
+        """Return all marks, oldest first."""
         model = self.pool.catalogue().models.get(MARKS)
         return () if model is None else model.versions
 

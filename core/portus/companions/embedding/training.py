@@ -67,7 +67,8 @@ class ProtectedTraining:
         return any(optimizer is each for each in self.optimizers)
 
     def table_of(self, module: torch.nn.Module) -> Table | None:
-        """None for a module that is not protected: a copy of one has its hooks too."""
+        """Return the table of a module; None if it is not protected: copies of modules have hooks
+        too."""
         return next((table for each, table in self.modules if each is module), None)
 
     def check_usable(self) -> None:

@@ -304,7 +304,7 @@ class Cadence:
             _log.warning("%s", text)
 
     def _void_elsewhere(self) -> None:
-        """Now that a save showed the medium: was what was loaded measured there?"""
+        """Drop the loaded measurements if they are of another medium than the one a save showed."""
         measured_on, medium = self._measured_on, self._clock.medium
         if measured_on is None or medium is None:
             return

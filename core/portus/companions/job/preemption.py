@@ -161,9 +161,8 @@ class Preemption:
         return self.leaving or self._leave(self._ranks.step(self.told is not None))
 
     def should_leave_validation(self) -> bool:
-        """The same during a validation: call it after each batch. True if the training should save
-        the step before the validation and exit. Every rank has to call ``validation_ends`` after
-        its last batch, before any collective operation."""
+        """True if the training should save the step before the validation and exit. Every rank has
+        to call ``validation_ends`` after its last batch, before any collective operation."""
         return self.leaving or self._leave(self._ranks.step(self.told is not None, _VALIDATING))
 
     def validation_ends(self) -> bool:
@@ -280,7 +279,7 @@ class _Ranks:
         self._are_alone: bool | None = None
 
     def step(self, told: bool, otherwise: int = _DONE) -> bool:
-        """Waits for what was begun at the step before, and begins the next."""
+        """Wait for the reduction that began at the step before, and begin the next."""
         if self._alone():
             return told
         if self._reduce() == _TOLD:
@@ -289,7 +288,7 @@ class _Ranks:
         return False
 
     def meet(self, told: bool) -> bool:
-        """Waits until all ranks are here; none is in flight then."""
+        """Wait until all ranks are here; no reduction is in flight then."""
         if self._alone():
             return told
         heard = self._reduce()
@@ -303,11 +302,11 @@ class _Ranks:
         return True
 
     def give_up(self) -> None:
-        """What is in flight does not count."""
+        """Forget the reduction in flight."""
         self._work = self._own = None
 
     def close(self) -> None:
-        """All ranks do, at the same point."""
+        """End the exchange with the other ranks, which all do at the same point."""
         own, self._own = self._own, None
         self._reduce()
         if own is not None and dist.is_initialized():
@@ -386,9 +385,9 @@ class _Watch:
             self._mouth.send(bytes([number]))
 
     def close(self) -> None:
-        """Returns when the thread has ended, which is at once. Elsewhere than on the main thread
-        Python goes on to hand over numbers, and the sockets stay open: their descriptors are not
-        to become other files."""
+        """Return when the thread has ended, which is at once. Elsewhere than on the main thread
+        Python goes on to hand over numbers, and the sockets stay open: their descriptors are not to
+        become other files."""
         self._sleep()
         self.note(_OVER)
         if self._thread is not threading.current_thread():

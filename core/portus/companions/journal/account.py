@@ -49,7 +49,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Done, as far as is known."""
+        """The steps that were done, as far as is known."""
         return max((each.steps for each in self._lines()), default=0)
 
     @property
@@ -222,7 +222,7 @@ class Account:
 
     @property
     def goodput_up(self) -> float:
-        """The same, of the time in which a session ran."""
+        """The goodput within the time in which a session ran."""
         up_s = self.wall_s - self.down_s
         return min(1.0, self.kept_s / up_s) if up_s else 0.0
 

@@ -178,7 +178,7 @@ class JournalContents:
 
 
 def encode(line: Head | Line) -> bytes:
-    """One line, its end included."""
+    """Return the bytes of a line, its end included."""
     text = msgspec.json.encode(line)
     made = b"%08x %s\n" % (zlib.crc32(text), text)
     assert len(made) <= LINE_MAX, f"a line of {len(made)} bytes"
@@ -215,7 +215,7 @@ _UNKNOWN: Final = _Unknown()
 
 
 def _decode_line(line: bytes) -> Head | Line | _Unknown | None:
-    """None for a damaged line."""
+    """Return what a line says; None for a damaged one."""
     mark, text = line[:8], line[9:]
     if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:
         return None
@@ -230,10 +230,9 @@ def _decode_line(line: bytes) -> Head | Line | _Unknown | None:
 
 
 def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
-    """The same journal in at most ``size`` bytes: of older saves, failures and decisions only the
-    sums stay; those of the newest, of saves that a session resumed from, and of each session's last
-    save are kept. If that is too much, the oldest sessions go.
-    """
+    """Return the same journal in at most ``size`` bytes: of older saves, failures and decisions
+    only the sums stay; those of the newest, of saves that a session resumed from, and of each
+    session's last save are kept. If that is too much, the oldest sessions go."""
     rest = _newest(lines)
     weighed = {id(each): len(encode(each)) for each in rest}
     total = len(encode(head)) + sum(weighed.values())

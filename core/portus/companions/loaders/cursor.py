@@ -216,13 +216,13 @@ class DataCursor:
         self._put(_Start.of(state["now"], no_randomness()))
 
     def forget(self) -> None:
-        """Nothing is to be gone on with any more: the next epoch is stock's."""
+        """Forget the position to resume at: the next epoch is stock's."""
         self._waiting = self._newest = self._over = None
 
     def keep(self, fetched: int) -> None:
-        """The loader is about to be asked for one batch more than ``fetched``: for who fetches
-        ahead. ``state_dict`` then says what it was once so many were delivered, if that is one of
-        the last two numbers."""
+        """Keep the state after ``fetched`` batches, before one more is requested: for whoever
+        fetches ahead. ``state_dict`` then says what it was once so many were delivered, if that is
+        one of the last two numbers."""
 
     @property
     def is_asked(self) -> bool:
@@ -241,7 +241,7 @@ class DataCursor:
     # For the loader.
 
     def begin(self, passed_over: int) -> Iteration:
-        """An iterator is made: twice for one epoch, where there are workers."""
+        """Begin an iteration; called twice for one epoch where there are workers."""
         is_stateful = samplers.is_torchdatas(self.loader, "state_dict")
         kind = StatefulIteration if is_stateful else Iteration
         self._newest = kind(self, self._waiting, passed_over, self._at_once)
@@ -250,8 +250,8 @@ class DataCursor:
     def start(
         self, resume: _Resume | None, order: DeliveredOrder
     ) -> tuple[_Start, Iterator[Any] | None]:
-        """The first numbers are asked for. What their order follows from; what is left, if that is
-        not all. ``order`` gets what is passed over; if it was another one before, that is logged.
+        """Return what the order of the first numbers follows from; what is left, if that is not
+        all. ``order`` gets what is passed over; if it was another one before, that is logged.
         Raises ``UsageError`` if samplers do not give what they said."""
         self._over = None
         if resume is None:
@@ -526,14 +526,14 @@ class _AskingCursor(DataCursor):
         return reason
 
     def put_back(self, state: Mapping[str, Any]) -> None:
-        """Nothing to do: what it draws from is in its own state."""
+        """Do nothing: the loader's own state has its generators."""
 
     def keep(self, fetched: int) -> None:
         self._kept = {each: kept for each, kept in self._kept.items() if each == fetched - 1}
         self._kept[fetched] = self._state()
 
     def close(self) -> None:
-        """Nothing of the loader was changed."""
+        """Do nothing: nothing of the loader was changed."""
 
     def _state(self) -> Any:
         return deepcopy(self._asked.state_dict())  # it may go on changing what it gave

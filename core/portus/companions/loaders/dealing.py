@@ -61,7 +61,7 @@ class EpochDealing:
         )
 
     def of_loader(self, deal: Deal) -> tuple[Deal, int]:
-        """The same samples as the loader of this rank gives them, and which rank it is then."""
+        """Return the same deal as the loader of this rank does it, and which rank it is then."""
         if not self.for_all:
             return deal, self.rank
         together = Deal(
@@ -74,7 +74,8 @@ class EpochDealing:
 
 
 def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | None:
-    """None if it is not known. ranks: processes that train together."""
+    """Return how a loader deals; None if that is not known. ranks: processes that train
+    together."""
     if (type(stock).__module__, type(stock).__qualname__) == _SHARD:
         inner = _of_one_sequence(stock.batch_sampler)
         if inner is None:
@@ -150,14 +151,14 @@ def _of_one_sequence(stock: Any) -> EpochDealing | None:
 
 
 def _check(way: EpochDealing) -> EpochDealing | None:
-    """None if pieces would not be of the same size."""
+    """Return the dealing; None if pieces would differ in size."""
     assert way.batches is not None
     size = way.batches.batch_size
     return None if size % way.pieces or way.ranks % way.pieces else way
 
 
 def length(what: object) -> int | None:
-    """None if it does not say."""
+    """Return the length of a loader; None if it does not say."""
     try:
         return len(what)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

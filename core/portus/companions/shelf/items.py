@@ -96,7 +96,8 @@ class Array:
 
     @property
     def own(self) -> Any:
-        """Another object over the memory; it keeps its shape whatever a user makes of ``view``."""
+        """Return another object over the memory; it keeps its shape whatever a user makes of
+        ``view``."""
         if self._own is None:
             self._own = self._over(self.memory.view)
         return self._own
@@ -191,8 +192,8 @@ class Array:
         )
 
     def like(self, sizes: tuple[int, ...]) -> Array:
-        """Another one of that shape, with what both shapes have in common; the rest is zero. Raises
-        ``UsageError`` for a shape that no array can have."""
+        """Return another one of that shape, with what both shapes have in common; the rest is zero.
+        Raises ``UsageError`` for a shape that no array can have."""
         if self.shape is not None:
             made = Array.of_shape(ArrayShape(self.shape.dtype, sizes, False))
         else:

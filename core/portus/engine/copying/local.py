@@ -398,7 +398,7 @@ def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
 
 
 def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
-    """One big unit, from where it cannot change any more."""
+    """Store one big unit, from where it cannot change any more."""
     hasher, crc = xxhash.xxh3_128(), 0
     for address, offset, length in _rows(unit.pieces(STORE)):
         call.stop.check()
@@ -459,7 +459,7 @@ def _arrive_from_memory(call: _Call, segments: Segments, *, keep: bool) -> None:
 
 
 def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) -> None:
-    """One big unit: loaded straight to where it goes, and hashed there while it is warm."""
+    """Load one big unit straight to where it goes, and hash it there while it is warm."""
     hasher = xxhash.xxh3_128()
     for address, offset, length in _rows(unit.pieces(LOAD)):
         call.stop.check()
@@ -487,7 +487,7 @@ def _load(medium: Medium, batch: Segments, scratch: Buffer, stop: Stop) -> Colum
 
 
 def _lay_out(runs: list[Extent], scratch: Buffer) -> Iterator[tuple[Extent, memoryview]]:
-    """Each run with its place, when all are laid into ``scratch`` end to end."""
+    """Yield each run with its place, when all are laid into ``scratch`` end to end."""
     start = 0
     for run in runs:
         assert start + run.length <= len(scratch)

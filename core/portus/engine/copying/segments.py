@@ -234,7 +234,7 @@ class Segments:
         )
 
     def pieces(self, size_max: int) -> Segments:
-        """The same bytes in segments of ``size_max`` at most, each taken for a unit."""
+        """Return the same bytes in segments of ``size_max`` at most, each taken for a unit."""
         count = -(-self.length // size_max)
         owner = np.repeat(np.arange(len(self)), count)
         start = (np.arange(len(owner)) - (np.cumsum(count) - count)[owner]) * size_max

@@ -80,6 +80,6 @@ class SharedIterator(Iterator[_Item]):
             return next(self._items)
 
     def end(self) -> None:
-        """Nobody gets any more."""
+        """Give nobody any more items."""
         with self._guard:
             self._items = iter(())

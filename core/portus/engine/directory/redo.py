@@ -116,7 +116,7 @@ def finish(folder: HiddenFolder[File], names: Sequence[str]) -> bool:
 
 
 def _finish(folder: HiddenFolder[File], there: str, inode: int, moves: Sequence[Move]) -> bool:
-    """Another directory at that path is not the one whose files these are."""
+    """Complete the renames, unless another directory is at that path now."""
     here = folder.path_of_base()
     if here is None:
         return False

@@ -1,1 +1,1 @@
-"""Nobody writes what a save still has to read (V7): writers, the fence, the clock, the snapshot."""
+"""What keeps writers from memory that a save still reads (V7): fence, guards, the snapshot."""

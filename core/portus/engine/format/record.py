@@ -69,7 +69,7 @@ class Record:
 
     @cached_property
     def dtype(self) -> np.dtype[np.void]:
-        """The same fields for arrays of this record."""
+        """The fields as a dtype, for arrays of this record."""
         return np.dtype(
             [(field.name, _NUMPY.get(field.code) or f"V{field.size}") for field in self.fields]
         )

@@ -140,7 +140,7 @@ class StoragePlace(NamedTuple):
 
 
 def storage_places(data: bytes) -> list[StoragePlace]:
-    """All places at which storages are, in order.
+    """Return all places at which storages are, in order.
 
     ``data`` is a pickle of torch that was verified. What cannot be followed has no place.
     """

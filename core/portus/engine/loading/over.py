@@ -212,7 +212,7 @@ def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _as_seen(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The same, with lazy bits: what is copied to it reads back as it was."""
+    """Return the tensor with its lazy bits: what is copied to it reads back as it was."""
     tensor = view_of(spec, storage)
     tensor = tensor.conj() if spec.conjugate else tensor
     return torch._neg_view(tensor) if spec.negative else tensor

@@ -111,8 +111,8 @@ def exposure(address: Column, length: Column) -> Flags:
 
 
 def _shared_runs(start: int, end: int) -> list[Run]:
-    """All of it that has bytes from ``start`` to before ``end``. The text has a line for each
-    mapping, hundreds with torch, so it is the last resort: a millisecond, in each save."""
+    """Return all of it that has bytes from ``start`` to before ``end``. The text has a line for
+    each mapping, hundreds with torch, so it is the last resort: a millisecond, in each save."""
     try:
         with open(_MAPS, "rb", buffering=0) as maps:
             with contextlib.suppress(OSError):

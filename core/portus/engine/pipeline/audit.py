@@ -95,7 +95,7 @@ class LateStorages:
         return int(self.length.sum())
 
     def part(self, rows: Column) -> LateStorages:
-        """Some of them, without their counts."""
+        """Return some of them, without their counts."""
         return LateStorages(self.address[rows], self.length[rows])
 
 
@@ -122,7 +122,7 @@ class Audit(Protocol):
         """Return which storages were not stored as they were at the call. Blocks."""
 
     def close(self) -> None:
-        """Nothing is noted any more. A second call does nothing."""
+        """Stop noting. A second call does nothing."""
 
 
 class DigestAudit:
@@ -145,7 +145,7 @@ class DigestAudit:
         return differs
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class WatchAudit:
@@ -243,7 +243,7 @@ class ProbeAudit:
         return torn
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def _now(self) -> NDArray[np.uint8]:
         return bytes_at(self._late.address[self._row] + self._offset, self._length)

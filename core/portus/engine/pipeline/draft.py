@@ -66,7 +66,7 @@ class Draft(Protocol):
         """Place storages, by index, and copy them from their addresses; what was stored."""
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        """The same for storages that have no addresses."""
+        """Copy storages that have no addresses."""
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         """Let the version reach the bytes that ``before`` has for these storages, if they are

@@ -133,7 +133,7 @@ class SaveHandle:
         return self._save.result(timeout)
 
     def _join_nested(self) -> None:
-        """Nothing can be waited for."""
+        """Return at once: within a signal handler nothing can be waited for."""
 
     @calls.entry_or(_join_nested)
     def join(self) -> None:

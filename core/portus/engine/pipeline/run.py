@@ -279,8 +279,8 @@ class Save:
         self._note(indices, self.draft.copy(indices, address, self._stop))
 
     def _copy_exposed(self, indices: Column) -> None:
-        """No fence keeps another process out. What was copied counts; if the source is not the same
-        any more, it may be of several moments."""
+        """Copy what no fence protects from another process. What was copied counts; if the source
+        has changed, it may be of several moments."""
         self._copy_from_here(indices)
         address, lengths = self._snapshot.address[indices], self._snapshot.length[indices]
         found = hash_sources(Sources.in_memory(address, lengths), self._stop)

@@ -64,7 +64,7 @@ class PickledState:
 
     @property
     def owned_storages(self) -> frozenset[int]:
-        """None: they are the caller's."""
+        """Empty: they are the caller's."""
         return frozenset()
 
     def changes(self) -> Column:

@@ -80,7 +80,7 @@ class CachedWay:
     def _keep(
         self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
     ) -> None:
-        """The same, of what the file may have."""
+        """Write only what differs from what the spare has."""
         engine.move(batch, batch.offset, digests, stop, crcs, self._number, self._kept)
 
     def _seem_there(self, segments: Segments) -> NDArray[np.bool_]:

@@ -282,7 +282,7 @@ class FileDraft:
 
     @property
     def bounced_bytes(self) -> int:
-        """None: nothing goes through a socket."""
+        """Zero: nothing goes through a socket."""
         return 0
 
     @property
@@ -317,8 +317,8 @@ class FileDraft:
         return np.concatenate(seen) if seen and len(seen) == len(found) else None
 
     def _by_file(self, storages: Column) -> Iterator[tuple[ImageFile, int, Column]]:
-        """Each file, its first storage, and the places in ``storages`` of some that are in it; end
-        to end these are all places."""
+        """Yield each file, its first storage, and the places in ``storages`` of some that are in
+        it; end to end these are all places."""
         owner = np.searchsorted(self._first, storages, "right") - 1
         cuts = np.flatnonzero(np.diff(owner)) + 1
         for part in np.split(np.arange(len(storages)), cuts):

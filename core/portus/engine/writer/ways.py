@@ -78,7 +78,7 @@ class Ways:
             return preferred if number % AGAIN else kind.ways[preferred is kind.ways[0]]
 
     def note_refusal(self, device: int) -> None:
-        """Nothing is written directly on this file system."""
+        """Note that this file system takes no direct writes."""
         with self._lock:
             self._refused.add(device)
 

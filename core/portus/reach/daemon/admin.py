@@ -64,7 +64,8 @@ class ReadOnly(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """The same of all tenants; then wait until no save is under way, ``wait_s`` at most."""
+    """Begin no save of any tenant, and retire nothing; then wait until no save is under way,
+    ``wait_s`` at most."""
 
     on: bool
     wait_s: float

@@ -96,7 +96,7 @@ class Counters:
         return self._counts[name]
 
     def now(self) -> Counts:
-        """All of them, as they are at one moment."""
+        """Return all counters as they are at one moment."""
         with self._guard:
             return Counts(
                 counts=dict(self._counts),

@@ -196,7 +196,7 @@ class HostLane:
             return push(self._pair, landing, remote, moved, self._link)
 
     def close(self) -> None:
-        """Nothing more is read or written."""
+        """End all reads and writes."""
         self._pair.close()
 
     @contextlib.contextmanager

@@ -185,4 +185,4 @@ class _Silent(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nobody needs to know."""
+        """Log nothing: requests for metrics are no news."""

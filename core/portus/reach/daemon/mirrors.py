@@ -82,8 +82,8 @@ class TenantMirrors:
         mirror.close(0)
 
     def close(self) -> None:
-        """Nothing is committed any more: wait until all is mirrored, for some seconds at most, and
-        say what is not. The pools are still open."""
+        """Wait, after the last commit, until all is mirrored, for some seconds at most, and log
+        what is not. The pools are still open."""
         until_s = time.monotonic() + self._wait_s
         with self._guard:
             opened = list(self._open)
@@ -142,7 +142,8 @@ class TenantMirror:
                 self._copiers[model] = copier
 
     def claim(self, model: str) -> None:
-        """Somebody is about to save it. Raises ``UsageError`` if it went on elsewhere."""
+        """Take over the mirror of a model that is about to be saved. Raises ``UsageError`` if the
+        model continued elsewhere."""
         why = self._refused.get(model)
         if why is not None:
             raise UsageError(why)

@@ -78,7 +78,7 @@ class MemoryStore:
                     del self._names[bisect.bisect_left(self._names, name)]
 
     def close(self) -> None:
-        """Nothing to let go of: what is there stays for who comes next."""
+        """Do nothing: the objects stay for whoever comes next."""
 
     def _keep(self, name: str, data: bytes, *, fresh: bool) -> bool:
         check_name(name, self._name)

@@ -64,7 +64,7 @@ class ConnectionSlot:
 
 
 class Places:
-    """All of them. ``count``: for those that proved their secret. Thread-safe."""
+    """The places of all connections. ``count``: for those that proved their secret. Thread-safe."""
 
     def __init__(self, count: int = CONNECTIONS) -> None:
         self.count: Final = count

@@ -132,7 +132,7 @@ class HostedPool:
             raise BusyError(errno.EAGAIN, self._standstill)
 
     def began(self) -> None:
-        """One more. Raises ``BusyError`` if none may begin."""
+        """Count one more save. Raises ``BusyError`` if none may begin."""
         with self._changed:
             self.refuse()
             self._saves += 1
@@ -150,8 +150,8 @@ class HostedPool:
             return self._saves
 
     def claim(self, model: str, client: bytes, timeout_s: float) -> None:
-        """One connection of ``client`` more: it alone saves ``model``. Waits for another client to
-        go, whose process may be ending. Raises ``BusyError``."""
+        """Count one more connection of ``client``, which alone saves ``model``. Waits for another
+        client to go, whose process may be ending. Raises ``BusyError``."""
 
         def is_free() -> bool:
             return self._claims.get(model, (client, 0))[0] == client
@@ -168,8 +168,8 @@ class HostedPool:
             self._parting = False
 
     def disclaim(self, model: str, *, goodbye: bool) -> bool:
-        """One connection less; True if nobody saves here any more, and who did said ``goodbye`` on
-        one of his connections: a client that was cut off comes back."""
+        """Count one connection less; True if nobody saves here any more, and who did said
+        ``goodbye`` on one of his connections: a client that was cut off comes back."""
         with self._changed:
             client, count = self._claims.pop(model)
             if count > 1:
@@ -315,7 +315,7 @@ class Pools:
         self._say_standstill()
 
     def drain(self, *, on: bool) -> None:
-        """The same of all tenants."""
+        """Begin no more saves of any tenant; or begin them again."""
         self.draining = on
         self._say_standstill()
 

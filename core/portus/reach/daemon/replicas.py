@@ -117,7 +117,7 @@ class Replica:
             self._claims[model] += 1
 
     def release(self, model: str) -> None:
-        """One connection less."""
+        """Count one connection less."""
         with self._lock_of(model):
             self._claims[model] -= 1
             if not self._claims[model]:
@@ -189,8 +189,7 @@ class Replica:
         return [info for leader in self._all() for info in leader.backlog()]
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Nothing is committed any more: copy what is not there, ``wait_s`` seconds at most, and
-        end."""
+        """Copy, after the last commit, what is not there, ``wait_s`` seconds at most, and end."""
         until_s = time.monotonic() + wait_s
         leaders = self._all()
         for leader in leaders:

@@ -327,7 +327,7 @@ def _answers(path: str) -> bool:
 
 
 def shut(listener: Listener) -> None:
-    """Nobody listens there any more."""
+    """Stop listening at one address."""
     with contextlib.suppress(OSError):
         listener.socket.shutdown(socket.SHUT_RDWR)  # wakes accept
     listener.socket.close()

@@ -268,7 +268,7 @@ class DirectoryWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Return True: any path is valid."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -529,8 +529,8 @@ class DirectoryWriter(StorageWriter):
         return failed
 
     def _hear(self, failed: Mapping[int, str]) -> None:
-        """Some saves will never be complete: give up what waits for them, and remove this rank's
-        files. Raises ``AbandonedError`` as ``on_error`` says."""
+        """Give up what waits for saves that will never be complete, and remove this rank's files.
+        Raises ``AbandonedError`` as ``on_error`` says."""
         self._given_up.update(failed)
         for each in [each for each in self._asked if each.save in failed]:
             self._asked.remove(each)

@@ -157,15 +157,15 @@ class PortusStorageWriter(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save to ``checkpoint_id`` is about to begin."""
+        """Prepare for a save to ``checkpoint_id``."""
         self._writer.reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """What torch keeps beside its plan."""
+        """Return what torch keeps beside its plan."""
         return self._writer.storage_meta()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """A save begins on this rank."""
+        """Prepare this rank for a save."""
         self._writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -209,7 +209,7 @@ class PortusStorageReader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load from ``checkpoint_id`` is about to begin."""
+        """Prepare for a load from ``checkpoint_id``."""
         self._reader.reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -219,7 +219,7 @@ class PortusStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """All ranks have the metadata now."""
+        """Take the metadata, which all ranks have now."""
         self._reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -175,6 +175,6 @@ def home_of(place: Place, model: str, max_bytes: int | None, durable: int = 1) -
 
 
 def open_place(pool: Place) -> PoolReader:
-    """One pool, for reading. Raises what opening raises."""
+    """Open one pool for reading. Raises what opening raises."""
     home: type[Home] = pool.classes.load_home()
     return home.read(pool)

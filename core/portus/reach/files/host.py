@@ -637,7 +637,8 @@ class _Memory:
         return cls(owners, address, snapshot.length, snapshot.late, lasting, device, exposed)
 
     def register(self, lane: ClientLane, regions: Regions) -> _HostAccess:
-        """All but what is staged, and what others may write meanwhile. Raises ``RegisterError``."""
+        """Register all but what is staged, and what others may write meanwhile. Raises
+        ``RegisterError``."""
         found = (self.address > 0) & ~np.isin(self.device, regions.staged_devices())
         # These changed between pull and hash before; over the socket, what is sent is hashed.
         found &= ~np.isin(self.address, regions.unsteady())

@@ -31,7 +31,7 @@ def read(path: str | os.PathLike[str]) -> Reference | None:
 
 
 def _read_small(path: str) -> bytes | None:
-    """All bytes of a regular file of at most ``POINTER_MAX``; None for anything else."""
+    """Return all bytes of a regular file of at most ``POINTER_MAX``; None for anything else."""
     try:
         descriptor = Descriptor(path, os.O_RDONLY | _NO_WAIT)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

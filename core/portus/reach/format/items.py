@@ -50,7 +50,7 @@ class StoredArray(msgspec.Struct, frozen=True):
         return self.spec(name, self.dtype)
 
     def spec(self, name: str, dtype: str) -> TensorSpec:
-        """All of it as a tensor of that dtype."""
+        """Return the spec of all of it as a tensor of that dtype."""
         sizes = self.sizes
         strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
         return TensorSpec(name, dtype, sizes, strides, self.storage, 0)

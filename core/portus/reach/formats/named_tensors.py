@@ -103,7 +103,7 @@ def _named_tensor(name: object, tensor: object) -> NamedTensor:
 
 
 def _refuse_shared(named: Sequence[NamedTensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Two tensors over the same bytes would be two tensors after a load."""
+    """Refuse two tensors over the same bytes, which would be two tensors after a load."""
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), index)
         for index, tensor in enumerate(tensors)

@@ -118,7 +118,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _tensors(fields: Mapping[str, Any], where: str) -> list[tuple[NamedTensor, int]]:
-    """Each tensor, and where its bytes begin behind the header."""
+    """Yield each tensor, and where its bytes begin behind the header."""
     found = []
     for name, said in fields.items():
         if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:

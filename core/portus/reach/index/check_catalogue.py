@@ -124,7 +124,8 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
 
 
 def _report_difference(medium: Medium, findings: Findings) -> None:
-    """Both copies are whole. A writer changes feature bits in one after the other."""
+    """Report a difference between two intact copies. A writer changes feature bits in one after the
+    other."""
     first, second = (whole_superblock(medium, offset) for offset in SUPERBLOCK_OFFSETS)
     assert first is not None
     assert second is not None
@@ -181,7 +182,7 @@ def check_root(subject: Subject, standing: ReachableVersions, root: Root) -> Non
 
 
 def load_slots(medium: Medium, seen: bytes | None = None) -> bytes:
-    """Both root slots. One that is just being stored is waited for, unless they are still as
+    """Read both root slots. One that is just being stored is waited for, unless they are still as
     ``seen``: that was waited for."""
     for _ in range(_TORN_RETRIES):
         slots = b"".join(load(medium, offset, SLOT.size) for offset in SLOT_OFFSETS)

@@ -23,7 +23,7 @@ Column = npt.NDArray[np.int64]
 def check_reach(
     seen: Iterable[CheckedVersion], records: Iterable[ReachedRun], findings: Findings
 ) -> None:
-    """All of them were reached at one moment, by either root."""
+    """Check runs of bytes that either root reached, all at one moment."""
     reach = _Reach(list(seen), list(records))
     _check_overlaps(reach, findings)
     _check_pages(reach, findings)

@@ -87,7 +87,7 @@ class Versions:
         self._contents: Final[dict[Pointer, tuple[FramedRecord, Contents | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> CheckedVersion | None:
-        """Everything but the bytes of a pinned version. None if its record is lost."""
+        """Check everything but the bytes of a pinned version. None if its record is lost."""
         info = entry.info
         where = f"version {info.id} of {info.model!r}"
         bounds = Bounds(self._standing.bounds[info.id], info.commit)

@@ -159,11 +159,11 @@ class CommitRecords:
         self.catalogue = Catalogue(root, models, copies)
 
     def records(self) -> bytes:
-        """All records, as they stand from the offset of ``place`` on."""
+        """Return all records, as they stand from the offset of ``place`` on."""
         return b"".join(self._parts)
 
     def copies(self) -> bytes:
-        """All copies, as they stand from ``apart`` on."""
+        """Return all copies, as they stand from ``apart`` on."""
         return b"".join(_pad(record) for _, record in self._copied)
 
     def _placed_copies(self, apart: int | None) -> Iterator[Copy]:

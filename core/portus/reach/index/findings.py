@@ -129,7 +129,7 @@ class Findings:
 
     @property
     def all(self) -> list[Finding]:
-        """All findings, in the order in which they were found."""
+        """Return all findings, in the order in which they were found."""
         return list(self._found)
 
     def error(self, invariant: str, where: str, expected: str, found: str) -> None:

@@ -138,7 +138,8 @@ class InPlaceReader:
             )
 
     def units(self, storage: int) -> Iterator[memoryview]:
-        """All units of one of them, verified; each is valid until the next. Raises as ``read``."""
+        """Yield all units of one of them, verified; each is valid until the next. Raises as
+        ``read``."""
         length = int(self._record.storages["length"][storage])
         held = memoryview(bytearray(min(length, UNIT)))
         for rank, start in enumerate(range(0, length, UNIT)):

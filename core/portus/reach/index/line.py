@@ -74,7 +74,7 @@ class Line(Generic[Outcome]):
         return taken
 
     def _make(self, batch: Sequence[_Waiting[Outcome]]) -> None:
-        """All of them are over then. Raises nothing of ours: each has its own error."""
+        """Make all changes of a batch. Raises nothing of ours: each change has its own error."""
         try:
             outcomes = self._act([each.change for each in batch])
         except RoomError as error:

@@ -146,8 +146,8 @@ class PatchPlaces:
                 yield storage, int(self._within[row]) + extent.offset - int(self._offset[row]), data
 
     def of_bunches(self, entry: Entry) -> Iterator[tuple[int, Column, Bytes]]:
-        """The same of bunches: storage, first byte in it of each patch, and their bytes. Several
-        may be of one bunch."""
+        """Yield the places of bunches: storage, first byte in it of each patch, and their bytes.
+        Several may be of one bunch."""
         for bunch in entry.bunches:
             if not len(self._offset):
                 return
@@ -212,7 +212,7 @@ NOT_LOGGED: Final = LogState(None, {})
 
 
 def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
-    """All that the log of a pinned version changes, in memory. Raises as ``entries``."""
+    """Return all that the log of a pinned version changes, in memory. Raises as ``entries``."""
     if record.log is None:
         return NOT_LOGGED
     places, contents, count, is_left = PatchPlaces(record), None, 0, False
@@ -424,7 +424,7 @@ class LogWriter:
         self.advance(stored)
 
     def append_undo(self, commit: int, bunches: Sequence[Bunch]) -> None:
-        """The same of an entry that has what is about to be changed in place."""
+        """Append an entry that has what is about to be changed in place."""
         stored = self.store([], b"", commit, bunches, flags=UNDO)
         self._medium.persist([stored])
         self.advance(stored)

@@ -31,7 +31,7 @@ def runs_of(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Runs:
 
 
 def extents_runs(extents: Iterable[Extent]) -> Runs:
-    """The same for extents."""
+    """Return the runs of pages of extents."""
     pages = [(each.offset // PAGE, -(-each.end // PAGE)) for each in extents if each.length]
     return merge([np.array(pages, np.int64)]) if pages else EMPTY
 

@@ -234,7 +234,7 @@ class SpaceMedium:
         self._write_back(ranges)
 
     def close(self) -> None:
-        """Also gives the addresses back: nobody may use one any more."""
+        """Close it, and give the addresses back: nobody may use one any more."""
         self._closed = True
         self._space.close()
 

@@ -361,11 +361,11 @@ class MappedFile(PlainFile):
         return super().discard(ranges)
 
     def holes(self) -> list[Extent]:
-        """None before anything was discarded."""
+        """Return the holes; None before anything was discarded."""
         return super().holes() if self._has_holes else []
 
     def close(self) -> None:
-        """Also gives the addresses back: nobody may use one any more."""
+        """Close it, and give the addresses back: nobody may use one any more."""
         self._addresses.close()
         super().close()
 

@@ -41,7 +41,8 @@ class LocalFiles:
         self._cpu: Final = cpu
 
     def create(self, path: str, size: int) -> PlainFile:
-        """Also durable in its size. If it does not fit, the name is gone again."""
+        """Create a file whose size is durable too. If it does not fit, its name is removed
+        again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with _translate("create", path):
             descriptor = Descriptor(path, flags)
@@ -130,7 +131,7 @@ class LocalFiles:
         return []
 
     def status(self, path: str) -> FileStatus | None:
-        """None also for a symbolic link that leads nowhere."""
+        """Return the status of a file; None also for a symbolic link that leads nowhere."""
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -158,7 +159,7 @@ class LocalFiles:
     def _mapped_medium(
         self, descriptor: Descriptor, file_system: FileSystemTraits
     ) -> MappedFile | None:
-        """One with addresses; None, and a warning, if there can be none after all."""
+        """Return a medium with addresses; None, and a warning, if there can be none after all."""
         # Other file systems refuse MAP_SYNC, so this tells which are on persistent memory.
         if not file_system.volatile and accepts_map_sync(descriptor):
             try:

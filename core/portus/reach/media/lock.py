@@ -228,7 +228,7 @@ class ProcessLocks:
         self._release()
 
     def has_writer(self) -> bool:
-        """Only within this process."""
+        """Return whether a writer of this process holds the lock."""
         self._check_open()
         return self._table.writer not in (None, self)
 
@@ -312,7 +312,7 @@ class DirectoryLock:
             self._locks: Final = locks
 
     def close(self) -> None:
-        """Somebody else may have it. A second call does nothing."""
+        """Release the directory for others. A second call does nothing."""
         self._locks.close()
 
 

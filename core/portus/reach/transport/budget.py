@@ -121,7 +121,7 @@ class ConnectionBudget:
                 budget._changed.notify_all()
 
     def close(self) -> None:
-        """All of it is given back."""
+        """Give all of it back."""
         self.give_back()
         self.keep(-self.staying)
 

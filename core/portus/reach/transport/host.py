@@ -151,7 +151,7 @@ class Links:
             link.close()
 
     def give_back(self, link: Link) -> None:
-        """Done with it. One that is closed, or in the middle of something, is of no more use."""
+        """Keep a connection for the next request, or close it if it cannot serve one."""
         whole = not link.closed and link.connection.state is Phase.READY
         with self._guard:
             if (
@@ -182,7 +182,7 @@ class Links:
         return lane
 
     def do_without(self, why: TransportError) -> None:
-        """No verbs from now on. Raises ``UsageError`` if that is not wished."""
+        """Use no verbs from now on. Raises ``UsageError`` if the user asked for verbs."""
         if self._wish is Transport.VERBS:
             raise UsageError(
                 f"{self.address}: {TRANSPORT_VARIABLE}=verbs, but verbs cannot be used: {why}"
@@ -232,8 +232,8 @@ class Links:
             self.give_back(link)
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
-        """One request on any connection; the answer. silence_s: if it is work. Raises what was
-        refused."""
+        """Send one request on any connection, and return the answer. silence_s: if it is work.
+        Raises what was refused."""
         with self.lend() as link:
             return _answer(link, message, silence_s or self.answer_s)
 
@@ -315,7 +315,7 @@ class Links:
         return asking is not None and asking.is_alive()
 
     def _hangs(self, why: TransportError) -> None:
-        """Nobody waits for the host from now on, until it answers a thread that asks."""
+        """Let nobody wait for the host from now on, until it answers a thread that asks."""
         with self._guard:
             if self._over.is_set() or self.hangs:
                 return
@@ -464,7 +464,7 @@ class HostMedium(ReadOnlyMedium):
 
     @property
     def size(self) -> int:
-        """Asked each time: others make the pool grow."""
+        """The size of the pool, requested each time: others make it grow."""
         answer = self._links.ask(said.Status())
         assert isinstance(answer, said.Standing)
         return answer.size

@@ -224,8 +224,8 @@ class Link:
         return event
 
     def send_payload(self, kind: MessageKind, data: memoryview, hasher: _Hasher | None) -> None:
-        """One frame of plain bytes. Hashed on the way, it may change meanwhile: what is sent is
-        what was hashed."""
+        """Send one frame of plain bytes. They may change meanwhile: what is sent is what was
+        hashed."""
         with self._or_end():
             self._put(memoryview(self.connection.send_payload(kind, len(data))))
             warm = memoryview(bytearray(min(len(data), PIECE) if hasher is not None else 0))
@@ -429,8 +429,8 @@ class Link:
             self.account.keep(size)
 
     def _body_taken(self, account: ConnectionBudget, size: int, left: int) -> PortusError | None:
-        """The same for a part of a body, of which so much is left without: it is there twice, when
-        it was decoded."""
+        """Take memory for a part of a body, twice: decoding copies it. ``left``: bytes still to
+        come. Return the error if there is too little."""
         try:
             account.could(account.passing + 2 * left)
         except UsageError as error:
@@ -667,7 +667,7 @@ def _lay_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
 
 
 def _as_laid(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
-    """The same segments as they lie in ``scratch``, end to end."""
+    """Return the same segments as they lie in ``scratch``, end to end."""
     return Segments(
         address=_lay_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
     )

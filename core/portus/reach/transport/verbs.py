@@ -135,7 +135,7 @@ class Region:
         return self.start + self.length
 
     def close(self) -> None:
-        """Nobody reaches it any more, and its pages are let go of. A second call does nothing."""
+        """End all access to it, and release its pages. A second call does nothing."""
         with _as_transport_error(f"release {self.length} registered bytes"):
             self._memory.close()
 

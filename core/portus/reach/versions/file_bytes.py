@@ -67,7 +67,7 @@ class FileBytes:
         ]
 
     def around(self, number: int, start: int, length: int) -> bytes:
-        """Some of the bytes around the storages of a file. Raises as ``read``."""
+        """Return some of the bytes around the storages of a file. Raises as ``read``."""
         index = sum(len(each.length) for each in self.files) + number
         return b"".join(self._together([*self._parts(index, start, length)]))
 
@@ -90,7 +90,7 @@ class FileBytes:
         yield from self._together(parts)
 
     def _parts(self, index: int, inside: int, length: int) -> Iterator[_Part]:
-        """Some bytes of a storage by the units that have them."""
+        """Return some bytes of a storage by the units that have them."""
         while length:
             unit, start = divmod(inside, UNIT)
             taken = min(UNIT - start, length)
@@ -98,7 +98,7 @@ class FileBytes:
             inside, length = inside + taken, length - taken
 
     def _together(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
-        """Some parts, whose units are read by one call, but for those around storages."""
+        """Yield parts whose units are read by one call, but for those around storages."""
         own = [each.row for each in parts if each.row < self._first_around]
         data = memoryview(self._units(own))
         for each in parts:

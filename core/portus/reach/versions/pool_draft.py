@@ -64,7 +64,7 @@ class PoolDraft:
 
     @property
     def bounced_bytes(self) -> int:
-        """None: this process copies."""
+        """Zero: this process copies."""
         return 0
 
     @property

@@ -359,7 +359,8 @@ class SaveRequests:
         return said.Done()
 
     def _grow(self, draft: _Draft) -> None:
-        """One request more of a save: what it leaves behind stays until the end of the save."""
+        """Count one more request of a save: what it leaves behind stays until the end of the
+        save."""
         self._guest.link.keep(_PART)
         draft.size += _PART
 
