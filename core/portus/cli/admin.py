@@ -54,7 +54,10 @@ _OFF: Final = flag("--off", "allow saves again")
 
 @commands.command("show", epilog=EXIT_CODES)
 def show(host: str = _HOST, as_json: bool = AS_JSON) -> None:
-    """List tenants with their bytes and quotas, and connections with their claims and pins."""
+    """List tenants with bytes and quotas, and connections.
+
+    Of each connection it lists claims and pins.
+    """
     with reporting(as_json) as output:
         found = _ask(host, Look(), HostStatus)
         output.document(msgspec.to_builtins(found, builtin_types=()))
@@ -127,9 +130,10 @@ def drain(
 
 @commands.command("reopen", epilog=EXIT_CODES)
 def reopen(host: str = _HOST, tenant: str = _TENANT, as_json: bool = AS_JSON) -> None:
-    """Reopen a pool that refuses writes after a disk error, if every byte of it is intact.
+    """Reopen a pool after a disk error, if it is intact.
 
-    Reads the whole pool. Then the host closes the tenant's connections, and clients reconnect.
+    The pool refuses writes until then. This reads all of it. Then the host closes the tenant's
+    connections, and clients reconnect.
     """
     with reporting(as_json) as output:
         size = _ask(host, Reopen(tenant), RequestDone, None).count
@@ -141,7 +145,10 @@ def reopen(host: str = _HOST, tenant: str = _TENANT, as_json: bool = AS_JSON) ->
 
 @commands.command("reload", epilog=EXIT_CODES)
 def reload(host: str = _HOST, as_json: bool = AS_JSON) -> None:
-    """Make the host reread its secrets, quotas and certificates, as SIGHUP does."""
+    """Make the host reread secrets, quotas and certificates.
+
+    SIGHUP does the same.
+    """
     with reporting(as_json) as output:
         _ask(host, Reload(), RequestDone)
         output.document({"reloaded": True})

@@ -45,7 +45,7 @@ _MIRROR: Final = argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR", Non
 
 @commands.command("status", epilog=EXIT_CODES)
 def status(url: Text = _MIRROR, pool: Text = POOL, as_json: bool = AS_JSON) -> None:
-    """Show what is mirrored, which writer mirrors it, and what the mirror still lacks."""
+    """Show what is mirrored, by which writer, and what is not yet."""
     with reporting(as_json) as output:
         address = _address(url)
         documents: list[Json] = []
@@ -104,10 +104,10 @@ def repair(
     directory: Text = option("--files DIR", "where the run saves its files; default: here"),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Read every byte of a mirror, and replace what is damaged or missing.
+    """Verify a mirror, and replace what is damaged or missing.
 
-    Versions are sent again from the pool, and files of runs from the directory that they were
-    mirrored from, if they are intact there. Exit code 1 if something stays damaged.
+    It reads every byte. Versions are sent again from the pool, and files of runs from the directory
+    that they were mirrored from, if they are intact there. Exit code 1 if something stays damaged.
     """
     with reporting(as_json) as output:
         address = _address(url)

@@ -29,7 +29,12 @@ def argument(name: str, text: str, default: object = ...) -> Any:
 def group(text: str, kind: type[TyperGroup] = TyperGroup) -> Typer:
     """Return a command that has commands, such as ``portus mirror``; ``text`` is its help."""
     return Typer(
-        cls=kind, help=text, epilog=EXIT_CODES, no_args_is_help=True, rich_markup_mode=None
+        cls=kind,
+        help=text,
+        epilog=EXIT_CODES,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
     )
 
 

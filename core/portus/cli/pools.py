@@ -15,8 +15,11 @@ from portus.reach.places.opening import Places, place_and_target, place_named, p
 from portus.reach.pools.resolve import POOLS
 
 
-def find_pool(pool: str | None, near: str | None = None, *, mirrors: bool = False) -> Place:
-    """Return the place that is meant. mirrors: whether mirrors will do.
+def find_pool(
+    pool: str | None, near: str | None = None, *, mirrors: bool = False, target: str | None = None
+) -> Place:
+    """Return the place that is meant. mirrors: whether mirrors will do. target: what is looked for
+    there, for the error.
 
     That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory, or
     in that of the file ``near``, or in one above it. Raises ``UsageError`` if there is none.
@@ -28,10 +31,11 @@ def find_pool(pool: str | None, near: str | None = None, *, mirrors: bool = Fals
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)
     if place is None:
-        raise UsageError(
-            f"there is no {DEFAULT_DIRECTORY} in {start} or above; say where the pool is: "
-            f"--pool PATH, or {DIRECTORY_VARIABLE}=PATH"
-        )
+        if target is None:
+            missing = f"there is no {DEFAULT_DIRECTORY} in {start} or above; name a directory"
+        else:
+            missing = f"{target}: there is no checkpoint file of this name; name another one"
+        raise UsageError(f"{missing}, or a pool: --pool PATH, or {DIRECTORY_VARIABLE}=PATH")
     return Place.parse(place)
 
 
@@ -65,7 +69,7 @@ def open_places(
     """
     if target is not None:
         pool, target = place_and_target(target, pool, whole=whole)
-    place = find_pool(pool, mirrors=mirrors)
+    place = find_pool(pool, mirrors=mirrors, target=target)
     return Places(place, places_at(place), target)
 
 

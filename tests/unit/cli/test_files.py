@@ -312,3 +312,15 @@ def test_a_directory_that_has_the_hidden_folder_alone_has_no_file_to_verify(tmp_
     (tmp_path / ".portus").mkdir()
     said = command("verify", tmp_path)
     assert (said.code, "no checkpoint file to verify" in said.err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["show", "verify", "rm"])
+def test_a_file_that_is_missing_is_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = command(name, "last.pt")
+    assert missing.code == 2
+    assert "last.pt: there is no checkpoint file of this name" in missing.err
+    assert command("ls", "last").err.endswith("there is no file or directory of this name\n")
+    assert "name a directory, or a pool" in command("ls").err

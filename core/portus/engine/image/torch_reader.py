@@ -194,7 +194,7 @@ class _Directory:
             exactly(self._read, at, END.size, self._name)
         )
         if magic != END_MAGIC or disk or disk2 or comment or here != count:
-            self.bad(at, "the end of a zip file", "an end record", "other bytes")
+            self.bad(at, "the end of a zip file", "an end record", "others; was the file cut off?")
         narrow = (count, length, start)
         until = at
         at -= LOCATOR.size

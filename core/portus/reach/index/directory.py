@@ -59,7 +59,7 @@ def pools_at(place: Place) -> list[Place]:
         pools = map(place.pool_in, names)
         return [pool for pool in pools if os.path.isfile(pool.path)]
     if not os.path.exists(place.path):
-        raise UsageError(f"{place}: there is no pool and no pool directory of this name")
+        raise UsageError(f"{place}: there is no file or directory of this name")
     return [place]
 
 
