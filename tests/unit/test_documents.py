@@ -83,6 +83,15 @@ def test_every_page_has_its_place_on_the_site() -> None:
     )
 
 
+def test_the_code_cites_each_decision_beside_a_line_that_follows_it() -> None:
+    folders = ("core", *ADAPTERS)
+    sources = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    cited = set(re.findall(r"\bdecisions? (\d{4})\b", "\n".join(sources)))
+    pages = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("*.md")}
+    assert 20 < len(pages) <= 30
+    assert cited == pages
+
+
 def test_lists_of_places_name_what_there_is() -> None:
     """Each item has files, and names that are in one of these."""
     text = (ROOT / "CONTRIBUTING.md").read_text()

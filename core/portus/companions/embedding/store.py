@@ -225,6 +225,8 @@ class TableStore:
         size = entry_size([], len(said), [each.data.shape for each in bunches])
         if size > log.room - self._spare:
             return False
+        # Rows and dense part in one entry: with two stores a crash leaves two moments, and a load
+        # would have to look for a pair (decision 0170).
         log.append([], said, record.info.commit, bunches)
         self._entry_bytes = size
         self._open_end = True

@@ -78,6 +78,8 @@ class PrivateMapping:
         try:
             self.mapped: Final = size >= _MAPPED_MIN and tells() is not WriteDetection.NOTHING
             if self.mapped:
+                # Of a file in memory, not of the pool, whose pages are reused when a log is folded
+                # in: a view would change under its user (decision 0150).
                 self.committed, self.view = _map_twice(length)
             else:
                 self.committed, self.view = np.zeros(length, np.uint8), np.zeros(length, np.uint8)

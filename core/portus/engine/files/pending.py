@@ -49,7 +49,8 @@ class PendingPaths:
             self._tickets = (*self._tickets, Ticket(path, save))
             if not self._is_hooked:
                 self._is_hooked = True
-                # With the first save, since a hook cannot be removed again.
+                # With the first save, since a hook cannot be removed again. Not by replacing
+                # `os.rename` and others: modules that imported them keep theirs (decision 0205).
                 sys.addaudithook(self._audit)
 
     def remove(self, save: SavePending) -> None:

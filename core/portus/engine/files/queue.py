@@ -140,8 +140,7 @@ class Queue:
             return self._changed.wait_for(self.idle, timeout_s)
 
     def catch_up(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was put so far is over, whatever is put meanwhile; False if time ran
-        out."""
+        """Wait until all that was put so far is over, and no longer; False if time ran out."""
         self._see_to_it()
         with self._lock:
             self._hurry()

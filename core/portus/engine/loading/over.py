@@ -36,8 +36,7 @@ class StorageSource(Protocol):
         """The length of each, in bytes."""
 
     def fetch_into(self, wanted: Column, address: Column) -> None:
-        """Copy these storages to memory, and raise ``CorruptionError`` unless what arrived there is
-        what was saved."""
+        """Copy these storages to memory, verified. Raises ``CorruptionError``."""
 
 
 class StoredState(StorageSource, Protocol):

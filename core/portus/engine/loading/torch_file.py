@@ -129,6 +129,8 @@ def _is_old(read: Read) -> bool:
 
 
 def _load(verified: _VerifiedFile, settings: dict[str, Any]) -> Any:
+    # No unpickler of our own: it would need torch's rules for classes and devices, in every version
+    # (decision 0204).
     try:
         return torch.load(verified, **settings)  # type: ignore[arg-type]  # it reads, and no more
     except Exception:

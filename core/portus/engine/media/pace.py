@@ -11,8 +11,7 @@ Wait = Callable[[float], object]
 
 
 class Pace:
-    """Waits so that no more is read in a second than was said. What was not read in time is not
-    made up for."""
+    """Waits so that no second has more reads than the limit; later ones make up for nothing."""
 
     def __init__(self, bytes_per_s: int, wait: Wait = time.sleep) -> None:
         self._bytes_per_s: Final = bytes_per_s

@@ -135,8 +135,7 @@ def meet(runs: Column, start: Column, end: Column) -> Flags:
 
 
 def make_huge(address: Column, length: Column) -> Iterator[None]:
-    """Ask for huge pages under some memory, one with each step. What is refused stays as it is.
-    Blocks."""
+    """Ask for huge pages under some memory, one with each step; they may be refused. Blocks."""
     for start, end in pages_of(address, length):
         # One at a time, so that the caller may stop: each copies 2 MiB, and blocks until then.
         for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):

@@ -208,8 +208,7 @@ class FileSaver:
             self.shared.queue.catch_up()
 
     def close(self) -> None:
-        """Finish the saves in flight. Failures that nobody heard of are reported. Behind Ctrl-C it
-        is still open."""
+        """Finish the saves in flight, and report their failures. After Ctrl-C it is still open."""
         self._is_closed = True
         queue, start = self.shared.queue, time.monotonic()
         try:

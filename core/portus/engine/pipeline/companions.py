@@ -6,8 +6,7 @@ from portus.engine.pipeline.run import Save
 
 
 class Companion:
-    """Is called at each point of a training's saves. Each method does nothing where it is not
-    overridden."""
+    """Is called at each point of a training's saves. Each method does nothing by default."""
 
     def fetch(self) -> object:
         """Bring what other machines have of the training, before it begins. Raises

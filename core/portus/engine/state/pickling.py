@@ -53,8 +53,8 @@ _TORCHS_OWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PickledState:
-    """See ``FileContents``. Storage i has the key "i" in ``pickle``. ``tensors``: those that were
-    pickled."""
+    """Implements ``FileContents``. Storage i has the key "i" in ``pickle``. ``tensors``: pickled
+    ones."""
 
     pickle: bytes
     storages: list[torch.UntypedStorage]

@@ -60,8 +60,7 @@ class StateContents:
 
 
 def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> StateContents:
-    """Look at a state. storages: what is first in ``storages``, in that order. Raises as
-    ``leaves``."""
+    """Walk through a state. storages: what is first in ``storages``. Raises as ``leaves``."""
     held = list(storages)
     place = {storage._cdata: index for index, storage in enumerate(held)}
     specs, others = [], []

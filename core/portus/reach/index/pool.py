@@ -257,6 +257,8 @@ class PoolWriter(PoolReader):
             # Under the lock, since a draft builds on the newest root and takes the next number.
             draft, area, apart = self._draft_commit(changes)
             try:
+                # Copies and one root slot, not libpmemobj's undo log: that admits one process only,
+                # and no test can record its stores (decision 0001).
                 draft.place(area[0].offset, apart[0].offset if apart else None, self.medium.size)
                 self.medium.store(area[0].offset, draft.records())
                 if apart:
