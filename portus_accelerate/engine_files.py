@@ -81,7 +81,8 @@ def gather_engine_files(base: str, *, now: bool) -> Iterator[list[portus.SaveHan
 
 
 class EngineFiles:
-    """See the module. Its methods are called on every rank, but for ``fence``."""
+    """The checkpoints of DeepSpeed's engines. Its methods are called on every rank, but for
+    ``fence``."""
 
     def __init__(self, engine: Any, settings: Settings, *, may_give_up: bool = False) -> None:
         """may_give_up: what Portus cannot save, stock does from then on."""

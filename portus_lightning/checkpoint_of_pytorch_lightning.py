@@ -8,4 +8,4 @@ from portus_lightning.checkpoint import CadenceHooks
 
 
 class PortusCheckpoint(CadenceHooks, ModelCheckpoint):
-    """See ``checkpoint.CadenceHooks``, and ``ModelCheckpoint`` for all other arguments."""
+    """A ``ModelCheckpoint`` with a cadence: see ``CadenceHooks`` for its arguments."""

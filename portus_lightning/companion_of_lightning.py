@@ -9,7 +9,8 @@ from portus_lightning.patch import install
 
 
 class PortusCompanion(CompanionHooks, Callback):
-    """See ``companion``. A class of a module, so that a Trainer that holds it can be pickled."""
+    """Has the hooks that Portus needs. A class of a module, so that a Trainer with it can be
+    pickled."""
 
 
 # At import, which is when a Trainer with a PortusIO is made: no other program's Lightning changes.

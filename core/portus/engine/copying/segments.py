@@ -89,8 +89,7 @@ class Stop:
 
     @property
     def flags_address(self) -> int:
-        """The address of three int64, (asked, bytes done, awaited), for a helper that looks by
-        itself."""
+        """The address of three int64, (asked, bytes done, awaited), for a helper in C."""
         return ctypes.addressof(self._shared)
 
 
@@ -374,7 +373,7 @@ def _are_segments(sources: Sources) -> bool:
 
 @runtime_checkable
 class RemoteMedium(Protocol):
-    """A medium on another machine: its own transport fetches from it, and it hashes by itself."""
+    """A medium on another machine, with a transport of its own, which hashes there."""
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """Fill ``targets`` from their extents, and return the digests, as ``local.fetch`` does."""

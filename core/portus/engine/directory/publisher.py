@@ -437,8 +437,7 @@ class Publisher(Generic[File]):
             self._system.unlink(draft.folder.make(), path_name(hidden))
 
     def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
-        """Make the hidden link of a hold; False if the file is not there any more, or cannot be
-        held."""
+        """Make the hidden link of a hold; False if the file is gone, or cannot be held."""
         there = hold.of.directory.file, hold.of.name
         status = self._system.look(*there)
         # By now somebody else's file may be at the path.

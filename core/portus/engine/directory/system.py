@@ -51,7 +51,8 @@ class FileState:
 
 
 class System(Protocol[File]):
-    """See the module. Names are relative to an open directory. All raise ``MediumError``."""
+    """The calls of an operating system. Names are relative to an open directory. All raise
+    ``MediumError``."""
 
     def open_directory(self, path: str) -> File:
         """Open the directory at ``path``."""

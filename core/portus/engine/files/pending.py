@@ -34,8 +34,8 @@ class _Thread(threading.local):
 
 
 class PendingPaths:
-    """See the module. Threads may share it. No lock is held while anybody waits, and a signal
-    handler that interrupted a call of Portus does not wait."""
+    """The paths of saves in flight in this process. Threads may share it. No lock is held while
+    anybody waits, and a signal handler that interrupted a call of Portus does not wait."""
 
     def __init__(self) -> None:
         self._tickets: tuple[Ticket, ...] = ()  # replaced, never changed: readers need no lock

@@ -17,7 +17,7 @@ from portus.errors import MediumError, printable
 
 
 class DiskFile:
-    """See ``OpenFile``."""
+    """A file of a file system, as an ``OpenFile``."""
 
     def __init__(self, file: ReadFile, number: int) -> None:
         self.medium: Final = file

@@ -29,7 +29,7 @@ _INTEGERS: Final = frozenset(
 
 
 class StorageSource(Protocol):
-    """Storages that are stored."""
+    """Storages to load from."""
 
     @property
     def lengths(self) -> Column:

@@ -17,8 +17,8 @@ SECTOR: Final = 512
 
 
 class ReadFile(ReadOnlyMedium):
-    """See ``Medium``. Owns its descriptor. Loads use preadv, so a bad sector or a truncated file
-    is an error, not a signal."""
+    """A file as a ``Medium``, which is only read. Owns its descriptor. Loads use preadv, so a bad
+    sector or a truncated file is an error, not a signal."""
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._descriptor: Final = descriptor

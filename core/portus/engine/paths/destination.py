@@ -19,7 +19,7 @@ from portus.engine.writer.image_file import FileDraft
 
 
 class Destination:
-    """See the module. Each ``FileSaver`` has one of its own. With this one the files have their
+    """Where one ``FileSaver`` saves to; each has its own. With this one the files have their
     storages, and share none; others extend it."""
 
     @property

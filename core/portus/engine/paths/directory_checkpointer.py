@@ -53,8 +53,8 @@ _TRIES: Final = 5
 
 
 class DirectoryCheckpointer(Checkpointer):
-    """See ``Checkpointer``. Several in one directory, in one process or more, do not disturb each
-    other, but each removes what its own ``keep`` lets go of."""
+    """A ``Checkpointer`` that saves files. Several in one directory, in one process or more, do not
+    disturb each other, but each removes what its own ``keep`` lets go of."""
 
     @calls.mark
     def __init__(

@@ -31,7 +31,7 @@ class OwnFormat(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile(OwnFormat):
-    """See ``OwnFormat``: its contents are there."""
+    """A file in a format of its own, whose contents are made already."""
 
     contents: FileContents
 

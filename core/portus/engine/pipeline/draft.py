@@ -45,7 +45,8 @@ class CommittedVersion(Protocol):
 
 
 class Draft(Protocol):
-    """See the module. One thread at a time; ``release`` may be called by any, and again.
+    """A save in the making, wherever it goes. One thread at a time; ``release`` may be called by
+    any, and again.
 
     All raise what the place raises: ``MediumError``, ``TransportError``, ``StoppedError``.
     """

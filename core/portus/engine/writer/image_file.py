@@ -51,7 +51,7 @@ _CANNOT_MAP: Final = _NO_BLOCKS_AHEAD | {errno.ENOMEM, errno.ENODEV}
 
 
 class ImageFile:
-    """See the module. One thread at a time; ``close`` by any.
+    """Writes an image to one file. One thread at a time; ``close`` by any.
 
     Nothing is allocated before the first call. All raise ``MediumError`` with the path and what to
     do, and a write that failed is told by a later call, ``finish`` at the latest.
@@ -254,7 +254,7 @@ class Unpublished(Protocol):
 
 
 class FileDraft:
-    """See ``engine.pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes
+    """A ``Draft`` of files in a directory. Publishes ``draft`` or abandons it, and closes
     ``files``.
 
     files: those of the draft, in its order; the storages of the save are theirs, one file after

@@ -165,7 +165,7 @@ class Objects:
 
 
 class _Below:
-    """See ``Objects.below``, and ``Store``."""
+    """The objects below a prefix, as a ``Store``."""
 
     def __init__(self, objects: Objects, prefix: str) -> None:
         self._objects: Final = objects

@@ -108,8 +108,8 @@ class FileHome:
 
 
 class HostHome:
-    """See ``FileHome``: a pool on a storage host. What of its runs is on this machine is in
-    ``.portus`` in the current directory."""
+    """A pool on a storage host; otherwise like ``FileHome``. What of its runs is on this machine is
+    in ``.portus`` in the current directory."""
 
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1

@@ -20,8 +20,8 @@ _CODES: Final = {getattr(torch, name, None): code for name, code in DTYPES.items
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """See ``FileContents``. Storage i has the bytes of tensor i alone: those of a part of a larger
-    storage were copied."""
+    """Tensors by their names, as ``FileContents``. Storage i has the bytes of tensor i alone: those
+    of a part of a larger storage were copied."""
 
     named: Sequence[NamedTensor]
     tensors: Sequence[torch.Tensor]

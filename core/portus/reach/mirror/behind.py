@@ -44,7 +44,7 @@ class ElsewhereError(UsageError):
 
 
 class BackgroundCopier(ABC):
-    """See the module. Thread-safe."""
+    """A thread that copies to a store, behind whoever saves. Thread-safe."""
 
     def __init__(
         self,

@@ -61,7 +61,8 @@ class UploadedFile:
 
 
 class MirroredFiles(Mirror):
-    """See the module. One thread at a time. All raise as those of ``Mirror`` do."""
+    """The mirror of a run that saves files. One thread at a time. All raise as those of ``Mirror``
+    do."""
 
     def __init__(self, store: FileStore, model: str, name: str) -> None:
         """Asks nothing. name: of the store, for messages."""

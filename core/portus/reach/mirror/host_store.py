@@ -26,7 +26,7 @@ _ANSWER_S: Final = 60.0
 
 
 class HostStore:
-    """See the module, and ``Store``."""
+    """The objects of a tenant on a storage host, as a ``Store``."""
 
     def __init__(
         self,

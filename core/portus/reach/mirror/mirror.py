@@ -86,8 +86,9 @@ class OpenMirrored:
 
 
 class Mirror:
-    """See the module. Whoever made the store closes it. One thread at a time, but for ``read`` and
-    ``open_version``; an object that reads may be another one than the object that writes.
+    """The mirror of one model. Whoever made the store closes it. One thread at a time, but for
+    ``read`` and ``open_version``; an object that reads may be another one than the object that
+    writes.
 
     All raise what the store raises, and ``UsageError`` if the mirror needs a key, or a newer Portus
     wrote it.

@@ -26,7 +26,7 @@ _SHOWN: Final = 20
 
 
 class Mirrors:
-    """See the module. Sealed with ``$PORTUS_MIRROR_KEY``, if it is set. Close it."""
+    """All mirrors at an address. Sealed with ``$PORTUS_MIRROR_KEY``, if it is set. Close it."""
 
     def __init__(self, address: StoreAddress) -> None:
         """Asks nobody yet. Raises as ``open_store``."""

@@ -52,7 +52,7 @@ MIRROR: Final = MediumKind("mirror")
 
 
 class ObjectFile(ReadOnlyMedium):
-    """See the module, and ``OpenFile``. One thread at a time, but for ``read``."""
+    """A file in a store, as an ``OpenFile``. One thread at a time, but for ``read``."""
 
     number: Final = None
 

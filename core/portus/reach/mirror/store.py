@@ -48,7 +48,7 @@ class ListedObject:
 
 
 class Store(Protocol):
-    """See the module. Whoever opened it closes it."""
+    """A store of objects. Whoever opened it closes it."""
 
     def put(self, name: str, data: bytes) -> None:
         """Make ``data`` the object of that name, whatever it was before."""

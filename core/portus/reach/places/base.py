@@ -183,7 +183,8 @@ class StoredCheckpoint(abc.ABC):
 
 
 class OpenPlace(abc.ABC):
-    """See the module. One thread at a time. What it needs is opened by its first use; close it.
+    """A place of checkpoints, open. One thread at a time. What it needs is opened by its first use;
+    close it.
 
     All raise what the place raises: ``UsageError``, ``MediumError``, ``CorruptionError``,
     ``TransportError``.

@@ -102,7 +102,7 @@ class StoredFile(StoredCheckpoint):
 
 
 class OpenDiskFile:
-    """See ``OpenCheckpoint``."""
+    """A checkpoint file that is open for reading."""
 
     def __init__(self, path: str, file: DiskFile) -> None:
         self._path: Final = path
@@ -128,8 +128,8 @@ class OpenDiskFile:
 
 
 class DirectoryPlace(OpenPlace):
-    """See the module. ``path`` may be that of one file. Hidden files, and directories, are no
-    checkpoints; links are not followed."""
+    """A directory of checkpoint files. ``path`` may be that of one file. Hidden files, and
+    directories, are no checkpoints; links are not followed."""
 
     parts, piece = "directories", "file"
     after_removal = "their space is free"

@@ -20,7 +20,7 @@ YOUNG_S: float = 60
 
 
 class HostPlace(PoolPlace):
-    """See the module. The host changes its pool itself, also while others save to it."""
+    """A pool on a storage host. The host changes its pool itself, also while others save to it."""
 
     def journals(self, links: str | None) -> Sequence[str]:
         return host_journals(self.place, links)

@@ -119,7 +119,7 @@ class MirroredFile(StoredCheckpoint):
 
 @dataclass(frozen=True, slots=True)
 class OpenObjects:
-    """See ``OpenCheckpoint``: files in a store."""
+    """A checkpoint in a store that is open for reading."""
 
     files: Mapping[str, ObjectFile]
 
@@ -135,7 +135,8 @@ class OpenObjects:
 
 
 class MirrorPlace(OpenPlace):
-    """See the module. What is removed here, and is there where it came from, is mirrored again."""
+    """A mirror as a place of checkpoints. What is removed here, and is there where it came from, is
+    mirrored again."""
 
     parts, piece = "mirrors", "object"
     after_removal = "the run that mirrors there, or portus gc, deletes the objects a day later"

@@ -75,7 +75,8 @@ class PoolVersion(StoredCheckpoint):
 
 
 class PoolPlace(OpenPlace):
-    """See the module. What can be read is read while a trainer writes; removals need its lock."""
+    """A pool as a place of checkpoints. What can be read is read while a trainer writes; removals
+    need its lock."""
 
     after_removal = "the pool file keeps its size, and has holes where the file system allows"
 

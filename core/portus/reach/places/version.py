@@ -20,7 +20,7 @@ from portus.reach.versions.file_bytes import FileBytes
 
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
-    """See ``OpenCheckpoint``: a version that is pinned. ``table``: None if it has no files."""
+    """A pinned version of a pool, open for reading. ``table``: None if it has no files."""
 
     reader: PoolReader
     entry: VersionEntry

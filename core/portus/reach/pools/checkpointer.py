@@ -46,9 +46,9 @@ _KEEP_ALL: Final = Keep(last=1 << 60)
 
 
 class PoolCheckpointer(Checkpointer):
-    """See ``Checkpointer``. A pool has one writer process: an existing one is locked by the
-    constructor, which raises ``BusyError``, naming the holder. In a signal handler that interrupted
-    a call of Portus nothing can be saved: ``save`` raises ``UsageError``."""
+    """A ``Checkpointer`` that saves to a pool. A pool has one writer process: an existing one is
+    locked by the constructor, which raises ``BusyError``, naming the holder. In a signal handler
+    that interrupted a call of Portus nothing can be saved: ``save`` raises ``UsageError``."""
 
     @calls.mark
     def __init__(

@@ -48,10 +48,9 @@ class CommittedImages:
 
 
 class ImageDraft:
-    """See ``engine.pipeline.draft.Draft``. The storages of the save are those of the files, one
-    file after another; the bytes around them are copied at the commit, since they have the digests.
-    With this one the version has no pointers.
-    """
+    """A ``Draft`` of files in a pool. The storages of the save are those of the files, one file
+    after another; the bytes around them are copied at the commit, since they have the digests. With
+    this one the version has no pointers."""
 
     def __init__(
         self, draft: PoolDraft | HostDraft, model: str, table: FileTable, images: Sequence[Image]

@@ -341,7 +341,7 @@ def _load(pool: PoolReader, entry: VersionEntry, keep: Matcher | None, verify: b
 
 
 class _VersionState:
-    """See ``StoredState``: a version of a shelf, or of tables."""
+    """A version of a shelf or of tables, as a ``StoredState``."""
 
     def __init__(self, opened: _PinnedVersion, device: str) -> None:
         """device: of the memory for plain tensors; on "meta" there is none."""

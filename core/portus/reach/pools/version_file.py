@@ -22,7 +22,7 @@ _READ_MAX: Final = 16 << 20
 
 
 class VersionFile:
-    """See ``OpenFile``: a file of a version, which is pinned meanwhile."""
+    """A file of a version, pinned meanwhile, as an ``OpenFile``."""
 
     number: Final = None
 

@@ -37,9 +37,9 @@ class _PlanItem:
 
 
 class RankContents:
-    """See ``FileContents``. The items of a plan, and by item a tensor, or bytes; tensors that are
-    a part of a larger storage were copied. ``save``: the number of the save, to be said before it
-    is laid out.
+    """A rank's part of a state, as ``FileContents``. The items of a plan, and by item a tensor, or
+    bytes; tensors that are a part of a larger storage were copied. ``save``: the number of the
+    save, to be said before it is laid out.
 
     Raises ``UsageError`` for what torch cannot save.
     """

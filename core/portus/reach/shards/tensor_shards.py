@@ -22,8 +22,8 @@ from portus.reach.formats.safetensors import SAVE, safetensors_image
 
 
 class TensorShards:
-    """See ``ShardContents``. Raises ``UsageError`` for what a safetensors file cannot have: values
-    that are not tensors, and two parts of one tensor."""
+    """A rank's tensors as a safetensors file. Raises ``UsageError`` for what a safetensors file
+    cannot have: values that are not tensors, and two parts of one tensor."""
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
         tensors: dict[str, torch.Tensor] = {}

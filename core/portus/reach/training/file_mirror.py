@@ -105,7 +105,7 @@ class _Checkpoint:
 
 
 class DirectoryMirror(BackgroundCopier, Companion):
-    """See the module. Thread-safe but for ``fetch`` and ``begin``."""
+    """Copies the files of a run to its mirror. Thread-safe but for ``fetch`` and ``begin``."""
 
     def __init__(
         self,

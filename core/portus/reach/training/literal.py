@@ -12,7 +12,7 @@ from portus.engine.image.image import Column, Image
 
 
 class LiteralContents:
-    """See ``FileContents``. image: has no storage."""
+    """Bytes as ``FileContents``. image: has no storage."""
 
     storages: Final[Sequence[torch.UntypedStorage]] = ()
     owned_storages: Final[frozenset[int]] = frozenset()

@@ -83,7 +83,7 @@ _IDLE_MAX: Final = 4
 
 
 class Links:
-    """See the module. Thread-safe."""
+    """The connections of a client to one storage host. Thread-safe."""
 
     def __init__(
         self,

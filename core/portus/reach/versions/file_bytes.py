@@ -31,9 +31,9 @@ class _Part(NamedTuple):
 
 
 class FileBytes:
-    """See the module. They are in memory of their own: read through a mapping, a bad sector would
-    be SIGBUS. Of what is around storages, which is asked for in small parts, a few units are
-    kept."""
+    """The bytes of the files of a version. They are in memory of their own: read through a mapping,
+    a bad sector would be SIGBUS. Of what is around storages, which is asked for in small parts, a
+    few units are kept."""
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], stop: Stop

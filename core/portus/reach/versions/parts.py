@@ -48,7 +48,7 @@ class StorageRows:
 
 @dataclass(frozen=True, slots=True)
 class PreviousVersion:
-    """See ``engine.pipeline.plan.Previous``."""
+    """A committed version of a pool, to share with: a ``Previous``."""
 
     record: VersionRecord
     contents: bytes
