@@ -38,7 +38,7 @@ def attach(strategy: Any, run: RunFiles) -> None:
     A second call replaces what the first one did: a Trainer may be used again.
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
-    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", run)
+    own = _ShardMethods(strategy, "state_dict" if is_fsdp2 else "model", run)
     # Also where saves stay Lightning's: an earlier run may have saved with Portus.
     strategy.load_checkpoint = own.load_checkpoint
     if saves_shards(strategy) and not run.why_no_shards():
@@ -48,7 +48,7 @@ def attach(strategy: Any, run: RunFiles) -> None:
             strategy.optimizer_state = own.optimizer_state
 
 
-class _Sharded:
+class _ShardMethods:
     """The methods that a strategy gets."""
 
     def __init__(self, strategy: Any, key: str, run: RunFiles) -> None:

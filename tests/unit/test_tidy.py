@@ -248,6 +248,27 @@ def test_nothing_that_is_called_has_a_participle_for_a_name() -> None:
     assert sorted({*PARTICIPLES} - {*found}) == [], "these have other names by now"
 
 
+EVENTS = {
+    "core/portus/reach/protocol/messages.py": "answers of a host: COMMITTED, PULLED",
+    "core/portus/reach/mirror/objects.py": "facts of a log",
+    "core/portus/companions/journal/lines.py": "facts of a journal",
+}
+"""Modules whose classes may be called by what happened, and why."""
+
+
+def test_a_class_is_called_by_a_noun() -> None:
+    """ "Restored" leaves open what is; "RestoreReport" does not."""
+    found = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in package_files()
+        if str(path.relative_to(ROOT)) not in EVENTS
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+        and _is_participle(re.sub("(?<=[a-z])(?=[A-Z])", "_", node.name).lower())
+    ]
+    assert found == []
+
+
 _IRREGULAR = """asked begun built chosen done drawn driven found given gone got heard held hidden
     hung kept known laid led left lost made meant met said seen sent shown spoken taken told
     written"""

@@ -16,7 +16,13 @@ import torch
 from portus.engine.media.file_system import FileSystemTraits
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import Extent
-from portus.reach.index.directory import WRITERS, _Shared, create_pool, make_directory, open_writer
+from portus.reach.index.directory import (
+    WRITERS,
+    _WriterOfPool,
+    create_pool,
+    make_directory,
+    open_writer,
+)
 from portus.reach.media.dax import DaxDevice
 from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
@@ -85,7 +91,7 @@ def gated(path: Path) -> Gate:
     writer = open_writer(str(path), files)
     status = files.status(str(path))
     assert status is not None
-    WRITERS._shared[status.identity] = _Shared(writer, 0)
+    WRITERS._shared[status.identity] = _WriterOfPool(writer, 0)
     gate = writer.medium
     assert isinstance(gate, Gate)
     gate.used = lambda: gate.size - writer.free_bytes()

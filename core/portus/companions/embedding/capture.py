@@ -47,7 +47,7 @@ class Moments:
         self._every: Final = every
         self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
         """The number of slices of the dense part; 0: one piece, in the entry of its batch."""
-        self._dense: _Dense | None = None
+        self._dense: _DensePart | None = None
         """As it was taken last, if it is written in slices."""
         self._loadable: Final = LoadCheck()
         self._pickle = b""
@@ -60,7 +60,7 @@ class Moments:
         """The states that are asked for are for a moment, tables and all."""
         self.announced: Mapping[int, torch.Tensor] = {}
         """Rows that the next batch will update, as far as it is known."""
-        self._before: tuple[_Dense | None, bool, Mapping[int, torch.Tensor]] = None, True, {}
+        self._before: tuple[_DensePart | None, bool, Mapping[int, torch.Tensor]] = None, True, {}
         """What the last moment was taken from, until it goes somewhere."""
         self._said: object = None
         """What ``extra`` said for it."""
@@ -126,7 +126,7 @@ class Moments:
         )
         self.is_whole = False
         if self._slices:
-            self._dense = _Dense(moment, index, counter, others)
+            self._dense = _DensePart(moment, index, counter, others)
         return moment
 
     def forget_dense(self) -> None:
@@ -144,7 +144,7 @@ class Moments:
             for each in self._mapped.rows(self._training.tables[place], number)
         ]
 
-    def _leaves(self, dense: _Dense, batch: int) -> bool:
+    def _leaves(self, dense: _DensePart, batch: int) -> bool:
         """True if a batch needs no other dense part than that one."""
         if self.is_whole or batch - dense.moment.batch >= self._every - self._slices:
             return False
@@ -180,7 +180,7 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Dense:
+class _DensePart:
     """A dense part that was copied: it stays as it was at its moment. ``index``: the place of each
     storage then, by its address; ``counter``: that of the number of the batch; ``others``: those
     of the dense part."""

@@ -203,18 +203,18 @@ def decode(data: bytes, name: str) -> JournalContents:
         )
     if not heads:
         raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
-    lines = tuple(each for each in known if not isinstance(each, Head | _Unknown))
+    lines = tuple(each for each in known if not isinstance(each, Head | _UnknownLine))
     return JournalContents(heads[0], lines, damaged=len(found) - len(known), torn=bool(tail))
 
 
-class _Unknown:
+class _UnknownLine:
     """A whole line of a kind that a later Portus of this format writes."""
 
 
-_UNKNOWN: Final = _Unknown()
+_UNKNOWN: Final = _UnknownLine()
 
 
-def _decode_line(line: bytes) -> Head | Line | _Unknown | None:
+def _decode_line(line: bytes) -> Head | Line | _UnknownLine | None:
     """Return what a line says; None for a damaged one."""
     mark, text = line[:8], line[9:]
     if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:

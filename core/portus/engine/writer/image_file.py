@@ -240,7 +240,7 @@ class CommittedFile:
     info: VersionInfo
 
 
-class Unpublished(Protocol):
+class DurableFiles(Protocol):
     """Files that are durable, and become visible together; see ``Publication``."""
 
     @property
@@ -264,7 +264,7 @@ class FileDraft:
 
     def __init__(
         self,
-        draft: Unpublished,
+        draft: DurableFiles,
         files: Sequence[ImageFile],
         turn: AbstractContextManager[None],
         request: SaveRequest,

@@ -108,7 +108,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     mirror_failure: str = ""
 
 
-class _Mirrored(TypedDict, total=False):
+class _MirrorReport(TypedDict, total=False):
     mirror: str
     mirror_missing: int
     mirror_lag_s: float
@@ -293,7 +293,7 @@ class AdminSocket:
         )
 
 
-def _mirror_report(hosted: HostedPool) -> _Mirrored:
+def _mirror_report(hosted: HostedPool) -> _MirrorReport:
     mirror = hosted.copier
     if mirror is None:
         return {}

@@ -163,7 +163,7 @@ def publish(server: Server, port: int, host: str) -> None:
     """
     pages = _Pages6 if ":" in host else _Pages
     try:
-        page = make_server(host, port, application(server), pages, _Silent)
+        page = make_server(host, port, application(server), pages, _QuietHandler)
     except OSError as error:
         raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
     threading.Thread(target=page.serve_forever, name="portus-metrics", daemon=True).start()
@@ -181,7 +181,7 @@ class _Pages6(_Pages):
     address_family = socket.AF_INET6
 
 
-class _Silent(WSGIRequestHandler):
+class _QuietHandler(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002

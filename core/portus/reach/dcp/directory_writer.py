@@ -58,7 +58,7 @@ _ASKED_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _RankReport:
     """What a rank tells the one that coordinates: where it saves, and which of its saves failed,
     and why."""
 
@@ -300,7 +300,7 @@ class DirectoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds what this rank has to say."""
         self._local = plan
-        return replace(plan, storage_data=_Word(self._directory, self._take_failures()))
+        return replace(plan, storage_data=_RankReport(self._directory, self._take_failures()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds the number of the save, and what ranks said."""

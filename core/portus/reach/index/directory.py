@@ -276,7 +276,7 @@ def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
 
 
 @dataclass(slots=True)
-class _Shared:
+class _WriterOfPool:
     writer: PoolWriter
     users: int
 
@@ -286,7 +286,7 @@ class Writers:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
-        self._shared: dict[tuple[int, int], _Shared] = {}
+        self._shared: dict[tuple[int, int], _WriterOfPool] = {}
         self._opening: dict[tuple[int, int], threading.Lock] = {}
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
@@ -328,7 +328,7 @@ class Writers:
                 shared = self._shared.get(status.identity)
             if shared is None:
                 opened = open_writer(path, files, timeout_s=timeout_s, max_bytes=max_bytes)
-                shared = _Shared(opened, 0)
+                shared = _WriterOfPool(opened, 0)
             with self._guard:
                 self._shared[status.identity] = shared
                 shared.users += 1

@@ -73,7 +73,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
     note = note_of(file, where)
     try:
         state = torch.load(
-            io.BufferedReader(_Hollow(file, found)), map_location="meta", weights_only=True
+            io.BufferedReader(_HollowFile(file, found)), map_location="meta", weights_only=True
         )
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
         lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
@@ -99,7 +99,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
     )
 
 
-class _Hollow(io.RawIOBase):
+class _HollowFile(io.RawIOBase):
     """A file object without the bytes of storages: memory for them is left as it is."""
 
     def __init__(self, file: OpenFile, found: TorchFile) -> None:

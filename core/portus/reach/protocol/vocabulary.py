@@ -87,11 +87,11 @@ class MessageKind:
         return self.from_client and any(self.moves[each] is not Phase.CLOSED for each in before)
 
 
-class _Kinded(Protocol):
+class _HasKind(Protocol):
     kind: ClassVar[MessageKind]
 
 
-Declared = TypeVar("Declared", bound=_Kinded)
+Declared = TypeVar("Declared", bound=_HasKind)
 
 
 class Vocabulary:

@@ -50,7 +50,7 @@ from portus.reach.transport.dial import (
     transport_wished,
 )
 from portus.reach.transport.regions import ClientLane, Parts, Regions, gather
-from portus.reach.transport.stream import InterruptedByError, Link, SilentError, take
+from portus.reach.transport.stream import Link, SilentError, UnexpectedMessageError, take
 from portus.reach.transport.verbs import Domain, Endpoint, Region, port_for
 
 _log: Final = logging.getLogger("portus")
@@ -690,7 +690,7 @@ def _answer(link: Link, message: Said, silence_s: float | None = None) -> Said:
 def _no_refusal(link: Link) -> Iterator[None]:
     try:
         yield
-    except InterruptedByError as interruption:
+    except UnexpectedMessageError as interruption:
         raise error_of(interruption.message) from interruption
 
 

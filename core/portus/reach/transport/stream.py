@@ -81,7 +81,7 @@ class EndedError(TransportError):
     """The other side is gone."""
 
 
-class InterruptedByError(TransportError):
+class UnexpectedMessageError(TransportError):
     """Payload was due, and something else came."""
 
     def __init__(self, message: Said) -> None:
@@ -242,7 +242,7 @@ class Link:
     def fill(self, target: memoryview, hasher: _Hasher | None) -> None:
         """Fill ``target`` with payload, of as many frames as it takes, hashed when it arrived.
 
-        Raises ``InterruptedByError`` when a message comes in its place; the link is whole then.
+        Raises ``UnexpectedMessageError`` when a message comes in its place; the link is whole then.
         """
         done = 0
         while done < len(target):
@@ -272,11 +272,11 @@ class Link:
             self.hash_s += time.perf_counter() - start
 
     def expect_payload(self) -> None:
-        """Return when payload is due. Raises ``InterruptedByError``."""
+        """Return when payload is due. Raises ``UnexpectedMessageError``."""
         if not self.connection.payload_left:
             event = self.receive()
             if not isinstance(event, Payload):
-                raise InterruptedByError(event)
+                raise UnexpectedMessageError(event)
 
     def close(self) -> None:
         """Let go; wakes a thread that waits in here. A second call does nothing."""

@@ -31,7 +31,7 @@ from portus.reach.index.records import Pointer, VersionRecord, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, unpack_map
 from portus.reach.transport.one_sided import RemoteStorages
-from portus.reach.transport.stream import InterruptedByError, drain, take_into
+from portus.reach.transport.stream import UnexpectedMessageError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
 from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import PoolDraft
@@ -175,7 +175,7 @@ class SaveRequests:
         try:
             digests, bounced = self._move(remote, lengths, reserved.target)
             draft.pool.note(reserved, digests)
-        except InterruptedByError:  # by an abandonment: the table lets nothing else through
+        except UnexpectedMessageError:  # by an abandonment: the table lets nothing else through
             self.drop("the client abandoned it")
             return said.Abandoned()
         return said.Pulled(digests.tobytes(), bounced)
