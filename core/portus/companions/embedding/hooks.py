@@ -35,22 +35,22 @@ class Hooks:
         self._batches: Final = batches
         self._states: Final = states
         self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(self._hook(Hooks._before_step)),
-            register_optimizer_step_post_hook(self._hook(Hooks._after_step)),
-            training.model.register_forward_pre_hook(self._hook(Hooks._begin)),
-            SchedulerSteps(self._hook(Hooks._after_schedule)),
+            register_optimizer_step_pre_hook(_Hook(self, Hooks._before_step)),
+            register_optimizer_step_post_hook(_Hook(self, Hooks._after_step)),
+            training.model.register_forward_pre_hook(_Hook(self, Hooks._begin)),
+            SchedulerSteps(_Hook(self, Hooks._after_schedule)),
         ]
         for module, _ in training.modules:
             self._handles += [
-                module.register_forward_pre_hook(self._hook(Hooks._look_up)),
-                module.register_state_dict_post_hook(self._hook(Hooks._show)),
-                module.register_load_state_dict_pre_hook(self._hook(Hooks._take)),
+                module.register_forward_pre_hook(_Hook(self, Hooks._look_up)),
+                module.register_state_dict_post_hook(_Hook(self, Hooks._show)),
+                module.register_load_state_dict_pre_hook(_Hook(self, Hooks._take)),
             ]
         for optimizer in training.optimizers:
             self._handles += [
-                optimizer.register_load_state_dict_post_hook(self._hook(Hooks._after_load)),
-                optimizer.register_state_dict_post_hook(self._hook(Hooks._show_rows)),
-                optimizer.register_load_state_dict_pre_hook(self._hook(Hooks._take_rows)),
+                optimizer.register_load_state_dict_post_hook(_Hook(self, Hooks._after_load)),
+                optimizer.register_state_dict_post_hook(_Hook(self, Hooks._show_rows)),
+                optimizer.register_load_state_dict_pre_hook(_Hook(self, Hooks._take_rows)),
             ]
 
     def remove(self) -> None:
@@ -58,9 +58,6 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _hook(self, call: Callable[..., Any]) -> _Hook:
-        return _Hook(weakref.ref(self), call)
 
     # --- modules --------------------------------------------------------------------------------
 
@@ -145,8 +142,8 @@ class _Hook:
     a module that went through a file is one like any other. A ``deepcopy`` of a module has the hook
     itself."""
 
-    def __init__(self, known: weakref.ref[Hooks], call: Callable[..., Any]) -> None:
-        self._known: Final = known
+    def __init__(self, owner: Hooks, call: Callable[..., Any]) -> None:
+        self._known: Final = weakref.ref(owner)
         self._call: Final = call
 
     def __call__(self, *arguments: Any) -> Any:
