@@ -185,7 +185,7 @@ class HostLane:
         return self._pair.closed
 
     def pull(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
-        """See ``onesided.pull``. Raises ``InterruptedByError`` and ``EndedError`` too: when the
+        """See ``onesided.pull``. Raises ``UnexpectedMessageError`` and ``EndedError`` too: when the
         client says something meanwhile, or goes."""
         with self._landing() as landing:
             return pull(self._pair, landing, remote, moved, self._link)

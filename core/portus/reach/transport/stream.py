@@ -483,14 +483,14 @@ class Link:
 
     def watch(self, since_s: float) -> None:
         """Raise as ``pause`` does, and if the other side has said something, or hung up:
-        ``InterruptedByError``, ``EndedError``."""
+        ``UnexpectedMessageError``, ``EndedError``."""
         self.pause(since_s)
         if self.has_word():
             try:
                 word = self.hear()
             except EndedError as error:
                 raise EndedError(f"{self.name}: the client is gone: {error}") from error
-            raise InterruptedByError(word)
+            raise UnexpectedMessageError(word)
 
 
 _ALL: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
