@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
 from typing import Final
 
@@ -22,17 +22,19 @@ from portus.cli.output import (
 from portus.cli.pools import nearest, open_places
 from portus.cli.progress import bar
 from portus.engine.copying.segments import Stop
-from portus.errors import CorruptionError, StaleError, UsageError, printable
+from portus.engine.directory.folder import FOLDER
+from portus.errors import CorruptionError, PortusError, StaleError, UsageError, printable
 from portus.reach.index.place import Place, local_path
 from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.fetching import missing
 from portus.reach.mirror.files import MirroredFiles, UploadedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
-from portus.reach.mirror.objects import Added, FileAdded
+from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded, path_of
 from portus.reach.mirror.whole import digest_of
 from portus.reach.places.base import StoredCheckpoint
-from portus.reach.places.mirror import claim, retry, term_of
+from portus.reach.places.directory import StoredFile
+from portus.reach.places.mirror import UNCOUNTED, claim, retry, term_of
 from portus.reach.places.version import OpenVersion
 
 _Versions = dict[bytes, StoredCheckpoint]
@@ -107,15 +109,23 @@ def repair(
     """Verify a mirror, and replace what is damaged or missing.
 
     It reads every byte. Versions are sent again from the pool, and files of runs from the directory
-    that they were mirrored from, if they are intact there. Exit code 1 if something stays damaged.
+    that they were mirrored from, if they are intact there. So is what the log of the mirror lost:
+    versions that the pool has, and files that are in both places. Exit code 1 if something stays
+    damaged.
     """
     with reporting(as_json) as output:
         address = _address(url)
         root = local_path(directory or os.curdir, "--files")
         documents: list[Json] = []
-        counts = {"version": 0, "file": 0}
+        counts = {"version": 0, "file": 0, "log": 0, "object": 0}
         with Mirrors(address) as mirrors, _local(pool) as local:
-            for model in mirrors.models():
+            models = mirrors.models()
+            if not models:
+                raise UsageError(
+                    f"{address}: there is no mirror to repair; what mirrors there sends all of it "
+                    "when it starts the next time"
+                )
+            for model in models:
                 for kind, result, named, about in _results(mirrors, model, local, root):
                     counts[kind] += 1
                     documents.append({"model": model, **about, "result": result})
@@ -125,7 +135,9 @@ def repair(
                         output.line(f"{address}: {named} {_RESULTS[kind][result]}")
         lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
         read = [
-            count_text(count, kind) for kind, count in counts.items() if count or kind == "version"
+            count_text(counts[kind], kind)
+            for kind in ("version", "file")
+            if counts[kind] or kind == "version"
         ]
         output.line(f"{address}: {' and '.join(read)} read, {lost} damaged")
         output.document({"mirror": str(address), "versions": documents})
@@ -137,7 +149,18 @@ def _results(
     """Yield what became of each version of a model, and of each file of a run: its kind, the
     result, its name, and what else is told of it."""
     mirror = mirrors.of(model)
+    mirror.read()
+    is_damaged = bool(mirror.damage)
+    if is_damaged:
+        retry(partial(claim, mirror, "mirror repair"))  # the claim says anew what is known
+        yield "log", "mended", f"{model}: its log", {"log": True}
+    if mirrors.has_files:
+        yield from _count_again(mirrors.files_of(model), root, is_damaged)
     state = mirror.read()
+    for token, found in local.items():
+        if found.info.model == model and state.version(token) is None:
+            retry(partial(_send, mirror, found))
+            yield "version", "sent", f"{model}@{found.info.step}", {"step": found.info.step}
     versions, files = missing(state, ()), [each for each in state.files if not each.link]
     total = sum(each.size for each in versions) + sum(each.size for each in files)
     done = 0
@@ -158,14 +181,19 @@ def _results(
 _RESULTS: Final = {
     "version": {
         "mended": "was damaged, and is repaired from the pool",
-        "damaged": "is DAMAGED, and the pool has no intact copy of it",
+        "damaged": "is DAMAGED, and the pool has no intact copy of it; portus rm removes it",
+        "sent": "was not there, and is sent from the pool",
         "removed": "was removed meanwhile",
     },
     "file": {
         "mended": "was damaged, and is repaired from the directory of the run",
-        "damaged": "is DAMAGED, and the directory of the run (--files) has no intact copy of it",
+        "damaged": "is DAMAGED, and the directory of the run (--files) has no intact copy of it; "
+        "portus rm removes it",
+        "counted": "did not count, and is what the directory of the run has: it counts again",
         "removed": "was removed or replaced meanwhile",
     },
+    "log": {"mended": "was DAMAGED, and says anew what is known; what it said besides is lost"},
+    "object": {"uncounted": UNCOUNTED, "damaged": UNCOUNTED},
 }
 
 
@@ -201,6 +229,61 @@ def _repair_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
         if digest_of(file.fileno(), source.size, path) == filed.digest:
             return "mended" if retry(partial(_mend_file, mirrored, filed, source)) else "removed"
     return "damaged"
+
+
+def _count_again(
+    mirrored: MirroredFiles, root: str, is_damaged: bool
+) -> Iterator[tuple[str, str, str, dict[str, Json]]]:
+    """Make objects count whose entry of the log is lost: those that are files of the run, and of a
+    directory only if all of its files are there. is_damaged: what is left over then is damage.
+    Yields as ``_results``."""
+    names = {
+        each.name
+        for each in mirrored.objects_without_entry()
+        if not each.name.endswith(DIGEST_SUFFIX)
+    }
+    found = [each for each in map(partial(_recognize, mirrored, root), sorted(names)) if each]
+    known = {each.path for each in (*found, *mirrored.read().files)}
+    whole = [each for each in found if not _others_beside(root, each.path, known)]
+    if whole:
+        claim(mirrored, "mirror repair")
+        mirrored.count(whole)
+    for each in whole:
+        path = f"{mirrored.model}: {printable(each.path)}"
+        yield "file", "counted", path, {"step": each.step, "file": each.path}
+    for name in sorted(names - {each.name for each in whole}):
+        result = "damaged" if is_damaged else "uncounted"
+        yield "object", result, f"{mirrored.model}: {printable(name)}", {"object": name}
+
+
+def _recognize(mirrored: MirroredFiles, root: str, name: str) -> FileAdded | None:
+    path = path_of(name)
+    if path is None or mirrored.read().file(path) is not None:
+        return None
+    here = os.path.join(root, path)
+    with contextlib.suppress(OSError, PortusError), open(here, "rb") as file:
+        step = StoredFile(Place.parse(root), here).step or 0
+        return mirrored.recognize(name, path, file.fileno(), step)
+    return None
+
+
+def _others_beside(root: str, path: str, known: Container[str]) -> bool:
+    """Return whether a directory of the run has files, beside the one at ``path``, that the mirror
+    has not: they may be of one checkpoint."""
+    top, below, _ = path.partition("/")
+    for where, _, names in os.walk(os.path.join(root, top)) if below else ():
+        for name in names:
+            other = os.path.relpath(os.path.join(where, name), root)
+            if other not in known and FOLDER not in other.split("/"):
+                return True
+    return False
+
+
+def _send(mirror: Mirror, found: StoredCheckpoint) -> None:
+    claim(mirror, "mirror repair")
+    with found.open() as opened:
+        assert isinstance(opened, OpenVersion)
+        mirror.copy(opened.reader, opened.entry.info.id, Stop())
 
 
 def _mend_file(mirrored: MirroredFiles, filed: FileAdded, source: UploadedFile) -> bool:

@@ -394,6 +394,43 @@ def test_repair_sends_a_damaged_file_of_a_run_again_under_its_name(
     ]
 
 
+@pytest.mark.parametrize("kind", ["flipped", "cut", "deleted"])
+def test_repair_brings_back_the_newest_file_whose_entry_of_the_log_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        checkpointer.save(state(2), 2).wait()
+    DAMAGES[kind](min((tmp_path / "bucket/run/log").iterdir()))
+    said = portus("verify", url)
+    assert said.code == (0 if kind == "deleted" else 1)
+    assert "files/step-00000002.pt is in no entry of the log" in said.err
+    said = portus("mirror", "repair", url, "--files", "run")
+    assert (said.code, "step-00000002.pt did not count" in said.out) == (0, True), said
+    said = portus("verify", url)
+    assert (said.code, "entry" in said.err) == (0, False), said
+    shutil.rmtree("run")
+    with face.Checkpointer("run", mirror=url) as checkpointer:
+        assert same(checkpointer.load(), state(2))
+
+
+def test_repair_sends_the_version_whose_entry_of_the_log_is_lost(scene: Scene) -> None:
+    damage(scene.objects("log")[0])
+    assert scene.steps() == [10, 20]
+    assert portus("verify", scene.url).code == 1
+    said = portus("mirror", "repair", scene.url)
+    assert (said.code, "net@30 was not there, and is sent" in said.out) == (0, True), said
+    assert (scene.steps(), portus("verify", scene.url).code) == ([10, 20, 30], 0)
+
+
+def test_repair_refuses_an_address_without_a_mirror(tmp_path: Path) -> None:
+    said = portus("mirror", "repair", f"file://{tmp_path}/typo")
+    assert (said.code, "there is no mirror to repair" in said.err) == (2, True)
+
+
 def test_status_says_what_of_the_pool_is_not_mirrored(scene: Scene) -> None:
     assert "everything is mirrored" in portus("mirror", "status", scene.url).out
     with scene.trainer() as run:

@@ -219,8 +219,8 @@ class Checkpointer:
             )
 
     def __del__(self) -> None:
-        try:  # at the end of an interpreter there may be no contextlib
-            self.close()
+        try:  # at the end of an interpreter there may be no contextlib, nor errors to catch
+            getattr(self, "_is_closed", True) or self.close()
         except (PortusError, AttributeError):
             return
 

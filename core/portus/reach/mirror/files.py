@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,11 +30,12 @@ from portus.reach.mirror.objects import (
     FileAdded,
     FileObject,
     FileRemoved,
+    State,
     file_name,
 )
 from portus.reach.mirror.opening import key_from_environment
-from portus.reach.mirror.store import FileStore, MissingError
-from portus.reach.mirror.whole import check_file, naming_store, put_file, read_at
+from portus.reach.mirror.store import FileStore, ListedObject, MissingError
+from portus.reach.mirror.whole import check_file, digest_of, naming_store, put_file, read_at
 from portus.reach.mirror.writer import GRACE_S
 
 PIECE: Final = 16 << 20
@@ -133,6 +134,18 @@ class MirroredFiles(Mirror):
             if sent.name == file_name(filed.path):
                 return True
 
+    def recognize(self, name: str, path: str, number: int, step: int) -> FileAdded | None:
+        """Return what ``count`` is to say of the object ``name``, which does not count, if it is
+        the open file ``number``, that at ``path``; else None."""
+        status = os.fstat(number)
+        digest, term = digest_of(number, status.st_size, path), self.state.term
+        found = FileAdded(path, name, digest, status.st_size, step, status.st_mtime_ns, term)
+        try:
+            self.check_file(found, lambda _: None)
+        except CorruptionError:
+            return None
+        return found
+
     def link(self, path: str, target: str) -> None:
         """Say that the link at ``path`` leads to ``target``, which is relative to it."""
         before = self.state.file(path)
@@ -149,23 +162,31 @@ class MirroredFiles(Mirror):
         self._say([FileRemoved(each.path) for each in gone])
         self._delete([each.name for each in gone if not each.link])
 
+    def objects_without_entry(self) -> list[ListedObject]:
+        """Return the objects of files that no file which counts needs, by their names below the
+        run: uploads that are under way or were cut off, or whose entry of the log is lost."""
+        there = list(self._objects())  # first: what counts by then is no find
+        return self._without_name(there, self.read())
+
     def sweep(self) -> int:
         """Delete what was uploaded a day ago or before that, and never counted; how many objects.
         Call it after ``claim``: the entry of that says what time it is in the store."""
-        entries = self._store.list(self._prefix + LOG)
+        entries = self._list(LOG)
         # The store's clock: those of the machines may be wrong.
         now = next((each.modified for each in entries), 0.0)
-        named = {self._prefix + each.name for each in self.state.files}
-        named |= {name + DIGEST_SUFFIX for name in named}
-        found = [
-            each.name
-            for folder in (FILES, QUOTED, AGAIN)
-            for each in self._store.list(self._prefix + folder)
-            if each.name not in named and each.modified < now - GRACE_S
-        ]
+        nameless = self._without_name(self._objects(), self.state)
+        found = [self._prefix + e.name for e in nameless if e.modified < now - GRACE_S]
         if found:
             self._store.delete(found)
         return len(found)
+
+    def _objects(self) -> Iterator[ListedObject]:
+        return (each for folder in (FILES, QUOTED, AGAIN) for each in self._list(folder))
+
+    def _without_name(self, there: Iterable[ListedObject], state: State) -> list[ListedObject]:
+        named = {each.name for each in state.files}
+        named |= {name + DIGEST_SUFFIX for name in named}
+        return [each for each in there if each.name not in named]
 
     def open(self, filed: FileAdded) -> ObjectFile:
         """Return a file, open for reading; close it. Its loads raise ``CorruptionError`` if it is

@@ -70,11 +70,18 @@ class SupersededError(BusyError):
 
 @dataclass(frozen=True, slots=True)
 class KnownLog:
-    """What a log said when it was read last. lost: entries that could not be read, since the last
-    whole state."""
+    """What a log said when it was read last. ``damage``: why entries since the last whole state
+    could not be read, one for each."""
 
     state: State
-    lost: int
+    damage: tuple[CorruptionError, ...] = ()
+
+    def append(self, found: LogEntry | CorruptionError) -> KnownLog:
+        """Return what it says with the next entry, or why that cannot be read."""
+        number = self.state.number + 1
+        if isinstance(found, CorruptionError):
+            return KnownLog(fold(self.state, number, None), (*self.damage, found))
+        return KnownLog(fold(self.state, number, found), () if found.state else self.damage)
 
 
 class MirrorLog:
@@ -94,8 +101,6 @@ class MirrorLog:
         self._known = known
         self._newest = newest
         self._term: int | None = None
-        self._damage: list[CorruptionError] = []
-        """What could not be read, when it was read last."""
         self.state = State() if known is None else known.state
         """What is known of it. Others may have appended since."""
 
@@ -148,11 +153,12 @@ class MirrorLog:
             if at is not None and self.state.number != at:
                 raise StaleError(f"the mirror of model {self._model!r}: another entry came first")
             # One that is damaged may have been a claim: then its term is another one than this.
-            term = self.state.term + 1 + self._known.lost
+            damage = self._known.damage
+            term = self.state.term + 1 + len(damage)
             facts: tuple[Fact, ...] = (claimed,) if self.state.number else (claimed, *first)
             mine = yield from self._put(LogEntry(self._model, term, writer, facts))
             if mine:
-                self._term = term
+                self._term, self._known = term, KnownLog(self.state)
                 break
         return self.state
 
@@ -190,7 +196,8 @@ class MirrorLog:
         number = self.state.number + 1
         state = fold(self.state, number, entry)
         # So a start reads 17 entries at most, however long the log is.
-        if number % STRIDE == 0:
+        # Behind a damaged one, too: nobody looks at that any more.
+        if number % STRIDE == 0 or (self._known is not None and self._known.damage):
             entry = replace(entry, state=state)
         data = self._seal.entry(number, entry)
         for _ in range(_ABSENT_MAX):
@@ -210,24 +217,25 @@ class MirrorLog:
         )
 
     def _read(self) -> Steps[State]:
-        """What it says. ``_known`` then has how many entries could not be read."""
-        known, self._damage = self._known, []
+        """What it says. ``_known`` then has what could not be read."""
+        known = self._known
+        told = () if known is None else known.damage
         if known is not None:
             if self.state.number > known.state.number:  # appended to since it was read
-                known = KnownLog(self.state, known.lost)
+                known = KnownLog(self.state, known.damage)
             # A read of the next number is cheaper than a list.
             known = yield from self._onward(known, STRIDE)
         if known is None:  # never read, or much was appended meanwhile
-            self._damage = []
             newest = yield from self._newest_entry()
-            state, lost = yield from self._up_to(newest)
+            known = yield from self._up_to(newest)
             # A list may lack the newest names; a read of the next number does not (decision 0141).
-            known = yield from self._onward(KnownLog(state, lost), NUMBER_MAX)
+            known = yield from self._onward(known, NUMBER_MAX)
             assert known is not None
-        if known.lost and not known.state.term:
-            raise self._unread(known.lost)
-        for error in self._damage:
-            _log.error("the mirror of model %r: %s; its contents are lost", self._model, error)
+        if known.damage and not known.state.term:
+            raise self._unread(known.damage)
+        for error in known.damage:
+            if error not in told:
+                _log.error("the mirror of model %r: %s; its contents are lost", self._model, error)
         self._known = known
         return known.state
 
@@ -245,48 +253,44 @@ class MirrorLog:
     def _onward(self, known: KnownLog, most: int) -> Steps[KnownLog | None]:
         """What it says with the entries behind those that are known; None if there are more than
         ``most`` of them."""
-        state, lost = known.state, known.lost
         for _ in range(most + 1):  # a list lacks what was made just before it, and no more
-            data = yield from get(entry_name(state.number + 1))
+            number = known.state.number + 1
+            data = yield from get(entry_name(number))
             if data is None:
-                return KnownLog(state, lost)
-            found = self._decode(state.number + 1, data)
-            lost += found is None
-            state = fold(state, state.number + 1, found)
+                return known
+            known = known.append(self._decode(number, data))
         return None
 
-    def _unread(self, lost: int) -> PortusError:
-        """Why none of ``lost`` entries could be read."""
-        what = f"the mirror of model {self._model!r}: none of the {lost} entries of its log"
-        if all(isinstance(error, SealError) for error in self._damage):
+    def _unread(self, damage: Sequence[CorruptionError]) -> PortusError:
+        """Why none of the entries could be read."""
+        what = f"the mirror of model {self._model!r}: none of the {len(damage)} entries of its log"
+        if all(isinstance(error, SealError) for error in damage):
             return UsageError(
                 f"{what} is sealed with the key of PORTUS_MIRROR_KEY. Set that to the key which "
                 f"the mirror was made with, or unset it if that was made without one"
             )
-        return CorruptionError(f"{what} can be read. The first: {self._damage[0]}")
+        return CorruptionError(f"{what} can be read. The first: {damage[0]}")
 
-    def _up_to(self, newest: int) -> Steps[tuple[State, int]]:
-        entries: dict[int, LogEntry | None] = {}
-        first, state = newest - newest % STRIDE, State()
+    def _up_to(self, newest: int) -> Steps[KnownLog]:
+        entries: dict[int, LogEntry | CorruptionError] = {}
+        first, known = newest - newest % STRIDE, KnownLog(State())
         after = newest + 1
         while after > 1:
             numbers = range(max(first, 1), after)
             found = yield from get_all([entry_name(number) for number in numbers])
             for number, data in zip(numbers, found, strict=True):
-                entries[number] = self._decode(number, data)
-            whole = entries.get(first)
-            if whole is not None and whole.state is not None:
-                state = whole.state
+                entries[number] = each = self._decode(number, data)
+                if isinstance(each, LogEntry) and each.state is not None:
+                    known = KnownLog(each.state)
+            if known.state.number:
                 break
             after, first = max(first, 1), first - STRIDE
-        lost = 0
-        for number in range(state.number + 1, newest + 1):
-            lost += entries[number] is None
-            state = fold(state, number, entries[number])
-        return state, lost
+        for number in range(known.state.number + 1, newest + 1):
+            known = known.append(entries[number])
+        return known
 
-    def _decode(self, number: int, data: bytes | None) -> LogEntry | None:
-        """None for one that is damaged."""
+    def _decode(self, number: int, data: bytes | None) -> LogEntry | CorruptionError:
+        """Return an entry, or why it cannot be read."""
         try:
             if data is None:
                 raise CorruptionError(f"{entry_name(number)} is missing")
@@ -294,8 +298,7 @@ class MirrorLog:
             if entry.state is not None and entry.state.number != number:
                 raise CorruptionError(f"{entry_name(number)}: its state is of another entry")
         except CorruptionError as error:
-            self._damage.append(error)
-            return None
+            return error
         return entry
 
 

@@ -121,6 +121,12 @@ class Mirror:
         return self._writer.state
 
     @property
+    def damage(self) -> Sequence[CorruptionError]:
+        """Why entries of the log could not be read when it was read or claimed last, one for each.
+        A claim says anew what is known, and then there are none."""
+        return () if self._known is None else self._known.damage
+
+    @property
     def is_claimed(self) -> bool:
         """True from a claim until it was found to be superseded."""
         return self._writer.log.is_claimed

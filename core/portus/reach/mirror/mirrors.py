@@ -42,6 +42,11 @@ class Mirrors:
         """Return the mirror of a model, which need not exist. It ends when this is closed."""
         return Mirror(self._store, model, key=self._key, name=str(self.address))
 
+    @property
+    def has_files(self) -> bool:
+        """True if files may be there; a storage host has none."""
+        return isinstance(self._store, FileStore)
+
     def files_of(self, run: str) -> MirroredFiles:
         """Return the mirrored files of a run. It ends when this is closed. Raises ``UsageError``
         for a storage host, which has none."""

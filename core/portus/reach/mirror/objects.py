@@ -276,7 +276,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     """An entry of a log. ``state``: what the log says with it, if its number is a multiple of
-    ``STRIDE``."""
+    ``STRIDE``, or if it is a claim that follows what cannot be read."""
 
     model: _Name
     term: _Count
@@ -384,6 +384,17 @@ def file_name(path: str, before: str = "") -> str:
 def _file_name(path: str) -> str:
     own = FILES + path
     return own if _is_free(path, AGAIN + own) else QUOTED + _quote_path(path)
+
+
+def path_of(name: str) -> str | None:
+    """Return the path of the file that ``file_name`` calls so; None if there is none, or it is not
+    known because the name is cut."""
+    own = name.removeprefix(AGAIN)
+    path = own.removeprefix(FILES)
+    if own.startswith(QUOTED):
+        quoted = own.removeprefix(QUOTED)
+        path = urllib.parse.unquote(quoted.replace("=", "%"), errors="surrogateescape")
+    return path if _file_name(path) == own else None
 
 
 def _is_free(path: str, name: str) -> bool:

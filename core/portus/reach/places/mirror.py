@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Final, TypeVar
 
 from portus.engine.spec import VersionInfo
-from portus.errors import PortusError, UsageError
+from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
 from portus.reach.mirror.address import StoreKind, parse
 from portus.reach.mirror.behind import who
@@ -21,7 +21,7 @@ from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
 from portus.reach.mirror.object_file import ObjectFile
-from portus.reach.mirror.objects import FACTS_MAX, Added, FileAdded, Removed, State
+from portus.reach.mirror.objects import DIGEST_SUFFIX, FACTS_MAX, Added, FileAdded, Removed, State
 from portus.reach.mirror.writer import DeletedObjects
 from portus.reach.places.base import (
     Abilities,
@@ -42,6 +42,11 @@ Result = TypeVar("Result")
 
 _NO_POOL: Final = bytes(16)
 """The pool of a command, which has none."""
+
+UNCOUNTED: Final = (
+    "is in no entry of the log: an upload that is under way or was cut off, or its entry is lost"
+)
+"""What is to be said of an object that does not count."""
 
 _TRIES: Final = 20
 """Times that a change takes the term from a run that takes it back, until it gives up."""
@@ -144,6 +149,8 @@ class MirrorPlace(OpenPlace):
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self._states: Final[dict[str, State]] = {}
+        self._damage: Final[dict[str, Sequence[PortusError]]] = {}
+        """Why entries of the log of each model could not be read."""
 
     @cached_property
     def mirrors(self) -> Mirrors:
@@ -168,6 +175,7 @@ class MirrorPlace(OpenPlace):
             mirror = self.mirrors.of(each)
             try:
                 self._states[each] = state = mirror.read()
+                self._damage[each] = mirror.damage
             except PortusError as error:
                 if skipped is None:
                     raise
@@ -202,7 +210,17 @@ class MirrorPlace(OpenPlace):
         """See ``OpenPlace``. Each version by itself: a damaged manifest says nothing of others."""
         if pace.bytes_per_s is not None:
             raise UsageError(f"{self.place}: scrub takes pools only; portus verify reads a mirror")
-        for each in self.list() if chosen is None else chosen:
+        found = self.list() if chosen is None else chosen
+        for model, damage in self._damage.items():
+            if damage:
+                yield Check(self.place.path, model, partial(_fail, self.place, model, damage))
+            if chosen is None and self.mirrors.has_files:
+                for name in [
+                    each.name for each in self.mirrors.files_of(model).objects_without_entry()
+                ]:
+                    if not name.endswith(DIGEST_SUFFIX):
+                        pace.told(f"{self.place}: {model}: {printable(name)} {UNCOUNTED}")
+        for each in found:
             assert isinstance(each, MirroredVersion | MirroredFile)
             if not each.leads_to:
                 run = f"{each.info.model}: " if each.path else ""
@@ -226,6 +244,15 @@ class MirrorPlace(OpenPlace):
 
     def close(self) -> None:
         self.mirrors.close()
+
+
+def _fail(
+    place: Place, model: str, damage: Sequence[PortusError], verdict: Verdict, progress: Progress
+) -> None:
+    raise CorruptionError(
+        f"{place}: {model}: {'; '.join(map(str, damage))}; what the log said there is lost. portus "
+        "mirror repair sends again what is known here"
+    )
 
 
 def term_of(state: State) -> dict[str, str | int | bool | None]:
