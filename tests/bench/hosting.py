@@ -163,7 +163,7 @@ def _local_parts(checkpointer: portus.PoolCheckpointer, state: dict[str, torch.T
         hash_sources(sources, Stop())
         hash_s = time.perf_counter() - start
         change(state)
-        pool = checkpointer._pool.open()
+        pool = checkpointer._steps.pool.open()
         assert isinstance(pool, PoolWriter)
         flushed_s = pool.persist_s
         handle = checkpointer.save(state, step := step + 1)

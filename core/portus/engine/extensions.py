@@ -24,11 +24,8 @@ OTHER_FORMAT: Final = "portus.reach.formats.safetensors_file:other_format"
 SHARD_OF: Final = "portus.reach.shards.shard_file:shard_of"
 """Recognizes a file of a sharded checkpoint."""
 
-CHECKPOINTER_OF: Final = "portus.reach.pools.place:checkpointer_of"
-"""Returns the class of the ``Checkpointer`` of the place that a user names."""
-
-PATH_OF: Final = "portus.reach.pools.place:path_of"
-"""Returns the path of the place that a user names."""
+STEPS_OF: Final = "portus.reach.pools.place:steps_of"
+"""Makes the ``Steps`` of a ``Checkpointer`` at the place that a user names."""
 
 COMPANIONS: Final = "portus.reach.training.companions:companions_of"
 """Makes what accompanies the saves to a directory: a journal, a mirror."""

@@ -138,7 +138,7 @@ def test_names_of_a_hosts_pool_and_its_notes_are_harmless_too(tmp_path: Path) ->
     with serving(tmp_path / "host") as server:
         with PoolCheckpointer(url(server), EVIL, keep=None) as run:
             run.save({EVIL: torch.zeros(9)}, 1).wait()
-            run._pool.open().note_failure(f"{EVIL} failed")  # type: ignore[union-attr]
+            run._steps.pool.open().note_failure(f"{EVIL} failed")  # type: ignore[union-attr]
         done = portus("ls", url(server))
         assert done.out.count(SEEN) == 1, "the model"
         assert r"the last save that failed: \x1b]0;owned\x07\x1b[2J root# \u202e" in done.out

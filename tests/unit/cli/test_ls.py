@@ -159,7 +159,7 @@ def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
     with PoolCheckpointer(run.net, "net", keep=None, max_bytes=8 << 20, on_error="warn") as trainer:
         trainer.save(state(30), 30).wait()
         if why == "poisoned":
-            medium = trainer._pool.open().medium
+            medium = trainer._steps.pool.open().medium
             medium._poison = "the disk\nis gone"  # type: ignore[attr-defined]
             trainer.save(state(40), 40)
         else:

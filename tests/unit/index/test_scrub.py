@@ -150,7 +150,7 @@ def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) 
     with PoolCheckpointer(pool.path, keep=1) as run:
         run.save(state(3), 3).wait()
         run.save(state(4), 4).wait()
-        assert run._pool.open().locks.pins() == set()
+        assert run._steps.pool.open().locks.pins() == set()
 
 
 def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> No
     wait: Callable[[float], object] = called.append
     with PoolCheckpointer(pool.path) as run:
         run.load()
-        writer = run._pool.open()
+        writer = run._steps.pool.open()
         assert isinstance(writer, PoolWriter)
         assert scrub(writer, 1 << 40, CheckOptions(), wait=wait) == []
     assert called

@@ -82,7 +82,7 @@ def _format_of(read: Read, name: str) -> FileFormat:
 
 
 def outline_file(read: Read, size: int, name: str) -> StoredFile:
-    """Return where everything is in the file that ``read`` reads; see ``outlined``."""
+    """Return where everything is in the file that ``read`` reads."""
     return _format_of(read, name).outline(read, size, name)
 
 

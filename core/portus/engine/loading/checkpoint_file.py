@@ -8,16 +8,14 @@ from typing import Any, TypeVar
 
 from portus.engine.extensions import USE_POINTER, extension
 from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
-from portus.engine.image.stored_file import StoredFile
 from portus.engine.loading.any_format import (
     has_digests_in,
     load_opened,
     note_of,
-    outline_file,
     verify_opened,
 )
 from portus.engine.loading.open_file import OpenFile, open_file, reads
-from portus.engine.loading.over import Rename
+from portus.engine.loading.over import RestoreOptions
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.media.pace import Pace
@@ -56,35 +54,15 @@ def load_file(
 
 
 def restore_file(
-    path: str | os.PathLike[str],
-    state: object,
-    *,
-    strict: bool = True,
-    names: Patterns = None,
-    rename: Rename = None,
-    weights_only: bool | None = None,
-    verify: bool = True,
+    path: str | os.PathLike[str], state: object, options: RestoreOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the file of torch at ``path`` over the tensors of ``state``, and set its other leaves;
     see ``over.restore_over``, also for what is returned and raised.
 
-    Storages are read straight into tensors that are plain blocks of memory. weights_only: as for
-    ``torch.load``. verify: False compares no digests of storages.
+    Storages are read straight into tensors that are plain blocks of memory.
     """
     where = os.fspath(path)
-    return use_file(
-        where,
-        lambda file: restore_torch(
-            file,
-            where,
-            state,
-            strict=strict,
-            names=names,
-            rename=rename,
-            weights_only=weights_only,
-            verify=verify,
-        ),
-    )
+    return use_file(where, lambda file: restore_torch(file, where, state, options))
 
 
 def read_note(path: str | os.PathLike[str]) -> bytes | None:
@@ -110,15 +88,6 @@ def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
     """
     where = os.fspath(path)
     return use_file(where, lambda file: verify_opened(file, where, pace), as_torch=False)
-
-
-def outline(path: str | os.PathLike[str]) -> StoredFile:
-    """Return where everything is in a file of safetensors, or of torch 1.6 or newer. Raises
-    ``CorruptionError``, ``MediumError``."""
-    where = os.fspath(path)
-    return use_file(
-        where, lambda file: outline_file(reads(file), file.size, printable(where)), as_torch=False
-    )
 
 
 def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:

@@ -7,6 +7,7 @@ verify, the tensors are untouched. What stores it, a pool or a file, is a ``Stor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -26,6 +27,18 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 _INTEGERS: Final = frozenset(
     DTYPES[f"{sign}int{bits}"] for sign in ("", "u") for bits in (8, 16, 32, 64)
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How a stored state is copied over another one: see ``Checkpointer.restore_into``. ``verify``:
+    False compares no digests of storages."""
+
+    strict: bool = True
+    names: Patterns = None
+    rename: Rename = None
+    weights_only: bool | None = None
+    verify: bool = True
 
 
 class StorageSource(Protocol):
@@ -73,7 +86,7 @@ def fetch_storages(stored: StorageSource, wanted: Column) -> list[torch.UntypedS
 
 
 def restore_over(
-    stored: StoredState, state: object, *, strict: bool, names: Patterns, rename: Rename
+    stored: StoredState, state: object, options: RestoreOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy what is stored over the tensors of ``state``, and set its other leaves. Return the
     tensors of ``state`` that it lacks, and those of it that ``state`` lacks.
@@ -83,11 +96,11 @@ def restore_over(
     that is in another pool, for a pattern that matches nothing; ``CorruptionError``; then ``state``
     is untouched.
     """
-    keep = matcher(names)
-    complete = strict and keep is None and rename is None
-    pairs = _Pairs(stored, state, keep, rename)
+    keep = matcher(options.names)
+    complete = options.strict and keep is None and options.rename is None
+    pairs = _Pairs(stored, state, keep, options.rename)
     pairs.refuse_elsewhere()
-    pairs.complain(strict)
+    pairs.complain(options.strict)
     wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
     # All of it, before anything is copied: after an error the state is untouched (V4).
     stored.check(wanted[wanted >= 0])

@@ -21,7 +21,7 @@ from portus.engine.image.stored_file import Read
 from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
 from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
 from portus.engine.loading.open_file import OpenFile, reads
-from portus.engine.loading.over import Rename, restore_over
+from portus.engine.loading.over import RestoreOptions, restore_over
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.stored_bytes import StoredBytes
 from portus.engine.state.walk import walk
@@ -67,27 +67,19 @@ def load_torch(
 
 
 def restore_torch(
-    file: OpenFile,
-    where: str,
-    state: object,
-    *,
-    strict: bool,
-    names: Patterns,
-    rename: Rename,
-    weights_only: bool | None,
-    verify: bool,
+    file: OpenFile, where: str, state: object, options: RestoreOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the open file at ``where`` over ``state``; see ``checkpoint_file.restore_file``."""
     settings: dict[str, Any] = {"map_location": "cpu"}
-    if weights_only is not None:
-        settings["weights_only"] = weights_only
-    found = _read(file, where, verify=verify)
+    if options.weights_only is not None:
+        settings["weights_only"] = options.weights_only
+    found = _read(file, where, verify=options.verify)
     verified = (
         None if found is None else _VerifiedFile(file, found, _keys_to_read(found, Matcher([])))
     )
     outline = torch.load(where, **settings) if verified is None else _load(verified, settings)
     stored = _FileState(printable(where), outline, verified)
-    return restore_over(stored, state, strict=strict, names=names, rename=rename)
+    return restore_over(stored, state, options)
 
 
 def note_of_torch(file: OpenFile, where: str) -> bytes | None:

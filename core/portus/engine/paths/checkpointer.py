@@ -4,30 +4,93 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
-from portus.engine.extensions import CHECKPOINTER_OF, extension
-from portus.engine.job.settings import SettingsDict
-from portus.engine.loading.over import Rename
+from portus.engine.extensions import STEPS_OF, extension
+from portus.engine.fence.fence import before_write
+from portus.engine.job.settings import Settings, SettingsDict
+from portus.engine.loading.newest import StepSource, use_newest
+from portus.engine.loading.over import Rename, RestoreOptions
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
-from portus.engine.paths.process import leave
+from portus.engine.paths.process import is_blocking, leave
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle, SaveStats
-from portus.engine.settings.keep import Keep
-from portus.engine.spec import VersionInfo
+from portus.engine.pipeline.request import SaveRequest
+from portus.engine.pipeline.run import Save
+from portus.engine.settings.keep import Keep, check_metrics
+from portus.engine.spec import VersionInfo, check_step
 from portus.errors import PortusError, UsageError, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-Own = TypeVar("Own", bound="Checkpointer")
+Result = TypeVar("Result")
 
 _log: Final = logging.getLogger("portus")
+
+
+class Steps(Protocol):
+    """The checkpoints of one run, at one place: in a directory, or in a pool."""
+
+    @property
+    def path(self) -> str:
+        """See ``Checkpointer.path``."""
+
+    @property
+    def saver(self) -> FileSaver:
+        """What saves them, and is closed by the ``Checkpointer``."""
+
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """What accompanies the saves."""
+
+    def open(self) -> None:
+        """Open what is there, or fetch it. Raises ``PortusError``."""
+
+    def save(self, state: object, request: StepRequest) -> SaveHandle:
+        """Begin a save. Raises as ``Checkpointer.save``."""
+
+    def note_commit(self, request: StepRequest) -> None:
+        """Note that a save was committed, and remove files that ``keep`` lets go of."""
+
+    def versions(self) -> list[VersionInfo]:
+        """See ``Checkpointer.versions``."""
+
+    def choose(self, step: int | None) -> Sequence[StepSource]:
+        """Wait for the saves in flight, and return what there is of a step, or all, newest last.
+        Raises ``UsageError`` if there is nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest(SaveRequest):
+    """The request of one step. It keeps ``owner``, which so is not closed before the save has
+    ended. path: where it goes, absolute; empty for a version in a pool."""
+
+    owner: Checkpointer
+    path: str = ""
+
+    def make_room(self) -> bool:
+        return any(each.yield_space() for each in self.owner._steps.companions)
+
+    def note_start(self, save: Save) -> None:
+        for each in self.owner._steps.companions:
+            each.note_start(self.path, save)
+
+    def note_commit(self, save: Save) -> None:
+        for each in self.owner._steps.companions:
+            each.note_commit(self.path, save)
+        self.owner._steps.note_commit(self)
+
+    def over(self, save: Save) -> None:
+        for each in self.owner._steps.companions:
+            each.over(save)
 
 
 class Checkpointer:
@@ -55,27 +118,33 @@ class Checkpointer:
     cannot be opened. Threads may share a ``Checkpointer``; a forked child may not use it.
     """
 
-    # Whoever extends this sets ``_is_closed`` first, to True, and the others once they are made.
-    _saver: FileSaver
-    _companions: Sequence[Companion]
-    _last: SaveHandle | None
-    _process: int
-    _is_closed: bool
+    _STEPS: ClassVar[str] = STEPS_OF
+    """Makes the ``Steps``, by name: see ``portus.engine.extensions``."""
 
-    def __new__(
-        cls: type[Own],
+    @calls.mark
+    def __init__(
+        self,
         directory: str | os.PathLike[str] | None = None,
         model: str = "default",
         *,
         keep: int | Keep | None = 2,
         **settings: Unpack[SettingsDict],
-    ) -> Own:
-        """Return one that saves to ``directory``, whatever kind of place that is."""
-        # So this class is not abstract: type checkers would refuse to make one of it.
-        if cls is not Checkpointer:
-            return super().__new__(cls)
-        kind: type[Own] = extension(CHECKPOINTER_OF)(directory)
-        return super().__new__(kind)
+    ) -> None:
+        self._is_closed = True  # until it is made
+        self.settings: Final = Settings(**settings)
+        """How it saves and loads."""
+        self._steps: Steps = extension(self._STEPS)(
+            directory, model, Keep.of(keep), self.settings, self
+        )
+        self._saver: Final[FileSaver] = self._steps.saver
+        self._last: SaveHandle | None = None
+        self._process: Final = os.getpid()
+        self._is_closed = False
+        try:
+            self._steps.open()
+        except BaseException:
+            self.close()
+            raise
 
     def save(
         self,
@@ -99,7 +168,14 @@ class Checkpointer:
         ``UsageError`` for what cannot be saved, with its key path. Later failures are on the
         handle, and reported at the next call (see ``on_error``).
         """
-        raise NotImplementedError
+        self._check_usable()
+        request = StepRequest(step=check_step(step), metrics=check_metrics(metrics), owner=self)
+        for each in self._steps.companions:
+            each.begin()
+        self._last = handle = self._steps.save(state, request)
+        if synchronous or is_blocking():
+            handle.join()
+        return handle
 
     def load(self, step: int | None = None, names: Patterns = None, **settings: Any) -> Any:
         """Load a step, or the newest checkpoint, and return its verified state.
@@ -115,8 +191,10 @@ class Checkpointer:
         checkpoint or nothing in it matches a pattern, ``CorruptionError`` if it does not verify, or
         none does, ``MediumError``, and what ``torch.load`` raises.
         """
-        raise NotImplementedError
+        verify = self.settings.verify
+        return self._use(step, lambda found: found.load(names, verify=verify, **settings))
 
+    @calls.entry
     def restore_into(
         self,
         state: object,
@@ -147,7 +225,15 @@ class Checkpointer:
         raises ``UsageError`` if one is in what is requested, or in its place in ``state``. Call
         ``load``, and ``load_state_dict``; or leave the tables out with ``names``.
         """
-        raise NotImplementedError
+        before_write()  # a save of this process may be reading these tensors
+        options = RestoreOptions(
+            strict=strict,
+            names=names,
+            rename=rename,
+            weights_only=weights_only,
+            verify=self.settings.verify,
+        )
+        return self._use(step, lambda found: found.restore_into(state, options))
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, oldest commit first."""
@@ -155,7 +241,8 @@ class Checkpointer:
 
     def versions(self) -> list[VersionInfo]:
         """The committed checkpoints, oldest commit first."""
-        raise NotImplementedError
+        self._check_usable()
+        return self._steps.versions()
 
     @calls.entry
     def fence(self) -> None:
@@ -189,13 +276,13 @@ class Checkpointer:
     def _end(self) -> None:
         self._is_closed = True
         leave(self)
-        for each in self._companions:
+        for each in self._steps.companions:
             each.close()
 
     @property
     def path(self) -> str:
         """The directory, the pool file, or the address of the storage host."""
-        raise NotImplementedError
+        return self._steps.path
 
     @property
     def last_stats(self) -> SaveStats | None:
@@ -205,7 +292,12 @@ class Checkpointer:
     @property
     def has_committed(self) -> bool:
         """True once a save of this object was committed."""
-        return self._saver.has_committed
+        return self._saver.reports.has_committed
+
+    def _use(self, step: int | None, use: Callable[[StepSource], Result]) -> Result:
+        """Return what ``use`` gives for a step, or for the newest that verifies."""
+        self._check_usable()
+        return use_newest(partial(self._steps.choose, step), use)
 
     def _check_usable(self) -> None:
         self._check_process()

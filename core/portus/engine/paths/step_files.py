@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -26,7 +27,7 @@ class _Note(msgspec.Struct, frozen=True):
     """What a file notes of its save."""
 
     time_ns: int
-    metrics: dict[str, float]
+    metrics: Mapping[str, float]
 
 
 class StepFiles:
@@ -42,7 +43,7 @@ class StepFiles:
         number = check_step(step)
         return os.path.join(self.directory, f"step-{number:08d}.pt")
 
-    def note(self, time_ns: int, metrics: dict[str, float]) -> bytes:
+    def note(self, time_ns: int, metrics: Mapping[str, float]) -> bytes:
         """Return what a file is to note of its save."""
         return msgspec.json.encode(_Note(time_ns, metrics))
 
@@ -66,10 +67,6 @@ class StepFiles:
         sound = [info for info, is_sound in self._list_files() if is_sound]
         staying = {info.step for info in keep.staying(sound)}
         return [self.path_of(info.step) for info in sound if info.step not in staying]
-
-    def newest_ns(self) -> int:
-        """Return the time of the newest save; 0 without any. Raises ``MediumError``."""
-        return max((info.time_ns for info, _ in self._list_files()), default=0)
 
     def _list_files(self) -> list[tuple[VersionInfo, bool]]:
         try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
 from portus.engine.settings.keep import Keep
 
@@ -46,27 +45,3 @@ class SaveRequest:
 
     def over(self, save: Save) -> None:
         """Note that the save has ended, and how. On the worker."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccompaniedRequest(SaveRequest):
-    """The request of a save that ``companions`` are told of. path: where it goes, absolute; empty
-    for a version in a pool that has no pointer."""
-
-    companions: Sequence[Companion]
-    path: str = ""
-
-    def make_room(self) -> bool:
-        return any(each.yield_space() for each in self.companions)
-
-    def note_start(self, save: Save) -> None:
-        for each in self.companions:
-            each.note_start(self.path, save)
-
-    def note_commit(self, save: Save) -> None:
-        for each in self.companions:
-            each.note_commit(self.path, save)
-
-    def over(self, save: Save) -> None:
-        for each in self.companions:
-            each.over(save)

@@ -26,7 +26,7 @@ from portus.reach.index.directory import (
     remove_journals,
     remove_pool,
 )
-from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, local_path, quote
+from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, load_class, local_path, quote
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.media.local import LocalFiles
@@ -170,11 +170,11 @@ def host_journals(host: Place, directory: str | None) -> list[str]:
 def home_of(place: Place, model: str, max_bytes: int | None, durable: int = 1) -> Home:
     """Where the versions of ``model`` live at that place. durable: how many hosts are to have what
     counts."""
-    home: Home = place.classes.load_home()(place, model, max_bytes, durable)
+    home: Home = load_class(place.classes.home)(place, model, max_bytes, durable)
     return home
 
 
 def open_place(pool: Place) -> PoolReader:
     """Open one pool for reading. Raises what opening raises."""
-    home: type[Home] = pool.classes.load_home()
+    home: type[Home] = load_class(pool.classes.home)
     return home.read(pool)

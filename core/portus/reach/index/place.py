@@ -60,38 +60,25 @@ class PlaceKind(enum.Enum):
 class PlaceClasses:
     """What knows a kind of place, as "module:class", which is imported when it is needed, since it
     is on a floor above. ``opened``: the ``OpenPlace``; None for several places, each of which has
-    one. ``checkpointer``: what a ``Checkpointer`` there is; None where nothing is saved to.
+    one. ``steps``: those of a ``Checkpointer`` there; None where nothing is saved to.
     ``home``: where the versions of a training are, as it sees them; None where it has none.
     ``is_local``: whether it is on this machine's file systems."""
 
     opened: str | None
-    checkpointer: str | None
+    steps: str | None
     home: str | None
     is_local: bool
 
-    def load_opened(self) -> Any:
-        """Return the class of the place when it is open."""
-        assert self.opened is not None, "several places are opened one by one"
-        return _load(self.opened)
 
-    def load_checkpointer(self) -> Any:
-        """Return the class of checkpointers there. Raises ``UsageError`` if there is none."""
-        assert self.checkpointer is not None, "Place.parse refuses what nothing is saved to"
-        return _load(self.checkpointer)
-
-    def load_home(self) -> Any:
-        """Return the ``Home`` of trainings there."""
-        assert self.home is not None, "one pool has one"
-        return _load(self.home)
-
-
-def _load(name: str) -> Any:
+def load_class(name: str | None) -> Any:
+    """Import and return what a field of ``PlaceClasses`` names."""
+    assert name is not None, "asked only where there is one"
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-_DIRECTORIES: Final = "portus.engine.paths.directory_checkpointer:DirectoryCheckpointer"
-_POOLS: Final = "portus.reach.pools.checkpointer:PoolCheckpointer"
+_DIRECTORIES: Final = "portus.engine.paths.directory_steps:DirectorySteps"
+_POOLS: Final = "portus.reach.pools.checkpointer:PoolSteps"
 _HOMES: Final = "portus.reach.files.home"
 _POOL: Final = PlaceClasses(
     "portus.reach.places.pool:PoolPlace", _POOLS, f"{_HOMES}:FileHome", True

@@ -9,7 +9,7 @@ from typing import Final
 
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import pools_at
-from portus.reach.index.place import Place, PlaceKind
+from portus.reach.index.place import Place, PlaceKind, load_class
 from portus.reach.mirror.address import is_store, parse
 from portus.reach.mirror.mirrors import resolve
 from portus.reach.places.base import OpenPlace, StoredCheckpoint
@@ -36,7 +36,7 @@ def place_named(text: str, what: str, *, mirrors: bool = True) -> Place:
 
 def open_place(place: Place) -> OpenPlace:
     """Return a place, which opens what it needs when that is used."""
-    opened: OpenPlace = place.classes.load_opened()(place)
+    opened: OpenPlace = load_class(place.classes.opened)(place)
     return opened
 
 

@@ -24,7 +24,7 @@ from portus.reach.index.directory import (
 )
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.messages import read_failure
-from portus.reach.index.place import Place
+from portus.reach.index.place import Place, load_class
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
@@ -308,7 +308,7 @@ def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
     """Remove the pointer at ``path``, and the version of ``token`` in the pool at ``place``, which
     it leads to, if it was the last one; return whether the version was removed, and how many
     pointers are left. Raises ``UsageError`` if the pointer was replaced meanwhile."""
-    opened: PoolPlace = place.classes.load_opened()(place)
+    opened: PoolPlace = load_class(place.classes.opened)(place)
     with opened.writing() as pool:
         said = pointer_at(path)
         if said is None or said.token != token.hex():

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
+from portus.engine.loading.newest import use_newest
 from portus.engine.loading.patterns import Patterns
-from portus.errors import CorruptionError, UsageError
+from portus.errors import UsageError
 from portus.reach.mirror.address import EXPECTED, is_store
 from portus.reach.mirror.fetching import place_of
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors, resolve
 from portus.reach.mirror.objects import Added
 from portus.reach.pools import restore
-from portus.reach.pools.view import again
 
 _SHOWN: Final = 20
 """Steps that an error lists."""
@@ -44,25 +45,29 @@ def load(url: str, names: Patterns = None) -> object:
         if not mirrors.has(found.model):
             raise UsageError(f"{mirrors.address}: there is no model {found.model!r}")
         mirror = mirrors.of(found.model)
-        return again(lambda: _load(mirror, found.step, names))
+        return use_newest(
+            partial(_choose, mirror, found.step),
+            lambda each: load_version(mirror, each.added, names),
+        )
 
 
-def _load(mirror: Mirror, step: int | None, names: Patterns) -> object:
+class MirrorStep(NamedTuple):
+    """A version of a mirror."""
+
+    mirror: Mirror
+    added: Added
+
+    def __str__(self) -> str:
+        return f"step {self.added.step} (commit {self.added.commit}) of {self.mirror.name}"
+
+
+def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
     versions = sorted(mirror.read().versions, key=place_of)
-    wanted = [each for each in versions if step in (None, each.step)]
-    if not wanted:
+    chosen = [MirrorStep(mirror, each) for each in versions if step in (None, each.step)]
+    if not chosen:
         steps = [each.step for each in versions[-_SHOWN:]]
         raise UsageError(f"{mirror.name}: model {mirror.model!r} has no step {step}, but {steps}")
-    failure: CorruptionError | None = None
-    for added in reversed(wanted):
-        if failure is not None:
-            restore.say_fallen_back(mirror.name, failure, added.step, added.commit)
-        try:
-            return load_version(mirror, added, names)
-        except CorruptionError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
+    return chosen
 
 
 def load_version(mirror: Mirror, added: Added, names: Patterns = None, **settings: Any) -> object:

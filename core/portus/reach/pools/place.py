@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from portus.errors import UsageError, printable
 from portus.reach.format.layout import MAGIC
-from portus.reach.index.place import SUFFIX, Place
+from portus.reach.index.place import SUFFIX, Place, load_class
 
 DEFAULT: Final = "checkpoints"
 """The directory where nobody names one."""
@@ -29,11 +29,8 @@ def place_of(directory: str | os.PathLike[str] | None) -> Place:
     return place
 
 
-def path_of(directory: str | os.PathLike[str] | None) -> str:
-    """Return the path of the place that a user names, absolute. Raises ``UsageError``."""
-    return place_of(directory).path
-
-
-def checkpointer_of(directory: str | os.PathLike[str] | None) -> Any:
-    """Return the class of the ``Checkpointer`` of that place. Raises ``UsageError``."""
-    return place_of(directory).classes.load_checkpointer()
+def steps_of(directory: str | os.PathLike[str] | None, *others: Any) -> Any:
+    """Return the ``Steps`` of a ``Checkpointer`` at the place that a user names. others: what else
+    they are made from. Raises ``UsageError``."""
+    place = place_of(directory)
+    return load_class(place.classes.steps)(place, *others)

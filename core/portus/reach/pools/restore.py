@@ -8,11 +8,10 @@ hashing again: if no version verifies, the tensors are untouched.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,14 +23,14 @@ from portus.engine.image.key_paths import storages_in
 from portus.engine.loading.any_format import load_opened
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.loading.origin import note_loaded
-from portus.engine.loading.over import Rename, fetch_storages, restore_over, view_of
+from portus.engine.loading.over import RestoreOptions, fetch_storages, restore_over, view_of
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec, VersionInfo
 from portus.engine.state.walk import StateContents, is_plain, leaves
-from portus.errors import CorruptionError, StaleError, UsageError
+from portus.errors import CorruptionError, UsageError
 from portus.reach.format.arrays import array_over
 from portus.reach.format.items import StoredArray
 from portus.reach.index.in_place import InPlaceReader
@@ -42,10 +41,6 @@ from portus.reach.pools.leaves import as_tensor, is_pickle, leaves_in, shelf_ite
 from portus.reach.pools.version_file import files_opened
 from portus.reach.pools.weights_only import unpickle
 from portus.reach.versions.parts import share, sources
-
-_log: Final = logging.getLogger("portus")
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -125,35 +120,6 @@ class _PinnedVersion:
                 self.logged.over(index, 0, memory(start, length))
 
 
-def newest_first(
-    found: Iterable[tuple[PoolReader, VersionEntry]],
-    use: Callable[[PoolReader, VersionEntry], Result],
-) -> Result:
-    """``use`` of the newest version that verifies; older ones only with an error in the log (V4).
-    found: some versions at least, newest last, each with its pool.
-
-    Raises ``CorruptionError`` if none verifies, ``StaleError`` if all are gone meanwhile (ask
-    again).
-    """
-    failure: CorruptionError | StaleError | None = None
-    for pool, entry in reversed(list(found)):
-        if failure is not None:
-            info = entry.info
-            say_fallen_back(pool.medium.info.name, failure, info.step, info.commit)
-        try:
-            return use(pool, entry)
-        except (CorruptionError, StaleError) as error:
-            # Damage is the reason to report; a version that was retired meanwhile is none.
-            failure = failure if isinstance(failure, CorruptionError) else error
-    assert failure is not None, "there was no version to load"
-    raise failure
-
-
-def say_fallen_back(name: str, failure: Exception, step: int, commit: int) -> None:
-    """Say loudly that an older version is taken. name: of the pool, or the mirror."""
-    _log.error("%s: %s; FALLING BACK to step %d (commit %d)", name, failure, step, commit)
-
-
 def load(
     pool: PoolReader,
     entry: VersionEntry,
@@ -178,8 +144,11 @@ def load(
             found = load_files(files, entry.info, names, verify=verify, **settings)
             return found if len(files) > 1 else next(iter(found.values()))
     keep = matcher(names)
-    state = _load(pool, entry, keep, verify)
+    with pool.pin(entry.info.id) as current:
+        opened = _open(pool, current, verify)
+        state = _assemble(opened, fetch_storages(opened, _storages_of(opened, keep)))
     if keep is not None:
+        state = part_of(state, keep)
         keep.complain(describe(entry.info))
     note_loaded(entry.info)
     return state
@@ -267,15 +236,7 @@ def verify(
 
 
 def restore_into(
-    pool: PoolReader,
-    entry: VersionEntry,
-    state: object,
-    *,
-    strict: bool,
-    names: Patterns,
-    rename: Rename,
-    weights_only: bool | None = None,
-    verify: bool = True,
+    pool: PoolReader, entry: VersionEntry, state: object, options: RestoreOptions
 ) -> RestoreReport:
     """Copy one version over the tensors of ``state``, and set its other leaves.
 
@@ -291,25 +252,14 @@ def restore_into(
                 "restored by the framework that saved it"
             )
         for file in files.values():
-            missing, unexpected = restore_torch(
-                file,
-                describe(entry.info),
-                state,
-                strict=strict,
-                names=names,
-                rename=rename,
-                weights_only=weights_only,
-                verify=verify,
-            )
+            restored = restore_torch(file, describe(entry.info), state, options)
             note_loaded(entry.info)
-            return RestoreReport(entry.info, missing, unexpected)
+            return RestoreReport(entry.info, *restored)
     with pool.pin(entry.info.id) as current:
-        opened = _open(pool, current, verify)
-        missing, unexpected = restore_over(
-            _VersionState(opened, "meta"), state, strict=strict, names=names, rename=rename
-        )
+        opened = _open(pool, current, options.verify)
+        restored = restore_over(_VersionState(opened, "meta"), state, options)
     note_loaded(current.info)
-    return RestoreReport(current.info, missing, unexpected)
+    return RestoreReport(current.info, *restored)
 
 
 def load_files(
@@ -331,13 +281,6 @@ def load_files(
     }
     note_loaded(info)
     return found
-
-
-def _load(pool: PoolReader, entry: VersionEntry, keep: Matcher | None, verify: bool) -> object:
-    with pool.pin(entry.info.id) as current:
-        opened = _open(pool, current, verify)
-        state = _assemble(opened, fetch_storages(opened, _storages_of(opened, keep)))
-        return state if keep is None else part_of(state, keep)
 
 
 class _VersionState:

@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from portus.engine.fence.fence import before_write
-from portus.engine.loading.over import Rename
+from portus.engine.loading.newest import use_newest
+from portus.engine.loading.over import Rename, RestoreOptions
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.spec import VersionInfo, check_step
-from portus.errors import StaleError, TransportError, UsageError
+from portus.errors import StaleError, UsageError
 from portus.reach.files.home import open_place
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import Place, PlaceName
@@ -22,54 +23,51 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.pools import restore
 
-_TRIES: Final = 5
-"""A load of the newest starts again when all it knew was retired meanwhile, this often."""
-
 Result = TypeVar("Result")
 
 
-Found = list[tuple[PoolReader, VersionEntry]]
-"""Versions, newest last, each with the pool that it is in."""
+class PoolStep(NamedTuple):
+    """A version and the pool that it is in, as a ``StepSource``."""
+
+    pool: PoolReader
+    entry: VersionEntry
+
+    def __str__(self) -> str:
+        info = self.entry.info
+        return f"step {info.step} (commit {info.commit}) of {self.pool.medium.info.name}"
+
+    @calls.mark
+    def load(self, names: Patterns, *, verify: bool, **settings: Any) -> object:
+        if settings.keys() - {"map_location", "weights_only"}:
+            raise UsageError(
+                f"load: a pool takes map_location and weights_only, found {sorted(settings)}"
+            )
+        return restore.load(self.pool, self.entry, names, verify=verify, **settings)
+
+    @calls.mark
+    def restore_into(self, state: object, options: RestoreOptions) -> RestoreReport:
+        return restore.restore_into(self.pool, self.entry, state, options)
 
 
-def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
-    """The versions of a model, of one step or of any, in some pools: of each the oldest commit
-    first. Raises ``UsageError`` if there is none."""
+def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> list[PoolStep]:
+    """Return the versions of a model, of one step or of any, in some pools: of each the oldest
+    commit first. Raises ``UsageError`` if there is none."""
     step = None if step is None else check_step(step)
     catalogues = [(pool, pool.catalogue()) for pool in pools]
-    every: Found = [
-        (pool, entry)
+    every = [
+        PoolStep(pool, entry)
         for pool, catalogue in catalogues
         if (found := catalogue.models.get(model))
         for entry in found.versions
     ]
-    entries = [each for each in every if step in (None, each[1].info.step)]
-    if not entries:
-        steps = [entry.info.step for _, entry in every]
+    chosen = [each for each in every if step in (None, each.entry.info.step)]
+    if not chosen:
+        steps = [each.entry.info.step for each in every]
         models = sorted({name for _, catalogue in catalogues for name in catalogue.models})
         have = f"there are steps {steps[-20:]}"
         have = have if steps else f"there is no such model; there are {models[:20]}"
         raise UsageError(f"model {model!r}, step {'newest' if step is None else step}: {have}")
-    return entries
-
-
-def again(load: Callable[[], Result]) -> Result:
-    """``load``, again while all that it found was retired under it, or a connection broke."""
-    for _ in range(_TRIES - 1):
-        # Chosen anew each time: a training retires versions while this loads them.
-        with contextlib.suppress(StaleError, TransportError):
-            return load()
-    return load()
-
-
-def use_version(
-    pools: Iterable[PoolReader],
-    model: str,
-    step: int | None,
-    use: Callable[[PoolReader, VersionEntry], Result],
-) -> Result:
-    """Return what ``use`` gives for a step of a model, or for the newest version that verifies."""
-    return again(lambda: restore.newest_first(choose(pools, model, step), use))
+    return chosen
 
 
 def _versions(pool: PoolReader, model: str | None) -> list[VersionInfo]:
@@ -123,8 +121,9 @@ class PoolView:
         Raises ``UsageError`` if there is no such version, ``CorruptionError`` if none verifies; a
         newest one that does not verify is passed over with an error in the log.
         """
-        use = partial(restore.load, names=names, weights_only=weights_only)
-        return use_version(self._pools_of(model), model, step, use)
+        return self._use(
+            model, step, lambda found: found.load(names, verify=True, weights_only=weights_only)
+        )
 
     @calls.entry
     def restore_into(
@@ -140,15 +139,10 @@ class PoolView:
     ) -> RestoreReport:
         """See ``Checkpointer.restore_into``."""
         before_write()  # a Checkpointer of this process may be saving these tensors
-        use = partial(
-            restore.restore_into,
-            state=state,
-            strict=strict,
-            names=names,
-            rename=rename,
-            weights_only=weights_only,
+        options = RestoreOptions(
+            strict=strict, names=names, rename=rename, weights_only=weights_only
         )
-        return use_version(self._pools_of(model), model, step, use)
+        return self._use(model, step, lambda found: found.restore_into(state, options))
 
     def verify(self, info: VersionInfo, advanced: Callable[[int], None] | None = None) -> int:
         """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""
@@ -177,6 +171,9 @@ class PoolView:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _use(self, model: str, step: int | None, use: Callable[[PoolStep], Result]) -> Result:
+        return use_newest(partial(choose, self._pools_of(model), model, step), use)
 
     def _pools_of(self, model: str) -> list[PoolReader]:
         """The files that have versions of the model, that with the newest one, by time, last."""

@@ -490,7 +490,7 @@ def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
     monkeypatch.setattr(Link, "send", noted)
     with PoolCheckpointer(address(link), keep=2) as checkpointer:
         checkpointer.save(state(1), 1).wait(60)
-        pool = checkpointer._pool.open()
+        pool = checkpointer._steps.pool.open()
         assert isinstance(pool, HostPool)
         monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", wait_s)
         monkeypatch.setattr(pool.links, "answer_s", wait_s)
@@ -527,7 +527,7 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
     with PoolCheckpointer(address(link), keep=keep, fence_timeout=1e6) as checkpointer:
         checkpointer.save(saved if kind == "as before" else {"other": 0}, 0).wait(60)
         checkpointer.wait(60)  # from here on a failure is no more than said
-        pool = checkpointer._pool.open()
+        pool = checkpointer._steps.pool.open()
         assert isinstance(pool, HostPool)
         with monkeypatch.context() as hanging:
             hanging.setattr("portus.reach.transport.dial.GREETING_S", 0.3)
@@ -555,7 +555,7 @@ def test_a_host_is_waited_for_in_a_commit_as_long_as_it_answers_others(
     with PoolCheckpointer(address(link)) as checkpointer:
         checkpointer.save(state(0), 0).wait(60)
         checkpointer.wait(60)
-        pool = checkpointer._pool.open()
+        pool = checkpointer._steps.pool.open()
         assert isinstance(pool, HostPool)
         monkeypatch.setattr(pool.links, "silence_s", 0.1)
         with writer._committing:
@@ -607,14 +607,14 @@ def test_a_host_whose_memory_was_lost_is_saved_to_again(tmp_path: Path) -> None:
         frozen = torch.ones(100_000)
         checkpointer.save({"frozen": frozen, **state(1)}, 1).wait()
         checkpointer.save({"frozen": frozen, **state(2)}, 2).wait()
-        before = checkpointer._pool.open().superblock.uuid
+        before = checkpointer._steps.pool.open().superblock.uuid
         host.kill()
         with pytest.raises(TransportError):
             checkpointer.save({"frozen": frozen, **state(3)}, 3).wait()
         host.start()
         time.sleep(0.01)
         checkpointer.save({"frozen": frozen, **state(4)}, 4).wait()
-        assert checkpointer._pool.open().superblock.uuid != before
+        assert checkpointer._steps.pool.open().superblock.uuid != before
         assert checkpointer.steps() == [4]
         loaded: Any = checkpointer.load()
         assert torch.equal(loaded.pop("frozen"), frozen)

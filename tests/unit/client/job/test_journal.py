@@ -342,7 +342,7 @@ def test_a_journal_stays_small(tmp_path: Path, run: Training) -> None:
 
 def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     run.go(3)
-    (journal,) = run.checkpointer._companions
+    (journal,) = run.checkpointer._steps.companions
     assert isinstance(journal, Journal)
     called: set[str] = set()
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from portus.engine.copying.local import fetch
 from portus.engine.files.queue import Errand
 from portus.engine.loading import stored_bytes
 from portus.engine.loading.checkpoint_file import load_file
-from portus.engine.paths import directory_checkpointer, process
+from portus.engine.paths import directory_steps, process
 from portus.engine.paths.saver import FileSaver
 from portus.engine.writer.image_file import ImageFile
 from portus.reach.media.file import PlainFile
@@ -583,7 +584,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_passed_over(
             os.remove(path)
         return load_file(path, *arguments, **settings)
 
-    monkeypatch.setattr(directory_checkpointer, "load_file", removed_first)
+    monkeypatch.setattr(directory_steps, "load_file", removed_first)
     assert portus.Checkpointer("run").load()["step"] == 1
 
 
@@ -626,6 +627,18 @@ def test_bad_input_is_an_error_at_the_call_that_leaves_nothing_behind() -> None:
     assert os.listdir() == ["file"]
 
 
+@pytest.mark.parametrize("place", ["run", "run.portus"])
+def test_a_save_keeps_a_checkpointer_that_nobody_holds(place: str) -> None:
+    """So a save by one that is made for it alone returns at once."""
+    checkpointer = portus.Checkpointer(place)
+    watched = weakref.ref(checkpointer)
+    handle = checkpointer.save(state(1), 1)
+    del checkpointer
+    assert watched() is not None
+    handle.wait()
+    cast("portus.Checkpointer", watched()).close()
+
+
 def test_a_closed_one_and_a_forked_one_say_so() -> None:
     checkpointer = portus.Checkpointer("run")
     checkpointer.save(state(1), 1)
@@ -651,7 +664,6 @@ def test_a_closed_one_and_a_forked_one_say_so() -> None:
 
 def test_a_pool_file_and_a_host_are_pools_as_before() -> None:
     with portus.Checkpointer("run.portus", "gpt") as checkpointer:
-        assert isinstance(checkpointer, portus.PoolCheckpointer)
         checkpointer.save(state(1), 1)
         assert_same(checkpointer.load(), state(1))
         with pytest.raises(portus.UsageError, match="takes map_location and weights_only"):

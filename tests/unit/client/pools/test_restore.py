@@ -14,15 +14,16 @@ import torch
 
 import portus
 from portus.engine.loading import over
-from portus.engine.loading.over import Rename
+from portus.engine.loading.newest import use_newest
+from portus.engine.loading.over import Rename, RestoreOptions
 from portus.engine.loading.overlap import overlapping
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_report import RestoreReport
-from portus.errors import CorruptionError, StaleError, UsageError
+from portus.errors import CorruptionError, UsageError
 from portus.reach.index.directory import open_reader
-from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.pools import restore
+from portus.reach.pools.view import PoolStep
 
 
 def state(step: int) -> dict[str, Any]:
@@ -62,8 +63,10 @@ class Saved:
         [found] = [e for e in self.pool.catalogue().entries() if e.info.step == step]
         return found
 
-    def all(self) -> list[tuple[PoolReader, VersionEntry]]:
-        return [(self.pool, self.entry(step)) for step in (1, 2, 3)]
+    def newest(self) -> object:
+        """Return the state of the newest version that verifies."""
+        found = [PoolStep(self.pool, self.entry(step)) for step in (1, 2, 3)]
+        return use_newest(lambda: found, lambda each: each.load(None, verify=True))
 
     def damage(self, step: int, name: str) -> None:
         """Flip a bit of a tensor or array."""
@@ -79,9 +82,8 @@ class Saved:
         self, into: object, step: int = 3, *, strict: bool = True,
         names: Patterns = None, rename: Rename = None,
     ) -> RestoreReport:  # fmt: skip
-        return restore.restore_into(
-            self.pool, self.entry(step), into, strict=strict, names=names, rename=rename
-        )
+        options = RestoreOptions(strict=strict, names=names, rename=rename)
+        return restore.restore_into(self.pool, self.entry(step), into, options)
 
 
 @pytest.fixture
@@ -89,10 +91,6 @@ def saved(tmp_path: Path) -> Iterator[Saved]:
     made = Saved(tmp_path)
     with closing(made.pool):
         yield made
-
-
-def of_step(pool: PoolReader, entry: VersionEntry) -> object:
-    return restore.load(pool, entry)
 
 
 # Loads.
@@ -174,27 +172,11 @@ def test_the_newest_that_verifies_is_taken_and_it_is_said(
 ) -> None:
     for step in (3, 2):
         saved.damage(step, "model.w")
-    assert same(restore.newest_first(saved.all(), of_step), state(1))
+    assert same(saved.newest(), state(1))
     assert [line for line in (2, 1) if f"FALLING BACK to step {line}" in caplog.text] == [2, 1]
     saved.damage(1, "model.w")
     with pytest.raises(CorruptionError, match="step 3"):
-        restore.newest_first(saved.all(), of_step)
-
-
-@pytest.mark.parametrize("first", ["damaged", "gone"])
-def test_all_gone_is_asked_again_but_damage_is_told_first(saved: Saved, first: str) -> None:
-    def use(pool: PoolReader, entry: VersionEntry) -> object:
-        if (entry.info.step == 3) == (first == "damaged"):
-            raise CorruptionError("damaged")
-        raise StaleError("gone")
-
-    def gone(pool: PoolReader, entry: VersionEntry) -> object:
-        raise StaleError("gone")
-
-    with pytest.raises(CorruptionError, match="damaged"):
-        restore.newest_first(saved.all(), use)
-    with pytest.raises(StaleError):
-        restore.newest_first(saved.all(), gone)
+        saved.newest()
 
 
 # In place.
@@ -320,7 +302,7 @@ def test_lazy_bits_of_a_target_are_written_through(tmp_path: Path) -> None:
             into = {name: torch.zeros(9, dtype=torch.complex64) for name in ("plain", "lazy")}
             if conjugate:
                 into = {name: each.conj() for name, each in into.items()}
-            restore.restore_into(reader, entry, into, strict=True, names=None, rename=None)
+            restore.restore_into(reader, entry, into, RestoreOptions())
             assert torch.equal(into["plain"].resolve_conj(), numbers)
             assert torch.equal(into["lazy"].resolve_conj(), numbers.conj().resolve_conj())
 

@@ -1,0 +1,160 @@
+"""``DirectorySteps``: the checkpoints of a run in a directory of files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from portus.engine.directory.waiting import wait_for_drafts
+from portus.engine.extensions import COMPANIONS, extension
+from portus.engine.files.pending import PENDING
+from portus.engine.job.settings import Settings
+from portus.engine.loading.checkpoint_file import load_file, restore_file
+from portus.engine.loading.origin import note_loaded
+from portus.engine.loading.over import RestoreOptions
+from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restore_report import RestoreReport
+from portus.engine.media import calls
+from portus.engine.paths.checkpointer import StepRequest
+from portus.engine.paths.process import Closable, join, recover_left
+from portus.engine.paths.request import make_directory
+from portus.engine.paths.saver import FileSaver
+from portus.engine.paths.step_files import StepFiles
+from portus.engine.pipeline.companions import Companion
+from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.settings.keep import Keep
+from portus.engine.spec import VersionInfo
+from portus.errors import MediumError, StaleError, UsageError, printable
+
+_log: Final = logging.getLogger("portus")
+
+
+@dataclass(frozen=True, slots=True)
+class FileStep:
+    """The file of a step, as a ``StepSource``."""
+
+    path: str
+    info: VersionInfo
+
+    def __str__(self) -> str:
+        return printable(self.path)
+
+    def load(self, names: Patterns, *, verify: bool, **settings: Any) -> Any:
+        with self._reading():
+            return load_file(self.path, names, verify=verify, **settings)
+
+    def restore_into(self, state: object, options: RestoreOptions) -> RestoreReport:
+        with self._reading():
+            return RestoreReport(self.info, *restore_file(self.path, state, options))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            with PENDING.exempt():
+                yield
+        except FileNotFoundError as error:
+            raise StaleError(f"{self}: it was removed while it was loaded; load again") from error
+        note_loaded(self.info)
+
+
+class DirectorySteps:
+    """The ``Steps`` of a directory of files. Several in one directory, in one process or more, do
+    not disturb each other, but each removes what its own ``keep`` lets go of."""
+
+    def __init__(
+        self,
+        directory: os.PathLike[str],
+        model: str,
+        keep: Keep | None,
+        settings: Settings,
+        owner: Closable,
+    ) -> None:
+        self.path: Final = os.fspath(directory)
+        _refuse_names(self.path, model)
+        self._keep: Final = keep
+        self._files: Final = StepFiles(self.path)
+        self.companions: Final[Sequence[Companion]] = extension(COMPANIONS)(self.path, settings)
+        self._last_ns = 0
+        recover_left(self.path)
+        self.saver: Final = FileSaver(join(owner), settings)
+
+    def open(self) -> None:
+        for each in self.companions:
+            each.fetch()
+
+    def save(self, state: object, request: StepRequest) -> SaveHandle:
+        path, is_new = self._files.path_of(request.step), make_directory(self.path)
+        # Later than all that is there, whatever the clock says: by this the newest save is found,
+        # also after a run went back to an earlier step (decision 0206).
+        self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
+        note = self._files.note(self._last_ns, request.metrics)
+        request = replace(request, note=note, path=path)
+        try:
+            return self.saver.save(state, path, request)
+        except BaseException:
+            if is_new:  # nothing is left behind
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.path)
+            raise
+
+    def versions(self) -> list[VersionInfo]:
+        with PENDING.exempt():
+            return self._files.versions()
+
+    def choose(self, step: int | None) -> list[FileStep]:
+        if not calls.is_nested():  # else what is committed by now counts
+            self._await_saves(os.path.realpath(self.path))
+        path = self.path if step is None else self._files.path_of(step)
+        found = self.versions()
+        chosen = [
+            FileStep(self._files.path_of(info.step), info)
+            for info in found
+            if step in (None, info.step)
+        ]
+        if chosen:
+            return chosen
+        steps = [info.step for info in found]
+        raise UsageError(
+            f"{printable(path)}: there is no checkpoint; "
+            + (f"there are steps {steps[-20:]}" if steps else "nothing was saved here")
+        )
+
+    def _newest_ns(self) -> int:
+        with contextlib.suppress(MediumError):
+            return max((info.time_ns for info in self.versions()), default=0)
+        return 0
+
+    def _await_saves(self, where: str) -> None:
+        """Wait for what is in flight, here and in other processes."""
+        PENDING.wait_for(where)
+        with PENDING.exempt():
+            wait_for_drafts(where)
+            recover_left(where)
+
+    def note_commit(self, request: StepRequest) -> None:
+        self._files.note_commit(request.step, request.note)
+        if self._keep is None:
+            return
+        try:
+            for path in self._files.surplus(self._keep):
+                for each in self.companions:
+                    each.removing(path)
+                self.saver.remove(path)
+        except MediumError as error:
+            _log.warning(
+                "portus: %s; more checkpoints than keep= says stay until the next commit", error
+            )
+
+
+def _refuse_names(path: str, model: str) -> None:
+    where = printable(path)
+    if model != "default":
+        raise UsageError(
+            f"model: {where} is a directory, which has the checkpoints of one run; found "
+            f"{model!r:.200}. Name a directory for each run, without model="
+        )
