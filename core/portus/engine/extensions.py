@@ -12,10 +12,10 @@ from typing import Any, Final
 PLACING: Final = "portus.companions.job.placing:Placing"
 """Makes a ``CopyChoice`` that chooses by what was measured."""
 
-USE_POINTER: Final = "portus.reach.pools.pointers:use_pointer"
+USE_POINTER: Final = "portus.reach.pools.resolve:use_pointer"
 """Gives the file that a pointer leads to, open, to a function."""
 
-IS_POINTER_GOOD: Final = "portus.reach.pools.pointers:is_pointer_good"
+IS_POINTER_GOOD: Final = "portus.reach.pools.resolve:is_pointer_good"
 """Returns whether a pointer is whole, and not known to lead to nothing."""
 
 OTHER_FORMAT: Final = "portus.reach.formats.safetensors_file:other_format"

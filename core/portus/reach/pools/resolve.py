@@ -35,12 +35,13 @@ from portus.errors import (
     printable,
 )
 from portus.reach.files.reference import read
-from portus.reach.format.reference import Reference, decode_text
+from portus.reach.format.reference import Reference, decode, decode_text
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import SUFFIX, Place, PlaceName
 from portus.reach.media.dax import is_device
 
 if TYPE_CHECKING:
+    from portus.engine.loading.open_file import OpenFile
     from portus.reach.index.reader import PoolReader
     from portus.reach.index.records import VersionEntry
 
@@ -161,6 +162,26 @@ def is_removed(reference: Reference, path: str) -> bool:
     except PortusError:
         return False
     return False
+
+
+def use_pointer(path: str, act: Callable[[OpenFile], Result]) -> Result:
+    """Return what ``act`` gives for the file in a pool that the pointer at ``path`` leads to."""
+    from portus.reach.pools.version_file import files_opened  # it is heavy
+
+    def use(reader: PoolReader, entry: VersionEntry, reference: Reference) -> list[Result]:
+        with files_opened(reader, entry, reference.part) as found:
+            return [act(file) for file in found.values()][:1]
+
+    for result in use_reference(path, use):
+        return result
+    raise UsageError(f"{printable(path)} leads to a version that has no files")
+
+
+def is_pointer_good(data: bytes, path: str) -> bool:
+    """Return whether the pointer with the bytes ``data`` is whole, and is not known to lead to
+    nothing from ``path``. Raises ``CorruptionError`` for a damaged one."""
+    pointer = decode(data)
+    return pointer is None or not is_removed(pointer, path)
 
 
 class _RemovedError(UsageError):
