@@ -21,8 +21,9 @@ from portus.engine.directory.system import Linux
 from portus.engine.files import order
 from portus.engine.files.pending import PENDING
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.request import NewFile
+from portus.engine.paths.request import NewFile, base_of, name_of
 from portus.engine.pipeline.handle import SaveStats
+from portus.engine.pipeline.request import SaveRequest
 from portus.engine.spec import VersionInfo
 from portus.engine.writer.image_file import ImageFile
 from portus.engine.writer.ring import StagingRing
@@ -35,33 +36,27 @@ class WrittenFile:
     over: Final = True
     error: Final = None
 
-    def __init__(
-        self,
-        files: Sequence[NewFile],
-        note: bytes,
-        name: str,
-        step: int,
-        base: str | None = None,
-    ) -> None:
-        """Write the files, of one directory. note: for a record of each. name: of all of them, for
-        messages. base: as of ``Publisher.begin``. Raises ``MediumError``; what was at the paths is
+    def __init__(self, files: Sequence[NewFile], request: SaveRequest) -> None:
+        """Write the files, of one directory. Raises ``MediumError``; what was at the paths is
         untouched then."""
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
             # Its own: the interrupted call may hold the lock of the shared one (decision 0055).
             publisher = Publisher(Linux())
             stack.callback(publisher.close)
-            draft = publisher.begin(*(each.real for each in files), base=base)
+            draft = publisher.begin(*(each.real for each in files), base=base_of(files, request))
             stack.callback(draft.abandon)
             for each, unpublished in zip(files, draft.files, strict=True):
-                _write(each, note, unpublished)
+                _write(each, request.note, unpublished)
             draft.publish(_newest_at([each.real for each in files]))
         took_s = time.perf_counter() - start
         size = sum(int(each.contents.lengths.sum()) for each in files)
         self.stats: Final = SaveStats(
             call_s=took_s, total_s=took_s, state_bytes=size, copied_bytes=size
         )
-        self._info: Final = VersionInfo(name, 0, 0, step, os.urandom(16), time.time_ns(), size)
+        self._info: Final = VersionInfo(
+            name_of(files), 0, 0, request.step, os.urandom(16), time.time_ns(), size
+        )
 
     def join(self) -> None:
         """Return at once: the save has ended."""

@@ -115,7 +115,7 @@ class FileSaver:
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
         new = _new_files(files, targets_of(files, follows_links=request.follows_links))
-        written = WrittenFile(new, request.note, name_of(new), request.step, base_of(new, request))
+        written = WrittenFile(new, request)
         self.reports.note_commit()
         return SaveHandle(written)
 
@@ -134,8 +134,6 @@ class FileSaver:
         try:
             targets = targets_of(files, follows_links=request.follows_links)
         except MediumError as error:
-            if not self.goes_on_after(error):
-                raise
             return self.refuse(error, time.perf_counter() - start)
         return self._save(_new_files(files, targets), request, fenced, start)
 
@@ -174,7 +172,7 @@ class FileSaver:
         except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
             if queue.dismiss(turn) and save is not None:
                 save.fail(error)
-            if isinstance(error, MediumError) and self.goes_on_after(error):
+            if isinstance(error, MediumError):
                 return self.refuse(error, time.perf_counter() - start)
             raise
         if save.over and queue.dismiss(turn):
@@ -182,30 +180,21 @@ class FileSaver:
         save.stats.call_s = time.perf_counter() - start
         return SaveHandle(save)
 
-    def open(self) -> None:
-        """Open the destination. Raises ``PortusError``."""
-        self.destination.open()
-
     def fence(self) -> None:
         """Block until no save in flight reads the caller's tensors."""
         self._fence.wait()
 
-    @property
-    def has_committed(self) -> bool:
-        """True once a save was committed."""
-        return self.reports.has_committed
-
     def wait(self, timeout: float | None = None) -> None:
         """Block until all saves so far are over. Raises ``TimeoutError``, and failures that nobody
         heard of, as ``on_error`` says."""
-        if not self.shared.queue.on_worker() and not self.shared.queue.catch_up(timeout):
+        if not self.catch_up(timeout):
             raise TimeoutError(f"saves were not over after {timeout} s")
         self.reports.tell()
 
-    def catch_up(self) -> None:
-        """Block until all saves so far are over. Raises nothing."""
-        if not self.shared.queue.on_worker():
-            self.shared.queue.catch_up()
+    def catch_up(self, timeout: float | None = None) -> bool:
+        """Block until all saves so far are over. Return False after ``timeout`` seconds."""
+        queue = self.shared.queue
+        return queue.on_worker() or queue.catch_up(timeout)
 
     def close(self) -> None:
         """Finish the saves in flight, and report their failures. After Ctrl-C it is still open."""
@@ -249,15 +238,14 @@ class FileSaver:
             except OSError as error:
                 raise medium_error(error, path) from error
 
-    def goes_on_after(self, error: MediumError) -> bool:
-        """True if a save that could not be begun is told as one that failed later is: a training
-        that has saved before does not end because its disk failed once."""
-        if self._raises_wrong_path and error.errno in _WRONG_PATH:
-            return False
-        return self.reports.await_commit()
-
     def refuse(self, error: PortusError, waited_s: float = 0.0) -> SaveHandle:
-        """A save that could not be begun, told as one that failed later is."""
+        """Return a save that could not be begun, to be told as one that failed later: a training
+        that has saved before does not end because its disk failed once. Before, raises a
+        ``MediumError``."""
+        if isinstance(error, MediumError):
+            is_final = self._raises_wrong_path and error.errno in _WRONG_PATH
+            if is_final or not self.reports.await_commit():
+                raise error
         refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self.reports.note_failure(refused)
         return SaveHandle(refused)

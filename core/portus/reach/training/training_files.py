@@ -125,7 +125,7 @@ class TrainingFiles:
         self._journal_at = name, os.path.join(place, JOURNALS)
         self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
         if self._pool_at is not None:
-            self._open()[0].open()
+            self._open()[0].destination.open()
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.begin()
@@ -208,8 +208,6 @@ class TrainingFiles:
         try:
             make_directory(directory)
         except MediumError as error:
-            if not saver.goes_on_after(error):
-                raise
             return saver.refuse(error)
         number = after.begin_save(path)
         for name in files:
