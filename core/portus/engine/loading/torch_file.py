@@ -8,6 +8,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from typing import Any, Final
@@ -30,6 +31,10 @@ from portus.errors import CorruptionError, PortusError, UsageError, printable
 _PICKLE: Final = b"\x80"
 _TAR: Final = (257, b"ustar")
 """What the files of torch before 1.6 and 0.4 are known by, and where."""
+_SMALL: Final = 256 << 10
+"""Bytes of a storage up to which it is read together with those that follow."""
+_AHEAD: Final = 8 << 20
+"""Bytes of small storages that are read at once."""
 
 
 def load_torch(
@@ -163,6 +168,12 @@ class _VerifiedFile(StoredBytes):
         # torch asks for storages in the order of their keys.
         next_ = [at for at in filled.tolist() if wanted is None or found.keys[at] in wanted]
         file.announce(found.offset[next_], found.length[next_])
+        next_ = np.array(next_, np.int64)
+        self._small: Final = next_[found.length[next_] <= _SMALL]
+        self._small_end: Final = np.cumsum(found.length[self._small])
+        self._ahead: Final[dict[int, memoryview]] = {}
+        """Small storages that were read and not asked for yet."""
+        self._ahead_until = 0
 
     def readable(self) -> bool:
         return True
@@ -207,7 +218,7 @@ class _VerifiedFile(StoredBytes):
             # By address, since torch makes the memory: this finds the tensors over it again.
             self.filled_at[address] = index
             if not self._is_unwanted(begin):
-                self.fetch(np.array([index]), np.array([address]))
+                self._take(index, address, view)
             return
         self._file.load(offset, view)
         if offset < start or stop < offset + len(view):
@@ -217,6 +228,37 @@ class _VerifiedFile(StoredBytes):
         whole = np.empty(int(self._stored.length[index]), np.uint8)
         self.fetch(np.array([index]), np.array([whole.ctypes.data]))
         view[:] = whole[offset - start : offset - start + len(view)].data
+
+    def _take(self, index: int, address: int, view: memoryview) -> None:
+        """Fill ``view`` with a storage, and read more ahead if it is a small one."""
+        # A read of its own for each would take most of the time of a load of many, and a round
+        # trip each if they are elsewhere.
+        if len(view) <= _SMALL and index not in self._ahead:
+            self._read_ahead(index)
+        piece = self._ahead.pop(index, None)
+        if piece is None:
+            self.fetch(np.array([index]), np.array([address]))
+        else:
+            view[:] = piece
+
+    def _read_ahead(self, index: int) -> None:
+        """Read the small storages from ``index`` on, unless it was read ahead before."""
+        first = int(np.searchsorted(self._small, index))
+        if first < self._ahead_until:
+            return
+        lengths = self._stored.length[self._small]
+        limit = self._small_end[first] - lengths[first] + _AHEAD
+        end = int(np.searchsorted(self._small_end, limit, "right"))
+        batch, lengths = self._small[first:end], lengths[first:end]
+        starts = np.cumsum(lengths) - lengths
+        read = np.empty(int(lengths.sum()), np.uint8)
+        self._ahead_until = end
+        # Of damage the storage is told that is asked for, if it has any.
+        with contextlib.suppress(CorruptionError):
+            self.fetch(batch, read.ctypes.data + starts)
+            columns = (batch.tolist(), starts.tolist(), lengths.tolist())
+            for each, at, length in zip(*columns, strict=True):
+                self._ahead[each] = read.data[at : at + length]
 
     def _is_unwanted(self, place: int) -> bool:
         return self._wanted is not None and (

@@ -76,6 +76,20 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
         yield made
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What every host of this process is asked for."""
+    asked: list[str] = []
+    answer = Requests.answer
+
+    def heard(requests: Requests, message: Said) -> None:
+        asked.append(message.kind.name)
+        answer(requests, message)
+
+    monkeypatch.setattr(Requests, "answer", heard)
+    return asked
+
+
 impatient = pytest.mark.parametrize("server", [1.0], indirect=True, ids=["impatient"])
 """Where a damaged length makes the host wait for what never comes."""
 
@@ -112,20 +126,10 @@ def test_a_host_keeps_metrics_and_what_is_best(server: Server) -> None:
     assert check(server.house.pools.of("default").writer) == []
 
 
-def test_a_save_takes_few_requests(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_takes_few_requests(server: Server, tmp_path: Path, asked: list[str]) -> None:
     """Of a group each rank makes its own: what one needs more, a host hears as often. No request
     asks what ``keep`` is to remove: the host knows. With the last pointer of a version the version
     goes, in one request."""
-    asked: list[str] = []
-    answer = Requests.answer
-
-    def heard(requests: Requests, message: Said) -> None:
-        asked.append(message.kind.name)
-        answer(requests, message)
-
-    monkeypatch.setattr(Requests, "answer", heard)
     first, steady = (["BEGIN", *share, "OFFER", "OFFER", "CONFIRM"] for share in ([], ["SHARE"]))
     with PoolCheckpointer(url(server), keep=2) as run:
         for step, save in enumerate((first, steady, steady)):
@@ -143,6 +147,15 @@ def test_a_save_takes_few_requests(
         files.wait()
     assert asked == [*steady, "RETIRE"]
     files.close()
+
+
+def test_a_load_of_many_small_tensors_takes_few_requests(server: Server, asked: list[str]) -> None:
+    many = {str(n): torch.full((9,), float(n)) for n in range(1000)}
+    with PoolCheckpointer(url(server)) as run:
+        run.save(many, 1).wait()
+        asked.clear()
+        assert same(run.load(), many)
+        assert len(asked) < 20, asked
 
 
 def test_a_state_of_too_many_storages_is_not_begun(

@@ -179,11 +179,48 @@ def test_a_whole_file_verifies_and_so_does_a_stock_one(path: Path, tmp_path: Pat
 
 
 class Counted(ReadFile):
-    read = 0
+    read = calls = 0
 
     def load(self, offset: int, target: memoryview) -> None:
         Counted.read += len(target)
+        Counted.calls += 1
         super().load(offset, target)
+
+
+@pytest.mark.parametrize("order", ["keys", "backwards", "random"])
+def test_small_storages_are_read_together_whatever_torch_asks_for_first(
+    tmp_path: Path, seed: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [random.Random(seed).choice([1, 9, 700, 70_000]) for _ in range(400)]
+    tensors = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
+    path = tmp_path / "many.pt"
+    path.write_bytes(saved(tensors, str(path))[0])
+    monkeypatch.setattr(open_file, "ReadFile", Counted)
+    with open_file.open_file(str(path)) as file:
+        found = read_torch(open_file.reads(file), file.size, str(path))
+        asked = list(range(len(tensors)))
+        if order != "keys":
+            asked = asked[::-1] if order == "backwards" else random.Random(seed).sample(asked, 400)
+        reader = torch_file._VerifiedFile(file, found, None)
+        Counted.read = Counted.calls = 0
+        for index in asked:
+            here = torch.empty(sizes[index])
+            reader.seek(int(found.offset[index]))
+            assert reader.readinto(here.numpy().data) == here.nbytes
+            assert torch.equal(here, tensors[index])
+        assert Counted.read < 2 * file.size
+    large = sum(size == 70_000 for size in sizes)
+    assert order != "keys" or Counted.calls < 2 * large + 20
+
+
+def test_damage_is_that_of_the_small_storage_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "many.pt"
+    data = bytearray(saved({f"w{n}": torch.full((9,), float(n)) for n in range(50)}, str(path))[0])
+    data[data.index(torch.full((9,), 31.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"\['w31'\]: 36 bytes"):
+        load_file(path)
+    assert len(load_file(path, [f"w{n}" for n in range(50) if n != 31])) == 49
 
 
 @pytest.mark.parametrize("names", ["model.*", "model", ["model.bias", "model.weight", "step"]])
