@@ -166,9 +166,10 @@ class _VerifiedFile(StoredBytes):
         self._starts: Final = found.offset[order]
         self._ends: Final = self._starts + found.length[order]
         # torch asks for storages in the order of their keys.
-        next_ = [at for at in filled.tolist() if wanted is None or found.keys[at] in wanted]
+        next_ = np.array(
+            [at for at in filled.tolist() if wanted is None or found.keys[at] in wanted], np.int64
+        )
         file.announce(found.offset[next_], found.length[next_])
-        next_ = np.array(next_, np.int64)
         self._small: Final = next_[found.length[next_] <= _SMALL]
         self._small_end: Final = np.cumsum(found.length[self._small])
         self._ahead: Final[dict[int, memoryview]] = {}
