@@ -242,8 +242,10 @@ def _count_again(
         for each in mirrored.objects_without_entry()
         if not each.name.endswith(DIGEST_SUFFIX)
     }
-    found = [each for each in map(partial(_recognize, mirrored, root), sorted(names)) if each]
-    known = {each.path for each in (*found, *mirrored.read().files)}
+    counted = {each.path for each in mirrored.read().files}
+    recognize = partial(_recognize, mirrored, root, counted)
+    found = [each for each in map(recognize, sorted(names)) if each]
+    known = counted | {each.path for each in found}
     whole = [each for each in found if not _others_beside(root, each.path, known)]
     if whole:
         claim(mirrored, "mirror repair")
@@ -256,9 +258,11 @@ def _count_again(
         yield "object", result, f"{mirrored.model}: {printable(name)}", {"object": name}
 
 
-def _recognize(mirrored: MirroredFiles, root: str, name: str) -> FileAdded | None:
+def _recognize(
+    mirrored: MirroredFiles, root: str, counted: Container[str], name: str
+) -> FileAdded | None:
     path = path_of(name)
-    if path is None or mirrored.read().file(path) is not None:
+    if path is None or path in counted:
         return None
     here = os.path.join(root, path)
     with contextlib.suppress(OSError, PortusError), open(here, "rb") as file:
