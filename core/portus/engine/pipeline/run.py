@@ -224,7 +224,7 @@ class Save:
 
     @property
     def stats(self) -> SaveStats:
-        """What it cost so far."""
+        """The cost of this save so far."""
         return self._stats
 
     @property

@@ -230,7 +230,7 @@ class Bytes:
         self._known: Final[set[bytes]] = set()
         self._bad: Final[set[bytes]] = set()
         self._holders: Final[dict[int, int]] = {}
-        """By the place of a storage that is changed in place, the newest version that has it."""
+        """The newest version that has a storage which is changed in place, by its place."""
 
     def note(self, versions: Iterable[CheckedVersion]) -> None:
         """Say which versions there are, before any is read: of those that have a storage that is

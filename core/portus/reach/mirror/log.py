@@ -106,7 +106,7 @@ class MirrorLog:
 
     @property
     def last_known(self) -> KnownLog | None:
-        """What it said when it was read or claimed last; None if it never was."""
+        """The log as it was read or claimed last; None if it never was."""
         return self._known
 
     def take_over(self, known: KnownLog | None) -> None:
@@ -125,7 +125,7 @@ class MirrorLog:
             raise self._superseded_error()
 
     def read(self) -> Steps[State]:
-        """What it says now. Entries that are damaged are passed over, with an error in the log.
+        """Return what the log says now. Damaged entries are passed over, with an error logged.
 
         Raises ``CorruptionError`` if all are, ``UsageError`` if a newer Portus wrote it, or if it
         needs a key.
@@ -217,7 +217,7 @@ class MirrorLog:
         )
 
     def _read(self) -> Steps[State]:
-        """What it says. ``_known`` then has what could not be read."""
+        """Return what the log says. ``_known`` then has what could not be read."""
         known = self._known
         told = () if known is None else known.damage
         if known is not None:
@@ -251,7 +251,7 @@ class MirrorLog:
         return 0
 
     def _onward(self, known: KnownLog, most: int) -> Steps[KnownLog | None]:
-        """What it says with the entries behind those that are known; None if there are more than
+        """Return the log with the entries behind those that are known; None if there are more than
         ``most`` of them."""
         for _ in range(most + 1):  # a list lacks what was made just before it, and no more
             number = known.state.number + 1

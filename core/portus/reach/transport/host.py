@@ -104,9 +104,9 @@ class Links:
         self.address: Final = address
         self._hosts: Final = address.each
         self._at = 0
-        """Which of them is asked first."""
+        """The number of the host that is asked first."""
         self._of: Final = weakref.WeakKeyDictionary[Link, tuple[int, Welcome]]()
-        """Which of them a connection leads to, and how that greeted it."""
+        """The host that each connection leads to, by its number, and how that greeted it."""
         self._log: Final = log
         self._durable: Final = durable
         self.answer_s = ANSWER_S
