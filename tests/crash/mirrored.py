@@ -6,10 +6,10 @@ No byte is moved: the content of a file, or of a piece of one, says here which u
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 
 import msgspec
@@ -18,14 +18,14 @@ import numpy as np
 from portus.engine.copying.segments import Digests
 from portus.engine.format.checksum import UNIT, digest, unit_counts
 from portus.engine.spec import VersionInfo
-from portus.errors import CorruptionError, PortusError, TransportError
+from portus.errors import CorruptionError, TransportError
 from portus.reach.index.file_table import FileTable, PackedFile, encode_table
-from portus.reach.mirror.log import KnownLog, MirrorLog, SupersededError, fold
+from portus.reach.mirror.log import MirrorLog, SupersededError, fold
+from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
     LOG,
     MANIFESTS,
     Added,
-    Claimed,
     FileObject,
     Removed,
     Seal,
@@ -33,10 +33,8 @@ from portus.reach.mirror.objects import (
     entry_number,
 )
 from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, pieces_of
-from portus.reach.mirror.requests import GetObject, Steps
-from portus.reach.mirror.store import MissingError
 from portus.reach.mirror.writer import GRACE_S, Version, Writer, read_manifest
-from tests.simulation.model_store import ModelStore, Odds, Unsure
+from tests.simulation.model_store import ModelStore, Odds, Unsure, Work
 
 MODEL = "gpt"
 SEAL = Seal()
@@ -52,7 +50,7 @@ UNITS = [
     for number, length in enumerate(LENGTHS.tolist())
     for at in range(0, max(length, 1), UNIT)
 ]
-MakeWriter = Callable[[str, Seal], Writer]
+MakeWriter = Callable[[ModelObjects, Seal], Writer]
 
 
 class BrokenError(AssertionError):
@@ -226,8 +224,10 @@ class Session:
         self._history = history
         self._pool = pool
         self._passing = passing
-        self._writer = history.make(MODEL, SEAL)
-        self._work: Iterator[object] | None = None
+        self._writer = history.make(history.store, SEAL)
+        self._writer._random = history.chance.randbytes  # type: ignore[assignment, method-assign]
+        self._writer._now_ns = lambda: 0  # type: ignore[method-assign]
+        self._work: Generator[None, None, None] | None = None
         self.over = False
 
     @property
@@ -245,14 +245,19 @@ class Session:
         except SupersededError as error:
             self._work = None
             self.over = self._passing or not error.passing
-        except (TransportError, MissingError):
+        except TransportError:
             self._work = None
 
-    def _next(self) -> Iterator[object]:
+    def kill(self) -> None:
+        """End what is under way, wherever it is."""
+        if self._work is not None:
+            self._work.close()
+
+    def _next(self) -> Generator[None, None, None]:
         chance, writer = self._history.chance, self._writer
-        if not writer.log.is_claimed:
-            who = Claimed("a", self._pool.uuid, self._pool.commit, self._passing)
-            return self._do(writer.claim(who, chance.randbytes(8)))
+        if not writer.is_claimed:
+            pool, commit, passing = self._pool.uuid, self._pool.commit, self._passing
+            return perform(lambda: writer.claim("a", pool, commit, passing=passing))
         what = chance.random()
         if self._passing:
             if what < 0.5:
@@ -269,13 +274,13 @@ class Session:
             return self._mirror(version)
         return self._mirror(chance.choice(self._pool.versions[-4:]))
 
-    def _collect(self) -> Iterator[object]:
+    def _collect(self) -> Generator[None, None, None]:
         """To its end, or until the run has ended; what it does later it begins anew."""
-        work = self._do(self._writer.collect())
-        stopped = self._history.chance.random() < 0.2
-        return islice(work, self._history.chance.randrange(20)) if stopped else work
+        chance = self._history.chance
+        stopped = chance.random() < 0.2
+        return perform(self._writer.collect, chance.randrange(20) if stopped else None)
 
-    def _mirror(self, version: Version) -> Iterator[object]:
+    def _mirror(self, version: Version) -> Generator[None, None, None]:
         """Mirror a version, or mend it, whatever seems to be damaged."""
         oracle, token, damaged = self._history.oracle, version.info.token, None
         if token in oracle.may_be_removed:
@@ -284,18 +289,20 @@ class Session:
         if added is not None:
             names = oracle.objects_of(added)
             damaged = self._history.chance.sample(names, len(names) // 2)
-        yield from self._history.perform(self._writer.add(version, (), damaged), version)
-        self._history.tell(version, self._writer)
 
-    def _remove(self) -> Iterator[object]:
+        def put(wanted: WantedObject) -> FileObject:
+            data = contents(version, wanted.number, wanted.start, wanted.size)
+            return self._history.store.put_object(wanted, data)
+
+        yield from perform(lambda: self._writer.add(version, put, (), damaged))
+        self._history.tell(version)
+
+    def _remove(self) -> Generator[None, None, None]:
         versions = self._writer.state.versions
         if len(versions) > 1:
             old = self._history.chance.choice(versions)
             self._history.oracle.may_be_removed.add(old.token)
-            yield from self._do(self._writer.note([Removed(old.token)]))
-
-    def _do(self, steps: Steps[object]) -> Iterator[object]:
-        yield from self._history.perform(steps)
+            yield from perform(lambda: self._writer.note([Removed(old.token)]))
 
 
 class Reader:
@@ -303,39 +310,49 @@ class Reader:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._steps = self._load()
+        self._work = self._load()
         self._began = 0.0
 
     def step(self) -> bool:
         """True when it is through."""
         try:
-            next(self._steps)
+            next(self._work)
         except StopIteration:
             return True
         except TransportError:
-            self._steps = self._load()
+            self._work = self._load()
         return False
 
-    def _load(self) -> Iterator[object]:
+    def kill(self) -> None:
+        """End what is under way, wherever it is."""
+        self._work.close()
+
+    def _load(self) -> Generator[None, None, None]:
         history = self._history
-        log = MirrorLog(MODEL, SEAL, history.known if history.loads % 2 else None)
+        # Every other one reads on from where one before it was.
+        log = history.log if history.loads % 2 else MirrorLog(history.store, SEAL)
         floor = history.oracle.state.newest
         self._began = history.bucket.now
-        yield from history.perform(log.read())
-        history.known = log.last_known
-        newest = log.state.newest
+        states: list[State] = []
+        yield from perform(lambda: states.append(log.read()))
+        history.log, newest = log, states[0].newest
         if newest is None:
             return
         if floor is not None and floor.token not in history.oracle.may_be_removed:
             assert (newest.term, newest.commit) >= (floor.term, floor.commit), "it went back"
         found: list[ReadManifest] = []
-        try:
-            yield from history.perform(_keeping(read_manifest(SEAL, MODEL, newest.manifest), found))
+
+        def read() -> None:
+            found.append(read_manifest(history.store, SEAL, newest.manifest))
             for each, expected in objects_of(found[0], history.oracle.truth[newest.token]):
-                read: list[bytes] = []
-                yield from history.perform(_keeping(_read(each.name), read))
-                check(each, read[0], expected)
-        except (MissingError, CorruptionError) as error:
+                data = history.store.get(each.name)
+                if data is None:
+                    raise CorruptionError(f"{each.name} is missing")
+                check(each, data, expected)
+
+        try:
+            yield from perform(read)
+        except CorruptionError as error:
             kept = {each.manifest for each in history.oracle.state.versions}  # else it was mended
             gone = newest.token in history.oracle.may_be_removed or newest.manifest not in kept
             if not gone or history.bucket.now < self._began + GRACE_S:
@@ -345,19 +362,10 @@ class Reader:
         history.loads += 1
 
 
-def _contents(version: Version | None, wanted: WantedObject) -> bytes:
-    assert version is not None
-    return contents(version, wanted.number, wanted.start, wanted.size)
-
-
-def _read(name: str) -> Steps[bytes]:
-    found = yield GetObject(name)
-    assert isinstance(found, bytes)
-    return found
-
-
-def _keeping(steps: Steps[object], kept: list) -> Steps[None]:  # type: ignore[type-arg]
-    kept.append((yield from steps))
+def perform(call: Callable[[], object], turns: int | None = None) -> Generator[None, None, None]:
+    """One request at each turn; others have theirs between. turns: it is killed after so many."""
+    with contextlib.closing(Work(call)) as work:
+        yield from islice(work, turns)
 
 
 class History:
@@ -369,41 +377,32 @@ class History:
         self.bucket = ModelStore()
         self.oracle = Oracle(self.bucket)
         odds = self.chance.choice([Odds(), Odds(*[0.03] * 5), Odds(*[0.15] * 5), Odds(twice=0.4)])
-        self.store = Unsure(self.bucket, self.chance, odds, self.oracle.look)
+        self.store = Unsure(self.bucket, MODEL, self.chance, odds, self.oracle.look)
         self.loads = 0
         """Versions that readers loaded whole."""
-        self.known: KnownLog | None = None
-        """What a reader read of the log last: every other one reads on from there."""
+        self.log = MirrorLog(self.store, SEAL)
+        """That of the reader who read it last."""
         self._sessions: list[Session] = []
         self._readers: list[Reader] = []
         self._pools: list[Pool] = []
 
     def run(self, events: int) -> None:
-        for _ in range(events):
-            self._event()
-        self._end()
+        try:
+            for _ in range(events):
+                self._event()
+            self._end()
+        finally:
+            for session in self._sessions:
+                session.kill()
+            for reader in self._readers:
+                reader.kill()
 
     @property
     def deleted(self) -> int:
         """Requests to delete an object that reached the store."""
         return self.bucket.counts["delete"]
 
-    def perform(self, steps: Steps[object], version: Version | None = None) -> Iterator[object]:
-        """One request at each turn; others have theirs between. version: what is put."""
-        try:
-            request = next(steps)
-            while True:
-                yield None
-                try:
-                    answer = self.store.perform(request, partial(_contents, version))
-                except PortusError as error:
-                    request = steps.throw(error)
-                else:
-                    request = steps.send(answer)
-        except StopIteration:
-            return
-
-    def tell(self, version: Version, writer: Writer) -> None:
+    def tell(self, version: Version) -> None:
         """The user is told that it is mirrored."""
         self.oracle.told[version.info.token] = version
         self.oracle.hold()
@@ -416,7 +415,7 @@ class History:
         elif what < 0.02:
             self._sessions.append(Session(self, self._new_pool(), passing=True))
         elif what < 0.03:
-            self._sessions.pop(chance.randrange(len(self._sessions)))  # killed
+            self._sessions.pop(chance.randrange(len(self._sessions))).kill()
         elif what < 0.05:
             self._readers.append(Reader(self))
         elif what < 0.15:
@@ -432,6 +431,7 @@ class History:
             session.step()
             if session.over:
                 self._sessions.remove(session)
+                session.kill()
 
     def _begin(self) -> None:
         """A fresh node; or the process of before, which is dead, again."""
@@ -439,7 +439,9 @@ class History:
             pool = self._new_pool()
         else:
             pool = self.chance.choice(self._pools)
-            self._sessions = [each for each in self._sessions if each.pool is not pool]
+            for each in [each for each in self._sessions if each.pool is pool]:
+                self._sessions.remove(each)
+                each.kill()
         if pool not in self._pools:
             self._pools.append(pool)
         self._sessions.append(Session(self, pool))
@@ -453,11 +455,11 @@ class History:
         while self.store.under_way:
             self.store.land()
         self.store.odds = Odds()
-        log = MirrorLog(MODEL, SEAL)
-        for _ in self.perform(log.read()):
+        states: list[State] = []
+        for _ in perform(lambda: states.append(MirrorLog(self.store, SEAL).read())):
             pass
-        if log.state != self.oracle.state:
+        if states[0] != self.oracle.state:
             raise BrokenError("a reader sees another state than there is")
-        there = {each.token: each for each in log.state.versions}
+        there = {each.token: each for each in states[0].versions}
         for token in self.oracle.told.keys() - self.oracle.may_be_removed:
             loaded(self.bucket, there[token], self.oracle.truth)

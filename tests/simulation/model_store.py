@@ -1,9 +1,9 @@
 """An object store as a model: a dict with a clock, and requests that land when they like.
 
-``ModelStore`` is an honest ``Store`` in memory. ``Unsure`` performs requests on one as a store may
-that keeps to the letter of ``portus.reach.mirror.store``: a request takes effect or not, at once or
-later, once or twice, and its answer arrives or does not. What is to land later lands when the test
-says so, in any order.
+``ModelStore`` is an honest ``Store`` in memory. ``Unsure`` makes requests of one as a store may
+answer them that keeps to the letter of ``portus.reach.mirror.store``: a request takes effect or
+not, at once or later, once or twice, and its answer arrives or does not. What is to land later
+lands when the test says so, in any order. ``Work`` runs a call, one request at a time.
 """
 
 from __future__ import annotations
@@ -13,30 +13,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from portus.engine.format.checksum import digest
 from portus.errors import TransportError, UsageError
+from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.names import check_name, check_prefix, short, writable_bytes
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
 from portus.reach.mirror.pieces import WantedObject
-from portus.reach.mirror.requests import (
-    CreateObject,
-    DeleteObjects,
-    GetObject,
-    GetObjects,
-    ListObjects,
-    PutObject,
-    PutObjects,
-    Request,
-)
 from portus.reach.mirror.store import ListedObject, MissingError
 
 Objects = dict[str, tuple[bytes, float]]
 _WHERE: Final = "a model of a store"
 
-Contents = Callable[[WantedObject], bytes]
-"""What is in a file, or in a piece of one, that a writer puts."""
+_Item = TypeVar("_Item")
 
 
 class ModelStore:
@@ -125,12 +115,19 @@ class Odds:
     stale: float = 0.0
 
 
-class Unsure:
-    """Performs requests on a bucket, by chance. ``landed``: called after each change of it."""
+class Unsure(ModelObjects):
+    """Makes requests of a bucket, by chance, each in a turn of the ``Work`` that makes it.
+    ``landed``: called after each change of it."""
 
     def __init__(
-        self, bucket: ModelStore, chance: random.Random, odds: Odds, landed: Callable[[], None]
+        self,
+        bucket: ModelStore,
+        model: str,
+        chance: random.Random,
+        odds: Odds,
+        landed: Callable[[], None],
     ) -> None:
+        super().__init__(bucket, model)
         self.bucket: Final = bucket
         self.odds = odds
         self._chance: Final = chance
@@ -147,44 +144,57 @@ class Unsure:
         self._later.pop(self._chance.randrange(len(self._later)))()
         self._landed()
 
-    def perform(self, request: Request, contents: Contents) -> object:
-        """The answer. Raises ``TransportError`` where none arrives, and what the store raises."""
-        if isinstance(request, PutObjects):
-            self._put_all(request.puts, contents)
-            return None
-        if isinstance(request, CreateObject):
-            name, data = request.name, request.data
-            made = self._change(lambda: self.bucket.create(name, data))
-            # Repeated below, since its first answer was lost, it met what it made.
-            return bool(made) and not self._happens(self.odds.twice)
-        if isinstance(request, DeleteObjects):
-            for each in request.names:  # a store deletes them one by one, and stops anywhere
-                self._delete(each)
-            return None
-        if self._happens(self.odds.lost):
-            raise TransportError("no answer")
-        if isinstance(request, GetObject):
-            return self.bucket.get(request.name)
-        if isinstance(request, GetObjects):
-            there = self.bucket.objects
-            return [there[name][0] if name in there else None for name in request.names]
-        assert isinstance(request, ListObjects)
-        entries = list(self.bucket.list(request.prefix))
+    def get(self, name: str) -> bytes | None:
+        self._ask()
+        return self._there(name)
+
+    def get_all(self, names: Sequence[str]) -> list[bytes | None]:
+        self._ask()
+        return [self._there(name) for name in names]
+
+    def create(self, name: str, data: bytes) -> bool:
+        wait_for_turn()
+        made = self._change(lambda: self.bucket.create(name, data))
+        # Repeated below, since its first answer was lost, it met what it made.
+        return bool(made) and not self._happens(self.odds.twice)
+
+    def put(self, name: str, data: bytes) -> None:
+        wait_for_turn()
+        self._put(name, data)
+
+    def put_object(self, wanted: WantedObject, data: bytes) -> FileObject:
+        """Put an object of a version, and what is beside it, in the turn of ``for_each``."""
+        self._put(wanted.name, data)
+        there = FileObject(wanted.name, wanted.size, digest(data))
+        if there.is_whole:
+            self._put(there.name + DIGEST_SUFFIX, digest_line(there.name, there.digest))
+        return there
+
+    def list(self, folder: str) -> Iterator[ListedObject]:
+        self._ask()
+        entries = [*self.bucket.list(folder)]
         if self._happens(self.odds.stale):
             entries = entries[self._chance.randrange(3) :]  # of a log, the newest
         return iter(entries)
 
-    def _put_all(self, puts: Sequence[PutObject], contents: Contents) -> None:
-        for put in self._chance.sample(list(puts), len(puts)):
-            content = put.content
-            data = content if isinstance(content, bytes) else contents(content)
-            self._put(put.name, data)
-            if isinstance(content, WantedObject):
-                there = FileObject(put.name, content.size, digest(data))
-                if there.is_whole:
-                    self._put(put.name + DIGEST_SUFFIX, digest_line(there.name, there.digest))
-                content.there = there
-            put.done = True
+    def delete(self, names: Sequence[str]) -> None:
+        wait_for_turn()
+        for each in names:  # a store deletes them one by one, and stops anywhere
+            self._delete(each)
+
+    def for_each(self, request: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+        wait_for_turn()
+        for each in self._chance.sample(items, len(items)):
+            request(each)
+
+    def _there(self, name: str) -> bytes | None:
+        found = self.bucket.objects.get(name)
+        return None if found is None else found[0]
+
+    def _ask(self) -> None:
+        wait_for_turn()
+        if self._happens(self.odds.lost):
+            raise TransportError("no answer")
 
     def _put(self, name: str, data: bytes) -> None:
         self._change(lambda: self.bucket.put(name, data))
@@ -208,3 +218,61 @@ class Unsure:
 
     def _happens(self, odds: float) -> bool:
         return self._chance.random() < odds
+
+
+class KilledError(BaseException):
+    """A call ends here, for its process was killed."""
+
+
+class Work(Iterator[None]):
+    """A call on a thread of its own, which waits for its turn before each request: each ``next``
+    makes one. It raises what the call raises. Close it: who waits for a turn then is killed."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Final = call
+        self._turn: Final = threading.Semaphore(0)
+        self._back: Final = threading.Semaphore(0)
+        self._thread: Final = threading.Thread(target=self._run, daemon=True)
+        self._error: BaseException | None = None
+        self._is_over = self._is_killed = False
+
+    def __next__(self) -> None:
+        if self._is_over:
+            raise StopIteration
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._turn.release()
+        self._back.acquire()
+        if self._is_over:
+            raise self._error or StopIteration
+
+    def close(self) -> None:
+        if self._thread.ident is not None and not self._is_over:
+            self._is_killed = True
+            self._turn.release()
+            self._back.acquire()
+
+    def wait(self) -> None:
+        """Give the turn back, and wait for the next one, on the thread."""
+        self._back.release()
+        self._turn.acquire()
+        if self._is_killed:
+            raise KilledError
+
+    def _run(self) -> None:
+        _current.work = self
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        self._is_over = True
+        self._back.release()
+
+
+_current: Final = threading.local()
+
+
+def wait_for_turn() -> None:
+    """Wait, on the thread of a ``Work``, until it has its next turn."""
+    _current.work.wait()

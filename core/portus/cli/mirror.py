@@ -23,15 +23,23 @@ from portus.cli.pools import nearest, open_places
 from portus.cli.progress import bar
 from portus.engine.copying.segments import Stop
 from portus.engine.directory.folder import FOLDER
-from portus.errors import CorruptionError, PortusError, StaleError, UsageError, printable
+from portus.engine.loading.open_file import OpenFile, open_file, reads
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    UsageError,
+    printable,
+)
 from portus.reach.index.place import Place, local_path
 from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.fetching import missing
-from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
+from portus.reach.mirror.object_file import digest_of
 from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded, path_of
-from portus.reach.mirror.whole import digest_of
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.directory import StoredFile
 from portus.reach.places.mirror import UNCOUNTED, claim, retry, term_of
@@ -223,11 +231,12 @@ def _repair_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
             return "removed"
     else:
         return "whole"
-    path = os.path.join(root, filed.path)
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        source = UploadedFile.from_descriptor(file.fileno(), path, filed.time_ns)
-        if digest_of(file.fileno(), source.size, path) == filed.digest:
-            return "mended" if retry(partial(_mend_file, mirrored, filed, source)) else "removed"
+    with (
+        contextlib.suppress(MediumError),
+        open_file(os.path.join(root, filed.path), as_torch=False) as file,
+    ):
+        if file.size == filed.size and digest_of(reads(file), 0, file.size) == filed.digest:
+            return "mended" if retry(partial(_mend_file, mirrored, filed, file)) else "removed"
     return "damaged"
 
 
@@ -265,9 +274,9 @@ def _recognize(
     if path is None or path in counted:
         return None
     here = os.path.join(root, path)
-    with contextlib.suppress(OSError, PortusError), open(here, "rb") as file:
-        step = StoredFile(Place.parse(root), here).step or 0
-        return mirrored.recognize(name, path, file.fileno(), step)
+    with contextlib.suppress(OSError, PortusError), open_file(here, as_torch=False) as file:
+        step, time_ns = StoredFile(Place.parse(root), here).step or 0, os.stat(here).st_mtime_ns
+        return mirrored.recognize(name, path, file, step=step, time_ns=time_ns)
     return None
 
 
@@ -290,9 +299,9 @@ def _send(mirror: Mirror, found: StoredCheckpoint) -> None:
         mirror.copy(opened.reader, opened.entry.info.id, Stop())
 
 
-def _mend_file(mirrored: MirroredFiles, filed: FileAdded, source: UploadedFile) -> bool:
+def _mend_file(mirrored: MirroredFiles, filed: FileAdded, file: OpenFile) -> bool:
     claim(mirrored, "mirror repair")
-    return mirrored.mend_file(filed, source, Stop())
+    return mirrored.mend_file(filed, file)
 
 
 def _mend(mirror: Mirror, added: Added, found: StoredCheckpoint) -> None:

@@ -16,10 +16,11 @@ import torch
 
 import portus as face
 from portus.engine.copying.segments import Stop
+from portus.engine.loading.open_file import open_file
 from portus.errors import CorruptionError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.mirror.address import parse
-from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
 from portus.reach.mirror.opening import key_from_environment, open_file_store, open_store
@@ -326,10 +327,11 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
         files.claim("a test", bytes(16))
         filed = []
         for path in paths:
-            data = path.encode() * 9
-            read = lambda start, size, data=data: data[start : start + size]  # noqa: E731
-            file = UploadedFile(len(data), step, read, lambda: True)
-            filed.append(files.upload(path, file, step, Stop()))
+            Path(path).parent.mkdir(exist_ok=True)
+            Path(path).write_bytes(path.encode() * 9)
+            with open_file(path) as file:
+                sent = files.upload(path, file, Stop(), step=step, time_ns=step)
+                filed.append(sent)
         files.count(filed)
 
     upload(1, "1.pt")

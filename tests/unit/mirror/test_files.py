@@ -12,9 +12,11 @@ import pytest
 import xxhash
 
 from portus.engine.copying.segments import Stop, StoppedError
+from portus.engine.format.checksum import UNIT
+from portus.engine.loading.open_file import open_file
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.mirror.address import parse
-from portus.reach.mirror.files import PIECE, MirroredFiles, UploadedFile
+from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
 from portus.reach.mirror.opening import open_file_store
@@ -40,19 +42,9 @@ def files(store: FileStore) -> MirroredFiles:
 
 
 def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | None = None) -> int:
-    status = path.stat()
-
-    def read(offset: int, length: int) -> bytes:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(length)
-
-    def is_same() -> bool:
-        now = path.stat()
-        return (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-
-    source = UploadedFile(status.st_size, status.st_mtime_ns, read, is_same)
-    filed = files.upload(name or path.name, source, 7, stop or Stop())
+    with open_file(str(path)) as file:
+        time_ns = path.stat().st_mtime_ns
+        filed = files.upload(name or path.name, file, stop or Stop(), step=7, time_ns=time_ns)
     files.count([filed])
     return filed.size
 
@@ -74,7 +66,7 @@ def made(path: Path, size: int) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE, 2 * PIECE + 5])
+@pytest.mark.parametrize("size", [0, 1, UNIT, 2 * UNIT + 5])
 def test_a_file_comes_back_as_it_was_and_its_digest_is_beside_it(
     tmp_path: Path, store: FileStore, files: MirroredFiles, size: int
 ) -> None:
@@ -201,7 +193,7 @@ def test_a_stop_ends_an_upload_and_what_was_there_stays(
 ) -> None:
     before = made(tmp_path / "a.ckpt", 100)
     put(files, tmp_path / "a.ckpt")
-    made(tmp_path / "a.ckpt", 3 * PIECE)
+    made(tmp_path / "a.ckpt", 3 * UNIT)
     stop = Stop()
     stop.set()
     with pytest.raises(StoppedError):
@@ -209,18 +201,18 @@ def test_a_stop_ends_an_upload_and_what_was_there_stays(
     assert fetched(files, "a.ckpt", tmp_path / "back") == before
 
 
-def test_a_file_that_is_written_to_meanwhile_does_not_count(
+def test_a_file_that_becomes_shorter_meanwhile_does_not_count(
     tmp_path: Path, files: MirroredFiles
 ) -> None:
-    made(tmp_path / "a.ckpt", 2 * PIECE)
+    made(tmp_path / "a.ckpt", 2 * UNIT)
 
-    class Writing(Stop):
+    class Truncating(Stop):
         def check(self) -> None:
             with open(tmp_path / "a.ckpt", "r+b") as file:
-                file.truncate(PIECE + 5)
+                file.truncate(UNIT + 5)
 
     with pytest.raises(StaleError):
-        put(files, tmp_path / "a.ckpt", stop=Writing())
+        put(files, tmp_path / "a.ckpt", stop=Truncating())
     assert files.read().files == ()
 
 
@@ -228,7 +220,7 @@ def test_a_file_that_is_written_to_meanwhile_does_not_count(
 def test_a_damaged_file_is_told(
     tmp_path: Path, store: FileStore, files: MirroredFiles, damage: str
 ) -> None:
-    data = bytearray(made(tmp_path / "a.ckpt", PIECE + 100))
+    data = bytearray(made(tmp_path / "a.ckpt", UNIT + 100))
     put(files, tmp_path / "a.ckpt")
     name = prefix_of("run") + file_name("a.ckpt")
     if damage == "missing":

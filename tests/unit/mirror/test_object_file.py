@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,11 @@ import torch
 from portus.engine.copying.segments import Sources, Stop
 from portus.engine.format.checksum import UNIT, digest
 from portus.engine.pipeline.draft import Labels
-from portus.errors import CorruptionError, TransportError, UsageError
+from portus.errors import CorruptionError, TransportError
 from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.mirror import Mirror, NotMirroredError
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, FileObject
 from portus.reach.pools import restore
@@ -210,33 +209,15 @@ def test_a_file_that_was_damaged_or_cut_is_not_written_without_an_error(tmp_path
             opened(damaged, file, objects).write(out.fileno(), "whole", lambda _: None)
 
 
-@pytest.fixture
-def of_tables() -> Iterator[Mirror]:
-    """The mirror of one version that has no files."""
+def test_a_version_without_files_is_not_mirrored() -> None:
     writer, mirror = new_pool(), Mirror(ModelStore(), MODEL)
-    storages = [np.arange(1000), np.zeros(0, np.int64), np.arange(3_000_000)]
-    lengths = np.array([each.nbytes for each in storages], np.int64)
-    draft = PoolDraft(writer, lengths)
-    draft.copy(np.arange(3), np.array([each.ctypes.data for each in storages]), Stop())
+    draft = PoolDraft(writer, np.array([8], np.int64))
+    table = np.arange(1)
+    draft.copy(np.arange(1), np.array([table.ctypes.data]), Stop())
     labels = Labels(model=MODEL, step=7, token=b"t" * 16, contents=b"some tables")
     record = draft.commit(labels, None).record
-    draft.release()
     mirror.claim("a test", bytes(16), 0)
-    mirror.copy(writer, record.info.id, Stop())
-    yield mirror
-    writer.close()
-
-
-def test_a_version_without_files_is_pulled_and_an_error_says_so(of_tables: Mirror) -> None:
-    [added] = of_tables.read().versions
-    with pytest.raises(UsageError, match=r"step 7 .* has no files: portus pull brings it"):
-        load_version(of_tables, added)
-    of_tables.check(added, lambda _: None)
-    writer = new_pool()
-    with of_tables.open_version(added) as opened_:
-        record = fetch_version(opened_, writer)
-    [third] = record.storage_extents(2)
-    found = np.zeros(3_000_000, np.int64)
-    writer.medium.load(third.offset, found.data.cast("B"))
-    assert np.array_equal(found, np.arange(3_000_000))
+    with pytest.raises(NotMirroredError, match=f"{MODEL}@7: a version without files"):
+        mirror.copy(writer, record.info.id, Stop())
+    assert mirror.read().versions == ()
     writer.close()

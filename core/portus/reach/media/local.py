@@ -19,7 +19,7 @@ from typing import Final
 from portus.engine.media.file_calls import Sync, data_sync, file_error
 from portus.engine.media.file_system import FileSystemTraits, file_system_of
 from portus.engine.media.process import Descriptor
-from portus.errors import MediumError, UsageError
+from portus.errors import MediumError, PortusError, UsageError
 from portus.reach.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device
 from portus.reach.media.file import MappedFile, PlainFile, UncachedFile
 from portus.reach.media.pmem import Processor
@@ -44,7 +44,7 @@ class LocalFiles:
         """Create a file whose size is durable too. If it does not fit, its name is removed
         again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        with _translate("create", path):
+        with naming_call("create", path):
             descriptor = Descriptor(path, flags)
         try:
             # Grown before it is mapped, so that addresses are set aside for its real size.
@@ -59,14 +59,14 @@ class LocalFiles:
 
     def open(self, path: str, *, writable: bool) -> PlainFile | DaxDevice:
         """``UsageError`` for what is neither a regular file nor a DAX device."""
-        with _translate("open", path):
+        with naming_call("open", path):
             mode = os.stat(path).st_mode
         if stat.S_ISCHR(mode) and is_device(path):
             return open_device(path, writable=writable, cpu=self._cpu)
         if not stat.S_ISREG(mode):
             raise UsageError(f"{path}: expected a regular file, found {_kind(mode)}; give a file")
         flags = os.O_RDWR if writable else os.O_RDONLY
-        with _translate("open", path):
+        with naming_call("open", path):
             descriptor = Descriptor(path, flags)
         return self._medium(descriptor, writable=writable)
 
@@ -98,22 +98,22 @@ class LocalFiles:
 
     def link(self, source: str, target: str) -> None:
         """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""
-        with _translate(f"link {source} as", target):
+        with naming_call(f"link {source} as", target):
             os.link(source, target)
 
     def replace(self, source: str, target: str) -> None:
         """rename(2): both names must be on one file system."""
-        with _translate(f"rename {source} to", target):
+        with naming_call(f"rename {source} to", target):
             os.replace(source, target)
 
     def remove(self, path: str) -> None:
         """unlink(2)."""
-        with _translate("remove", path), contextlib.suppress(FileNotFoundError):
+        with naming_call("remove", path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def sync(self, directory: str) -> None:
         """fsync of the directory."""
-        with _translate("sync", directory):
+        with naming_call("sync", directory):
             descriptor = Descriptor(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor.number)
@@ -126,7 +126,7 @@ class LocalFiles:
 
     def entries(self, directory: str) -> list[str]:
         """Names of every kind, hidden ones too."""
-        with _translate("list", directory), contextlib.suppress(FileNotFoundError):
+        with naming_call("list", directory), contextlib.suppress(FileNotFoundError):
             return sorted(os.listdir(directory))
         return []
 
@@ -174,9 +174,12 @@ class LocalFiles:
 
 
 @contextlib.contextmanager
-def _translate(operation: str, path: str) -> Iterator[None]:
+def naming_call(operation: str, path: str) -> Iterator[None]:
+    """An error of the system says what could not be done, and where: ``MediumError``."""
     try:
         yield
+    except PortusError:
+        raise  # by whoever was asked for what is to be written
     except OSError as error:
         raise file_error(operation, path, error) from error
 

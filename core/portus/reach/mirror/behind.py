@@ -93,6 +93,10 @@ class BackgroundCopier(ABC):
         """What the wait at the end is for, in words."""
         return self._describe_backlog() or "older versions are to be removed there"
 
+    def _may_yield(self) -> bool:
+        """Whether an upload that is under way may hold space of what is being removed."""
+        return True
+
     def _note_passing(self) -> None:  # noqa: B027
         """A command took the term for a moment: it will be claimed again."""
 
@@ -107,6 +111,19 @@ class BackgroundCopier(ABC):
                 self._thread = JoinableThread(self._run, f"portus-mirror-{self._model}")
                 self._thread.start()
             self._changed.notify_all()
+
+    def yield_space(self) -> bool:
+        """A save finds no room: end the upload, whose version may hold some. True if there was one;
+        it is over then, and begins again after the next commit. Blocks until the store has
+        answered."""
+        with self._changed:
+            if self._copying is None or not self._may_yield():
+                return False
+            self._copying.set()
+            copies = self._copies
+            # Requests under way read what is sent: only afterwards its space is free.
+            self._changed.wait_for(lambda: self._copies != copies)
+            return True
 
     @property
     def lag_s(self) -> float | None:
@@ -175,6 +192,17 @@ class BackgroundCopier(ABC):
         copying, left = self._copying, len(self.backlog())
         sent = f", {copying.bytes_done >> 20} MiB of the next" if copying else ""
         show(max(0, total - left), total, f"{sent}; Ctrl-C ends it. {self._failure}".rstrip())
+
+    @contextlib.contextmanager
+    def _first_write(self) -> Iterator[None]:
+        """The first write to the store is inside: it shows whether that is allowed at all."""
+        try:
+            yield
+        except UnwritableError as error:
+            raise UnwritableError(
+                f"{self.address}: nothing can be mirrored there: {READ_ALONE}: {error}. Expected a "
+                "mirror that this process may write to: give it that right, or name another mirror"
+            ) from error
 
     @contextlib.contextmanager
     def _uploading(self) -> Iterator[Stop]:

@@ -32,19 +32,13 @@ from portus.errors import (
 )
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.mirror.behind import (
-    PAUSE_MAX_S,
-    READ_ALONE,
-    BackgroundCopier,
-    ElsewhereError,
-    who,
-)
+from portus.reach.mirror.behind import PAUSE_MAX_S, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.log import SupersededError
-from portus.reach.mirror.mirror import Mirror
+from portus.reach.mirror.mirror import Mirror, NotMirroredError
 from portus.reach.mirror.objects import Added, Fact, Removed, State
 from portus.reach.mirror.opening import key_from_environment
-from portus.reach.mirror.store import Store, UnwritableError
+from portus.reach.mirror.store import Store
 
 _log: Final = logging.getLogger("portus")
 
@@ -113,23 +107,12 @@ class Copier(BackgroundCopier):
                 raise
             self._say(error)
         else:
-            # The first write: it shows whether the mirror may be written to at all.
-            self._begin_writing()
+            try:
+                with self._first_write():
+                    self._claim()
+            except (TransportError, MediumError) as error:
+                self._say(error)  # the thread tries again
         self.wake()
-
-    def _begin_writing(self) -> None:
-        """The first write to the mirror. Raises ``UsageError`` if that is not allowed. If the store
-        does not answer, or is full, the thread tries again."""
-        try:
-            self._claim()
-        except (TransportError, MediumError) as error:
-            self._say(error)
-        except UnwritableError as error:
-            raise UnwritableError(
-                f"{self.address}: nothing can be mirrored there: {READ_ALONE}: {error}. Expected "
-                "a mirror that this process may write to: give it that right, or name another "
-                "mirror"
-            ) from error
 
     def _is_behind(self, state: State, newest: Added, own: Sequence[VersionInfo]) -> bool:
         """True if the pool is to be filled from the mirror. Raises ``UsageError`` if it has what
@@ -163,19 +146,6 @@ class Copier(BackgroundCopier):
         self._unread.update({each.token for each in found} - {each.token for each in done})
 
     # While it saves.
-
-    def yield_space(self) -> bool:
-        """A save finds no room: end the upload, whose version may hold some. True if there was one;
-        it is over then, and begins again after the next commit. Blocks until the store has
-        answered."""
-        with self._changed:
-            if self._copying is None:
-                return False
-            self._copying.set()
-            copies = self._copies
-            # Requests under way read the pool: only afterwards its space is free.
-            self._changed.wait_for(lambda: self._copies != copies)
-            return True
 
     def finish(self, wait_s: float) -> None:
         """Wait as ``BackgroundCopier.finish`` does, and end a collection that is under way."""
@@ -309,8 +279,8 @@ class Copier(BackgroundCopier):
                 self._mirror.copy(self._joined.reader_of(info), info.id, stop, facts)
             self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
             self._has_copied = True
-        except CorruptionError as error:
-            # The pool's own bytes are damaged, so it would fail each time.
+        except (CorruptionError, NotMirroredError) as error:
+            # It would fail each time: the pool's own bytes are damaged, or it has no files.
             self._skipped.add(info.token)
             _log.error("portus: step %d is not mirrored: %s", info.step, error)
 

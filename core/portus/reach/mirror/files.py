@@ -8,18 +8,17 @@ takes that for the file: its digest is another one.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from portus.engine.copying.segments import Stop
+from portus.engine.format.checksum import UNIT
+from portus.engine.loading.open_file import OpenFile, reads
 from portus.errors import CorruptionError, PortusError, StaleError, printable
 from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.object_file import ObjectFile
+from portus.reach.mirror.object_file import ObjectFile, digest_of
 from portus.reach.mirror.objects import (
     AGAIN,
     DIGEST_SUFFIX,
@@ -34,31 +33,8 @@ from portus.reach.mirror.objects import (
     file_name,
 )
 from portus.reach.mirror.opening import key_from_environment
-from portus.reach.mirror.store import FileStore, ListedObject, MissingError
-from portus.reach.mirror.whole import check_file, digest_of, naming_store, put_file, read_at
+from portus.reach.mirror.store import FileStore, ListedObject
 from portus.reach.mirror.writer import GRACE_S
-
-PIECE: Final = 16 << 20
-"""Bytes that are read at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class UploadedFile:
-    """A file to upload. ``time_ns``: when it was changed last. ``read``: reads a range of it, and
-    returns fewer bytes only at its end. ``is_same``: whether it has not been written to since."""
-
-    size: int
-    time_ns: int
-    read: Callable[[int, int], bytes]
-    is_same: Callable[[], bool]
-
-    @classmethod
-    def from_descriptor(cls, number: int, path: str, time_ns: int) -> UploadedFile:
-        """Return the open file ``number``, which nobody else writes to."""
-        size = os.fstat(number).st_size
-        return cls(
-            size, time_ns, lambda at, length: read_at(number, at, length, path), lambda: True
-        )
 
 
 class MirroredFiles(Mirror):
@@ -68,44 +44,47 @@ class MirroredFiles(Mirror):
     def __init__(self, store: FileStore, model: str, name: str) -> None:
         """Asks nothing. name: of the store, for messages."""
         super().__init__(store, model, key=key_from_environment(), name=name)
-        self._files: Final = store
 
     def upload(
-        self, path: str, file: UploadedFile, step: int, stop: Stop, *, term: int | None = None
+        self,
+        path: str,
+        file: OpenFile,
+        stop: Stop,
+        *,
+        step: int,
+        time_ns: int,
+        term: int | None = None,
     ) -> FileAdded:
-        """Upload ``file`` as the one at ``path``; what ``count`` is to say of it. term: in which it
-        was saved, if not in this one.
+        """Upload a file as the one at ``path``, which was changed last at ``time_ns``; return what
+        ``count`` is to say of it. term: in which it was saved, if not in this one.
 
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
-        ``StaleError`` if the file was written to meanwhile.
+        ``StaleError`` if the file became shorter meanwhile.
         """
         self.require()
         replaced = self.state.file(path)
         # Not the name of the file that counts: a kill before the entry must not lose that one
         # (decision 0208).
         name = file_name(path, "" if replaced is None else replaced.name)
-        size = file.size
+
+        size, read = file.size, reads(file)
 
         def pieces() -> Iterator[bytes]:
-            for start in range(0, size, PIECE):
+            for start in range(0, size, UNIT):
                 stop.check()
-                data = file.read(start, min(PIECE, size - start))
-                if len(data) < min(PIECE, size - start):
+                data = read(start, UNIT)
+                if len(data) < min(UNIT, size - start):
                     raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
                 yield data
                 stop.add(len(data))
 
-        sent = put_file(self._files, self._prefix + name, pieces(), size)
-        # If it was written to meanwhile, what was sent is of no single moment.
-        if not file.is_same():
-            raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         return FileAdded(
             path=path,
             name=name,
-            digest=sent,
+            digest=self._objects.put_file(name, pieces(), size),
             size=size,
             step=step,
-            time_ns=file.time_ns,
+            time_ns=time_ns,
             term=self.state.term if term is None else term,
         )
 
@@ -118,28 +97,36 @@ class MirroredFiles(Mirror):
         self._say([*files, *map(FileRemoved, gone)])
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
-    def mend_file(self, filed: FileAdded, file: UploadedFile, stop: Stop) -> bool:
-        """Upload again a file that is not there as it was uploaded; ``file`` has its bytes. False
-        if it does not count any more. It is uploaded twice: what counts is never written over, and
+    def mend_file(self, filed: FileAdded, file: OpenFile) -> bool:
+        """Upload again a file that is not there as it was uploaded, from ``file``. False if it
+        does not count any more. It is uploaded twice: what counts is never written over, and
         in the end it has its name again. Raises as ``upload``, and ``StaleError`` if the bytes are
         others."""
         while True:  # ends: of two uploads one has the name of the file
             now = self.state.file(filed.path)
             if now is None or now.digest != filed.digest:
                 return False
-            sent = self.upload(filed.path, file, filed.step, stop, term=filed.term)
+            sent = self.upload(
+                filed.path,
+                file,
+                Stop(),
+                step=filed.step,
+                time_ns=filed.time_ns,
+                term=filed.term,
+            )
             if sent.digest != filed.digest:
                 raise StaleError(f"{printable(filed.path)}: it was written to while it was read")
             self.count([sent])
             if sent.name == file_name(filed.path):
                 return True
 
-    def recognize(self, name: str, path: str, number: int, step: int) -> FileAdded | None:
+    def recognize(
+        self, name: str, path: str, file: OpenFile, *, step: int, time_ns: int
+    ) -> FileAdded | None:
         """Return what ``count`` is to say of the object ``name``, which does not count, if it is
-        the open file ``number``, that at ``path``; else None."""
-        status = os.fstat(number)
-        digest, term = digest_of(number, status.st_size, path), self.state.term
-        found = FileAdded(path, name, digest, status.st_size, step, status.st_mtime_ns, term)
+        ``file``, the one at ``path``; else None."""
+        digest, term = digest_of(reads(file), 0, file.size), self.state.term
+        found = FileAdded(path, name, digest, file.size, step, time_ns, term)
         try:
             self.check_file(found, lambda _: None)
         except CorruptionError:
@@ -165,23 +152,22 @@ class MirroredFiles(Mirror):
     def objects_without_entry(self) -> list[ListedObject]:
         """Return the objects of files that no file which counts needs, by their names below the
         run: uploads that are under way or were cut off, or whose entry of the log is lost."""
-        there = list(self._objects())  # first: what counts by then is no find
+        there = list(self._uploads())  # first: what counts by then is no find
         return self._without_name(there, self.read())
 
     def sweep(self) -> int:
         """Delete what was uploaded a day ago or before that, and never counted; how many objects.
         Call it after ``claim``: the entry of that says what time it is in the store."""
-        entries = self._list(LOG)
         # The store's clock: those of the machines may be wrong.
-        now = next((each.modified for each in entries), 0.0)
-        nameless = self._without_name(self._objects(), self.state)
-        found = [self._prefix + e.name for e in nameless if e.modified < now - GRACE_S]
+        now = next((each.modified for each in self._objects.list(LOG)), 0.0)
+        nameless = self._without_name(self._uploads(), self.state)
+        found = [each.name for each in nameless if each.modified < now - GRACE_S]
         if found:
-            self._store.delete(found)
+            self._objects.delete(found)
         return len(found)
 
-    def _objects(self) -> Iterator[ListedObject]:
-        return (each for folder in (FILES, QUOTED, AGAIN) for each in self._list(folder))
+    def _uploads(self) -> Iterator[ListedObject]:
+        return (each for folder in (FILES, QUOTED, AGAIN) for each in self._objects.list(folder))
 
     def _without_name(self, there: Iterable[ListedObject], state: State) -> list[ListedObject]:
         named = {each.name for each in state.files}
@@ -193,14 +179,7 @@ class MirroredFiles(Mirror):
         not there (any more): then ``read`` says what is."""
         own = PackedFile(filed.path, filed.size, *(np.zeros((2, 0), np.int64)))
         objects = [FileObject(filed.name, filed.size, filed.digest)]
-
-        def load(name: str, start: int, into: memoryview) -> None:
-            try:
-                self._store.get_range(self._prefix + name, start, into)
-            except MissingError as error:
-                raise CorruptionError(f"{self.name}: {name} is missing") from error
-
-        return ObjectFile(self.name, own, objects, load)
+        return ObjectFile(self.name, own, objects, self._objects.load)
 
     def fetch(self, filed: FileAdded, number: int, advanced: Callable[[int], None]) -> None:
         """Write a file into the open and empty file ``number``, as ``ObjectFile.write`` does."""
@@ -209,9 +188,8 @@ class MirroredFiles(Mirror):
     def check_file(self, filed: FileAdded, advanced: Callable[[int], None]) -> None:
         """Read all of a file, and what is beside it. Raises ``CorruptionError`` if one of them is
         not there as it was uploaded."""
-        name = self._prefix + filed.name
-        with naming_store(self.name):
-            check_file(self._store, name, filed.size, filed.digest, advanced)
+        for size in self._objects.read_file(filed.name, filed.size, filed.digest):
+            advanced(size)
 
     def _say(self, facts: Sequence[FileAdded | FileRemoved]) -> None:
         """Note facts, by one entry of the log if it has room."""
@@ -225,6 +203,4 @@ class MirroredFiles(Mirror):
 
     def _delete(self, names: Sequence[str]) -> None:
         if names:
-            self._store.delete(
-                [self._prefix + name + more for name in names for more in ("", DIGEST_SUFFIX)]
-            )
+            self._objects.delete([name + more for name in names for more in ("", DIGEST_SUFFIX)])

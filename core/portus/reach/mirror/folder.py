@@ -19,7 +19,7 @@ from typing import Final
 
 from portus.engine.media.file_calls import file_error
 from portus.errors import MediumError, TransportError, UsageError
-from portus.reach.media.local import LocalFiles
+from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.names import (
     check_name,
     check_prefix,
@@ -27,7 +27,7 @@ from portus.reach.mirror.names import (
     short,
     writable_bytes,
 )
-from portus.reach.mirror.store import ListedObject, MissingError
+from portus.reach.mirror.store import ListedObject, MissingError, UnwritableError
 
 PARTIAL: Final = ".partial"
 """Below the root: what is being written."""
@@ -68,7 +68,7 @@ class Folder:
         self.put_stream(name, [data], len(data))
 
     def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
-        with self._translate_errors():
+        with self._translate_errors(UnwritableError):
             target = self._path(name)
             with self._write_partial(parts) as partial:
                 self._make_safe(os.path.dirname(target))
@@ -76,7 +76,7 @@ class Folder:
                 self._files.sync(os.path.dirname(target))
 
     def create(self, name: str, data: bytes) -> bool:
-        with self._translate_errors():
+        with self._translate_errors(UnwritableError):
             target = self._path(name)
             with self._write_partial([data]) as partial:
                 self._make_safe(os.path.dirname(target))
@@ -119,18 +119,10 @@ class Folder:
     def close(self) -> None:
         self._closed = True
 
-    def check_writable(self) -> None:
-        """Raise what ``create`` would meet here. Makes the directory, and leaves nothing in it."""
-        with self._translate_errors(), self._write_partial([]) as partial:
-            linked = f"{partial}-linked"
-            try:
-                self._link(partial, linked)
-            finally:
-                self._files.remove(linked)
-
     @contextlib.contextmanager
-    def _translate_errors(self) -> Iterator[None]:
-        """What became of a call of the system, in the words of a store."""
+    def _translate_errors(self, refusal: type[UsageError] = UsageError) -> Iterator[None]:
+        """What became of a call of the system, in the words of a store. refusal: raised where this
+        process may not do that."""
         try:
             yield
         except MediumError as error:
@@ -140,7 +132,7 @@ class Folder:
             if error.errno in _AWAY:
                 raise TransportError(f"{error.strerror}; it is tried again") from error
             if error.errno in _REFUSED:
-                raise UsageError(error.strerror) from error
+                raise refusal(error.strerror) from error
             raise
 
     def _check_open(self) -> None:
@@ -159,11 +151,11 @@ class Folder:
         self._make_safe(home)
         path = os.path.join(home, f"{os.getpid()}-{secrets.token_hex(8)}")
         # Errors name the directory: a run that tries again reports each cause once.
-        with _named_error("create a file in", home):
+        with naming_call("create a file in", home):
             number = os.open(path, _NEW, 0o666)
         try:
             try:
-                with _named_error("write a file in", home):
+                with naming_call("write a file in", home):
                     _write(number, parts)
             finally:
                 os.close(number)
@@ -180,10 +172,10 @@ class Folder:
         except MediumError as error:
             if error.errno == errno.EEXIST:
                 # Over a network the first answer may be lost, and the second request finds ours.
-                with _named_error("look at", partial):
+                with naming_call("look at", partial):
                     return os.stat(partial).st_nlink > 1
             if error.errno in _NO_LINKS:
-                raise UsageError(
+                raise UnwritableError(
                     f"{target}: this file system has no hard links, so two writers of one mirror "
                     "cannot be told apart; mirror to a file system that has them, or to a bucket"
                 ) from error
@@ -201,7 +193,7 @@ class Folder:
         while not os.path.exists(parent := os.path.dirname(missing[-1])):
             missing.append(parent)
         for each in reversed(missing):
-            with _named_error("create", each), contextlib.suppress(FileExistsError):
+            with naming_call("create", each), contextlib.suppress(FileExistsError):
                 os.mkdir(each)
             # A new directory is itself a name in the one above, which must be durable, too.
             self._files.sync(os.path.dirname(each))
@@ -209,7 +201,7 @@ class Folder:
 
     def _sweep(self, home: str, fresh: str) -> None:
         """Remove what writers that were killed left. ``fresh`` says what time it is there."""
-        with _named_error("look at", fresh):
+        with naming_call("look at", fresh):
             now = os.stat(fresh).st_mtime_ns
         for name in self._files.entries(home):
             path = os.path.join(home, name)
@@ -239,7 +231,7 @@ class Folder:
         done = 0
         while done < len(view):
             piece = view[done : done + _SIZE_MAX]
-            with _named_error("read", path):
+            with naming_call("read", path):
                 count = os.preadv(number, [piece], start + done)
             if not count:
                 break
@@ -275,16 +267,6 @@ def _write(number: int, parts: Iterable[bytes]) -> None:
         while done < len(view):
             done += os.write(number, view[done : done + _SIZE_MAX])
     os.fsync(number)
-
-
-@contextlib.contextmanager
-def _named_error(operation: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except MediumError:
-        raise  # by whoever was asked for what is to be written
-    except OSError as error:
-        raise file_error(operation, path, error) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The log of a mirror: read, claimed and appended to. Pure: see ``requests``.
+"""The log of a mirror: read, claimed and appended to.
 
 Theory. Entry n is created if absent, by whoever knows all entries before it. So for each number one
 entry comes to be, all see the same one, and its writer knew what it follows. An entry counts if no
@@ -28,6 +28,7 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
+from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
     FACTS_MAX,
     GONE_MAX,
@@ -51,7 +52,6 @@ from portus.reach.mirror.objects import (
     entry_name,
     entry_number,
 )
-from portus.reach.mirror.requests import Steps, create, get, get_all, list_objects
 
 _log: Final = logging.getLogger("portus")
 
@@ -69,50 +69,46 @@ class SupersededError(BusyError):
 
 
 @dataclass(frozen=True, slots=True)
-class KnownLog:
-    """What a log said when it was read last. ``damage``: why entries since the last whole state
-    could not be read, one for each."""
+class _KnownLog:
+    """What a log said when it was read last. damage: why entries could not be read, since the last
+    whole state."""
 
     state: State
     damage: tuple[CorruptionError, ...] = ()
 
-    def append(self, found: LogEntry | CorruptionError) -> KnownLog:
-        """Return what it says with the next entry, or why that cannot be read."""
+    def append(self, found: LogEntry | CorruptionError) -> _KnownLog:
+        """Return the log with its next entry, or with why that cannot be read."""
         number = self.state.number + 1
         if isinstance(found, CorruptionError):
-            return KnownLog(fold(self.state, number, None), (*self.damage, found))
-        return KnownLog(fold(self.state, number, found), () if found.state else self.damage)
+            return _KnownLog(fold(self.state, number, None), (*self.damage, found))
+        return _KnownLog(fold(self.state, number, found), () if found.state else self.damage)
 
 
 class MirrorLog:
-    """The log of one model: what it says, and this writer's end of it. One thread at a time.
+    """The log of one model: what it says, and this writer's end of it. One thread at a time, but
+    for ``read``.
 
     It is listed once, by the first read or claim. From then on it is read forward, an entry at a
     time, and listed again only where many were made meanwhile.
     """
 
-    def __init__(
-        self, model: str, seal: Seal, known: KnownLog | None = None, newest: int | None = None
-    ) -> None:
-        """known: what another object read of it. newest: the number of an entry that is there, 0
-        for none: taken for the newest, instead of a list, by the first read."""
-        self._model: Final = model
+    def __init__(self, objects: ModelObjects, seal: Seal, newest: int | None = None) -> None:
+        """newest: the number of an entry that is there, 0 for none: taken for the newest, instead
+        of a list, by the first read."""
+        self._objects: Final = objects
+        self._model: Final = objects.model
         self._seal: Final = seal
-        self._known = known
+        self._known: _KnownLog | None = None
         self._newest = newest
         self._term: int | None = None
-        self.state = State() if known is None else known.state
-        """What is known of it. Others may have appended since."""
+        self.state = State()
+        """What this writer knows of it. Others may have appended since."""
 
     @property
-    def last_known(self) -> KnownLog | None:
-        """The log as it was read or claimed last; None if it never was."""
-        return self._known
-
-    def take_over(self, known: KnownLog | None) -> None:
-        """Another object read it: nothing of that is to be read again."""
-        if (known is not None and known.state.number > self.state.number) or self._known is None:
-            self._known = known
+    def damage(self) -> Sequence[CorruptionError]:
+        """Why entries could not be read when it was read or claimed last, one for each. A claim
+        says anew what is known, and then there are none."""
+        return () if self._known is None else self._known.damage
 
     @property
     def is_claimed(self) -> bool:
@@ -124,17 +120,22 @@ class MirrorLog:
         if self._term is None:
             raise self._superseded_error()
 
-    def read(self) -> Steps[State]:
-        """Return what the log says now. Damaged entries are passed over, with an error logged.
+    def read(self) -> State:
+        """Return what it says now; what this writer knows stays. Entries that are damaged are
+        passed over, with an error in the log of Python.
 
         Raises ``CorruptionError`` if all are, ``UsageError`` if a newer Portus wrote it, or if it
         needs a key.
         """
-        state = yield from self._read()
+        return self._read().state
+
+    def confirm(self) -> None:
+        """Read it, and raise ``SupersededError`` if another writer took the term by now."""
+        state = self.read()
         if (state.term, state.writer) != (self.state.term, self.state.writer):
-            self._term = None  # superseded
+            self._term = None
         self.state = state
-        return state
+        self.require()
 
     def claim(
         self,
@@ -142,27 +143,27 @@ class MirrorLog:
         writer: bytes,
         first: Sequence[Fact] = (),
         at: int | None = None,
-    ) -> Steps[State]:
+    ) -> State:
         """Begin a term. writer: random; another one for each claim. first: what the first entry of
         all says besides. at: the number of the entry that this follows; raises ``StaleError`` if
         another one came in between."""
         self._term = None
-        self.state = yield from self._read()
-        assert self._known is not None
+        known = self._read()
+        self.state = known.state
         for _ in range(NUMBER_MAX):
             if at is not None and self.state.number != at:
                 raise StaleError(f"the mirror of model {self._model!r}: another entry came first")
             # One that is damaged may have been a claim: then its term is another one than this.
-            damage = self._known.damage
-            term = self.state.term + 1 + len(damage)
+            term = self.state.term + 1 + len(known.damage)
             facts: tuple[Fact, ...] = (claimed,) if self.state.number else (claimed, *first)
-            mine = yield from self._put(LogEntry(self._model, term, writer, facts))
-            if mine:
-                self._term, self._known = term, KnownLog(self.state)
+            # Behind what cannot be read, it says all that is known: nobody looks at that any more.
+            entry = LogEntry(self._model, term, writer, facts)
+            if self._put(entry, is_whole=bool(known.damage)):
+                self._term, self._known = term, _KnownLog(self.state)
                 break
         return self.state
 
-    def append(self, facts: Sequence[Fact]) -> Steps[State]:
+    def append(self, facts: Sequence[Fact]) -> State:
         """Say ``facts``, all or none; when this returns, they count. What is sent and raises may
         count, now or later: the next call settles that before it does anything else.
 
@@ -174,7 +175,7 @@ class MirrorLog:
         while True:  # ends: each turn but the last an entry of another was found in its place
             assert self._term is not None
             entry = LogEntry(self._model, self._term, self.state.writer, tuple(facts))
-            mine = yield from self._put(entry)
+            mine = self._put(entry)
             if mine:
                 return self.state
             # An entry in this place is no defeat by itself: it may be one that does not count.
@@ -191,19 +192,19 @@ class MirrorLog:
             passing=state.passing,
         )
 
-    def _put(self, entry: LogEntry) -> Steps[bool]:
-        """Make it the next one; False if another is in its place, which the state has now."""
+    def _put(self, entry: LogEntry, *, is_whole: bool = False) -> bool:
+        """Make it the next one; False if another is in its place, which the state has now.
+        is_whole: with all that the log says."""
         number = self.state.number + 1
         state = fold(self.state, number, entry)
         # So a start reads 17 entries at most, however long the log is.
-        # Behind a damaged one, too: nobody looks at that any more.
-        if number % STRIDE == 0 or (self._known is not None and self._known.damage):
+        if is_whole or number % STRIDE == 0:
             entry = replace(entry, state=state)
         data = self._seal.entry(number, entry)
         for _ in range(_ABSENT_MAX):
-            made = yield from create(entry_name(number), data)
+            made = self._objects.create(entry_name(number), data)
             # The name is taken: by this very request, which was repeated, or by another writer.
-            there = data if made else (yield from get(entry_name(number)))
+            there = data if made else self._objects.get(entry_name(number))
             if there == data:  # made now, or by a request that was repeated (M1)
                 self.state = state
                 return True
@@ -216,20 +217,17 @@ class MirrorLog:
             "both that it exists and that it does not"
         )
 
-    def _read(self) -> Steps[State]:
-        """Return what the log says. ``_known`` then has what could not be read."""
+    def _read(self) -> _KnownLog:
         known = self._known
         told = () if known is None else known.damage
         if known is not None:
             if self.state.number > known.state.number:  # appended to since it was read
-                known = KnownLog(self.state, known.damage)
+                known = _KnownLog(self.state, known.damage)
             # A read of the next number is cheaper than a list.
-            known = yield from self._onward(known, STRIDE)
+            known = self._onward(known, STRIDE)
         if known is None:  # never read, or much was appended meanwhile
-            newest = yield from self._newest_entry()
-            known = yield from self._up_to(newest)
             # A list may lack the newest names; a read of the next number does not (decision 0141).
-            known = yield from self._onward(known, NUMBER_MAX)
+            known = self._onward(self._up_to(self._newest_entry()), NUMBER_MAX)
             assert known is not None
         if known.damage and not known.state.term:
             raise self._unread(known.damage)
@@ -237,25 +235,25 @@ class MirrorLog:
             if error not in told:
                 _log.error("the mirror of model %r: %s; its contents are lost", self._model, error)
         self._known = known
-        return known.state
+        return known
 
-    def _newest_entry(self) -> Steps[int]:
+    def _newest_entry(self) -> int:
         """The number of the newest entry, or of one before it; 0 if there is none."""
         newest, self._newest = self._newest, None
         if newest is not None:
             return newest
         # Numbers in names go down, so the newest entry is the first of the list.
-        for each in (yield from list_objects(LOG)):
+        for each in self._objects.list(LOG):
             if (number := entry_number(each.name)) is not None:
                 return number
         return 0
 
-    def _onward(self, known: KnownLog, most: int) -> Steps[KnownLog | None]:
+    def _onward(self, known: _KnownLog, most: int) -> _KnownLog | None:
         """Return the log with the entries behind those that are known; None if there are more than
         ``most`` of them."""
         for _ in range(most + 1):  # a list lacks what was made just before it, and no more
             number = known.state.number + 1
-            data = yield from get(entry_name(number))
+            data = self._objects.get(entry_name(number))
             if data is None:
                 return known
             known = known.append(self._decode(number, data))
@@ -271,17 +269,17 @@ class MirrorLog:
             )
         return CorruptionError(f"{what} can be read. The first: {damage[0]}")
 
-    def _up_to(self, newest: int) -> Steps[KnownLog]:
+    def _up_to(self, newest: int) -> _KnownLog:
         entries: dict[int, LogEntry | CorruptionError] = {}
-        first, known = newest - newest % STRIDE, KnownLog(State())
+        first, known = newest - newest % STRIDE, _KnownLog(State())
         after = newest + 1
         while after > 1:
             numbers = range(max(first, 1), after)
-            found = yield from get_all([entry_name(number) for number in numbers])
+            found = self._objects.get_all([entry_name(number) for number in numbers])
             for number, data in zip(numbers, found, strict=True):
                 entries[number] = each = self._decode(number, data)
                 if isinstance(each, LogEntry) and each.state is not None:
-                    known = KnownLog(each.state)
+                    known = _KnownLog(each.state)
             if known.state.number:
                 break
             after, first = max(first, 1), first - STRIDE

@@ -10,28 +10,30 @@ from __future__ import annotations
 
 import bisect
 import errno
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
+import xxhash
 
 from portus.engine.copying.local import best_engine
 from portus.engine.copying.segments import Column, Digests, Segments, Sources, Stop, cut, memory
 from portus.engine.format.checksum import UNIT
+from portus.engine.image.stored_file import Read
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
+from portus.engine.media.file_calls import write_all
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError
 from portus.reach.index.file_table import PackedFile
+from portus.reach.media.local import naming_call
+from portus.reach.mirror.model_objects import ABREAST
 from portus.reach.mirror.objects import FileObject
-from portus.reach.mirror.whole import digest_of, write_at
 from portus.reach.versions.parallel import abreast, in_any_order
 
 Load = Callable[[str, int, memoryview], None]
 """Fills memory from a byte of an object on. Raises what a load raises."""
-
-ABREAST: Final = 4
-"""Requests that are under way at once."""
 
 _SMALL_ABREAST: Final = 16
 """The same for requests that are small: an answer is waited for, not its bytes."""
@@ -149,13 +151,18 @@ class ObjectFile(ReadOnlyMedium):
         def get(start: int) -> None:
             data = memoryview(bytearray(min(UNIT, self.size - start)))
             self.read(start, data)
-            write_at(number, data, start, path)
+            with naming_call("write", path):
+                write_all(number, data, start)
             advanced(len(data))
+
+        def get_back(start: int, size: int) -> bytes:
+            with naming_call("read", path):
+                return os.pread(number, size, start)
 
         in_any_order(get, range(0, self.size, UNIT), ABREAST)
         # Read back from the file, so that a failed write shows as well.
         for each, start in zip(self._objects, self._starts, strict=False):
-            found = digest_of(number, each.size, path, start)
+            found = digest_of(get_back, start, each.size)
             if found != each.digest:
                 raise CorruptionError(
                     f"{self._name}: {each.name}: expected the digest {each.digest.hex()}, found "
@@ -213,6 +220,14 @@ class ObjectFile(ReadOnlyMedium):
 
         missing = [part for part in self._kept if part not in self._bytes]
         in_any_order(read, missing, _count(missing))
+
+
+def digest_of(read: Read, start: int, size: int) -> bytes:
+    """Return the xxh3_128 of ``size`` bytes of a file, from ``start`` on."""
+    hasher = xxhash.xxh3_128()
+    for at in range(start, start + size, UNIT):
+        hasher.update(read(at, min(UNIT, start + size - at)))
+    return hasher.digest()
 
 
 class _Ahead:

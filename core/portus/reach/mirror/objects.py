@@ -306,10 +306,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """A version, and which objects its files are.
 
     ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each unit of these.
-    ``contents``: as its record has them; those of a version of files are their table.
-    ``files``: for each of its files the objects that are it, end to end. A version without a table
-    has one file, of its storages end to end. The rest as in ``VersionInfo``; ``pool`` is the
-    identity of its pool.
+    ``contents``: as its record has them, the table of its files. ``files``: for each of these the
+    objects that are it, end to end. The rest as in ``VersionInfo``; ``pool`` is the identity of its
+    pool.
     """
 
     model: _Name

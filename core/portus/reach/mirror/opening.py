@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Final
 
-from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.bucket import Bucket, BucketTimeouts
 from portus.reach.mirror.folder import Folder
@@ -40,20 +38,3 @@ def open_file_store(address: StoreAddress, patience: BucketTimeouts | None = Non
     if address.kind is StoreKind.FOLDER:
         return Folder(address.prefix)
     return Bucket(address, patience)
-
-
-def check_writable(address: StoreAddress) -> None:
-    """Check ``address`` before a run that is to be mirrored there. Raises ``UsageError`` for a
-    directory that this process may not write to, or without hard links. A store that does not
-    answer, or is full, may recover later; of other stores only a write tells."""
-    if address.kind is not StoreKind.FOLDER:
-        return
-    try:
-        with contextlib.suppress(TransportError, MediumError):
-            Folder(address.prefix).check_writable()
-    except UsageError as error:
-        raise UsageError(
-            f"{address}: nothing can be mirrored there: {error}. Expected a directory that this "
-            "process may write to, on a file system with hard links: give it that right, name "
-            "another mirror, or say mirror='none'"
-        ) from error

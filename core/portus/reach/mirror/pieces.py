@@ -27,9 +27,6 @@ ALONE: Final = 1 << 20
 SHARED: Final = 4 << 20
 """Bytes of what shares a piece, at most: all of it is put again when some of it has changed."""
 
-STORAGES: Final = "storages"
-"""The name of the one file of a version that is of no files."""
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -56,10 +53,7 @@ def files_in(contents: bytes, lengths: Column, where: str) -> Sequence[PackedFil
     """The files of a version with storages of these lengths. Raises ``CorruptionError``, naming
     ``where``, unless they have the storages of the version."""
     table = decode_table(contents)
-    if table is None:
-        ends = np.cumsum(lengths)
-        return [PackedFile(STORAGES, int(lengths.sum()), ends - lengths, lengths)]
-    if table.lengths != lengths.tolist():
+    if table is None or table.lengths != lengths.tolist():
         raise CorruptionError(f"{where}: its files do not have the storages that it has")
     return table.files
 
@@ -135,11 +129,6 @@ class ReadManifest:
         if sizes != [each.size for each in files]:
             raise CorruptionError(f"{where}: its objects are not as long as its files")
         return cls(manifest, lengths, digests, files)
-
-    @property
-    def has_files(self) -> bool:
-        """False for a version of something else, such as tables: its one file is its storages."""
-        return decode_table(self.manifest.contents) is not None
 
     @property
     def info(self) -> VersionInfo:

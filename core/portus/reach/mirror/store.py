@@ -34,7 +34,8 @@ class MissingError(PortusError):
 
 
 class UnwritableError(UsageError):
-    """The store knows who asks, who has no right to write there."""
+    """The store knows who asks, who has no right to write there; or it keeps no two writers apart:
+    a directory without hard links."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a mirror's writer does, one thing after another. Pure: see ``requests``.
+"""What a mirror's writer does, one thing after another.
 
 - **M1** A version counts when its entry does, and that is asked for only after its files and its
   manifest are there.
@@ -11,23 +11,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
-from portus.engine.copying.segments import Column, Digests
+from portus.engine.copying.segments import Column, Digests, Stop
 from portus.engine.spec import VersionInfo
-from portus.errors import CorruptionError
+from portus.errors import CorruptionError, printable
 from portus.reach.index.file_table import PackedFile
-from portus.reach.mirror.log import KnownLog, MirrorLog
+from portus.reach.mirror.log import MirrorLog
+from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
     FACTS_MAX,
     LOG,
     MANIFESTS,
     PIECES,
     VERSIONS,
+    WHO_SIZE_MAX,
+    WRITER_SIZE,
     Added,
     Claimed,
     Collected,
@@ -43,15 +48,6 @@ from portus.reach.mirror.objects import (
     whole_key,
 )
 from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject
-from portus.reach.mirror.requests import (
-    DeleteObjects,
-    PutObject,
-    PutObjects,
-    Steps,
-    get,
-    get_all,
-    list_objects,
-)
 from portus.reach.mirror.store import ListedObject
 
 GRACE_S: Final = 24 * 3600.0
@@ -92,10 +88,10 @@ class Writer:
     A call that raises may be made again, with what has changed since or without.
     """
 
-    def __init__(self, model: str, seal: Seal, newest: int | None = None) -> None:
+    def __init__(self, objects: ModelObjects, seal: Seal, newest: int | None = None) -> None:
         """newest: as of ``MirrorLog``."""
-        self.log = MirrorLog(model, seal, newest=newest)
-        self._model: Final = model
+        self._objects: Final = objects
+        self._log = MirrorLog(objects, seal, newest=newest)
         self._seal: Final = seal
         self._writer = b""
         self._epoch = 0
@@ -108,44 +104,63 @@ class Writer:
 
     @property
     def state(self) -> State:
-        """What the log said when it was last looked at."""
-        return self.log.state
+        """What the log said when this object last claimed, mirrored, noted or collected."""
+        return self._log.state
+
+    @property
+    def is_claimed(self) -> bool:
+        """True from a claim until it was found to be superseded."""
+        return self._log.is_claimed
 
     def claim(
         self,
-        claimed: Claimed,
-        writer: bytes,
-        known: KnownLog | None = None,
-        time_ns: int = 0,
+        who: str,
+        pool: bytes,
+        commit: int = 0,
+        *,
+        passing: bool = False,
         at: int | None = None,
-    ) -> Steps[State]:
-        """Begin a term. writer: random; another one for each claim. known: what was read of the log
-        before. time_ns: the time; from the first claim of all on collecting is due a day later. at:
-        as of ``MirrorLog.claim``."""
+    ) -> State:
+        """Take the term; whoever had it is superseded.
+
+        When a run is opened, before its first commit; and again after ``SupersededError`` with
+        ``passing``. who: for messages. pool, commit: the identity of the pool, and its newest
+        commit; or the identity of a run of files. passing: to remove and to collect alone. at: the
+        number of the log's newest entry, as the caller read it; raises ``StaleError`` if there are
+        others.
+        """
         # Nothing known before is relied on: another writer may have deleted it (M2).
-        self._known, self._writer, self._epoch = {}, writer, 0
+        self._known, self._writer, self._epoch = {}, self._random(WRITER_SIZE), 0
         self._last = "", {}
-        self.log.take_over(known)
-        state = yield from self.log.claim(claimed, writer, [Collected((), time_ns)], at)
-        if not claimed.passing:
-            yield from self._rely_on(state)
+        claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
+        # From the first claim of all on, collecting is due a day later.
+        first = [Collected((), self._now_ns())]
+        state = self._log.claim(claimed, self._writer, first, at)
+        if not passing:
+            self._rely_on(state)
         return state
+
+    def require(self) -> None:
+        """Raise ``SupersededError`` if another writer took the term by now. One small read."""
+        self._log.confirm()
 
     def add(
         self,
         version: Version,
+        put: Callable[[WantedObject], FileObject],
         facts: Sequence[Fact] = (),
         damaged: Collection[str] | None = None,
-    ) -> Steps[Added]:
-        """Mirror a version, and say ``facts`` with it. When this returns, it counts. damaged: of a
-        version that is there, the objects that are not as they were put: what is in them is put
-        again, the others stay where its manifest has them; all are, if that cannot be read."""
-        self.log.require()
+    ) -> Added:
+        """Mirror a version, and say ``facts`` with it. When this returns, it counts. put: puts an
+        object of it, and returns what was put. damaged: of a version that is there, the objects
+        that are not as they were put: what is in them is put again, the others stay where its
+        manifest has them; all are, if that cannot be read."""
+        self._log.require()
         info = version.info
         before = None if damaged is None else self.state.version(info.token)
         known: Mapping[Key, FileObject] = self._known
         if before is not None:
-            manifest = yield from self._manifest_of(before)
+            manifest = self._manifest_of(before)
             known = {} if manifest is None else manifest.objects()
         wanted = [
             self._wanted_objects(version, number, known) for number in range(len(version.files))
@@ -155,11 +170,11 @@ class Writer:
             if each.name in (damaged or ()):
                 each.there = None  # it keeps its name: it gets the bytes that it had
         # Files, then the manifest, then the entry: what counts is complete (M1).
-        yield from self._put_objects(objects)
+        self._put_objects(objects, put)
         files = [[objects[key].there for key, _ in file] for file in wanted]
         said = _manifest(version, files)
         name, data = self._seal.manifest(said, self._writer, self._epoch)
-        yield PutObjects([PutObject(MANIFESTS + name, data)])
+        self._objects.put(MANIFESTS + name, data)
         added = Added(
             token=info.token,
             step=info.step,
@@ -171,60 +186,64 @@ class Writer:
             manifest=name,
             metrics=dict(info.metrics),
         )
-        yield from self.log.append((added, *facts))  # M1
+        self._log.append((added, *facts))  # M1
         self._known = said.objects()
         self._last = name, dict(self._known)
         return added
 
-    def note(self, facts: Sequence[Fact]) -> Steps[State]:
-        """Say ``facts``; when this returns, they count."""
-        return (yield from self.log.append(facts))
+    def note(self, facts: Sequence[Fact]) -> State:
+        """Say ``facts``, all or none: when this returns, they count. Raises ``SupersededError``."""
+        return self._log.append(facts)
 
-    def collect(self, grace_s: float = GRACE_S, time_ns: int = 0) -> Steps[DeletedObjects]:
-        """Delete what no version needs, and no reader who began within ``grace_s`` seconds. Raises
-        ``CorruptionError``, and deletes nothing, where what a version needs is not known. time_ns:
-        the time, for who asks when it was."""
-        self.log.require()
+    def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> DeletedObjects:
+        """Delete what no version needs, nor a reader who began within ``grace_s`` seconds. Raises
+        ``SupersededError``; ``UsageError`` without the right to delete; ``StoppedError`` within a
+        request after ``stop`` is set; and ``CorruptionError``, and deletes nothing, where a
+        manifest cannot be read. Whatever it raises, the next call does the rest."""
+        stop = stop or Stop()
+        stop.check()
+        self._log.require()
         # By the store's clock: a wrong clock of this machine must not delete anything.
-        now, number = yield from self._times(grace_s)
+        now, number = self._times(grace_s)
         # Listed before the entry, so nothing that is put after it can be in the list (M3).
-        entries = yield from self._list_before(now - grace_s)
+        entries = self._list_before(now - grace_s)
         old = [each.manifest for each in self.state.gone if each.number <= number]
         # M3: after it was listed. So it may not be taken for the entry of a call before, which was
         # given up and may be there.
-        self._collected_ns = max(time_ns, self._collected_ns + 1)
+        self._collected_ns = max(self._now_ns(), self._collected_ns + 1)
         said = Collected(tuple(old[:FACTS_MAX]), self._collected_ns)
-        state = yield from self.log.append((said,))
-        named = yield from self._needed_objects(state)
+        state = self._log.append((said,))
+        named = self._needed_objects(state, stop)
         unneeded = [each for each in entries if each.name not in named]
         if unneeded:
-            yield from self._rely_on(state)
+            self._rely_on(state)
             self._epoch += 1  # M3: no name of before is used again
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
-            yield DeleteObjects(names[start : start + _DELETED_MAX])
+            stop.check()
+            self._objects.delete(names[start : start + _DELETED_MAX])
         return DeletedObjects(len(names), sum(each.size for each in unneeded))
 
-    def find_unneeded(self, grace_s: float = GRACE_S) -> Steps[DeletedObjects]:
+    def find_unneeded(self, grace_s: float = GRACE_S) -> DeletedObjects:
         """What ``collect`` would delete now. Takes no term, and changes nothing. Raises as it."""
-        now, number = yield from self._times(grace_s)
-        entries = yield from self._list_before(now - grace_s)
-        state = yield from self.log.read()
+        now, number = self._times(grace_s)
+        entries = self._list_before(now - grace_s)
+        state = self._log.read()
         gone = tuple(each for each in state.gone if each.number > number)
-        named = yield from self._needed_objects(replace(state, gone=gone))
+        named = self._needed_objects(replace(state, gone=gone), Stop())
         found = [each.size for each in entries if each.name not in named]
         return DeletedObjects(len(found), sum(found))
 
-    def suspects(self) -> Steps[list[Added]]:
+    def suspects(self) -> list[Added]:
         """The versions that lack an object, or whose manifest is damaged, as far as a list of the
         store tells, which may lack what is newest. Takes no term, and changes nothing."""
-        state = yield from self.log.read()
+        state = self._log.read()
         sizes, found = {}, []
         for folder in (PIECES, VERSIONS):
-            sizes.update({each.name: each.size for each in (yield from list_objects(folder))})
+            sizes.update({each.name: each.size for each in self._objects.list(folder)})
         for start in range(0, len(state.versions), _MANIFESTS_MAX):
             some = state.versions[start : start + _MANIFESTS_MAX]
-            manifests = yield from get_all([MANIFESTS + each.manifest for each in some])
+            manifests = self._objects.get_all([MANIFESTS + each.manifest for each in some])
             for added, data in zip(some, manifests, strict=True):
                 try:
                     length = dict(self._objects_of(added.manifest, data, needed=True))
@@ -254,41 +273,39 @@ class Writer:
             found.append((each.key, WantedObject(name, number, each.start, each.size, there)))
         return found
 
-    def _put_objects(self, objects: Mapping[Key, WantedObject]) -> Steps[None]:
-        missing = {key: each for key, each in objects.items() if each.there is None}
-        puts = [PutObject(each.name, each) for each in missing.values()]
-        try:
-            if puts:
-                yield PutObjects(puts)
-        finally:  # what is there stays there until this writer collects
-            done = {put.name for put in puts if put.done}
-            for key, each in missing.items():
-                if each.name in done and each.there is not None:
-                    self._known[key] = each.there
+    def _put_objects(
+        self, objects: Mapping[Key, WantedObject], put: Callable[[WantedObject], FileObject]
+    ) -> None:
+        def put_one(key: Key) -> None:
+            # Known only now: what the store did not confirm is sent again. What is there stays
+            # there until this writer collects.
+            self._known[key] = objects[key].there = put(objects[key])
 
-    def _rely_on(self, state: State) -> Steps[None]:
+        self._objects.for_each(put_one, [key for key in objects if objects[key].there is None])
+
+    def _rely_on(self, state: State) -> None:
         """Take as known the objects that a manifest names: the last one that this writer had, or
         that of the newest version; none if that is damaged."""
         names = {each.manifest for each in state.versions}
         if self._last[0] not in names:
             self._last = "", {}
             if state.newest is not None:
-                manifest = yield from self._manifest_of(state.newest)
+                manifest = self._manifest_of(state.newest)
                 self._last = state.newest.manifest, {} if manifest is None else manifest.objects()
         self._known = dict(self._last[1])
 
-    def _manifest_of(self, added: Added) -> Steps[Manifest | None]:
+    def _manifest_of(self, added: Added) -> Manifest | None:
         """The manifest of a version; None if it is damaged."""
         try:
-            return (yield from read_manifest(self._seal, self._model, added.manifest)).manifest
+            return read_manifest(self._objects, self._seal, added.manifest).manifest
         except CorruptionError:
             return None
 
-    def _times(self, grace_s: float) -> Steps[tuple[float, int]]:
+    def _times(self, grace_s: float) -> tuple[float, int]:
         """What time it is, at least, by the clock of the store; and the newest entry that is older
         than ``grace_s``."""
         now = 0.0
-        for each in (yield from list_objects(LOG)):
+        for each in self._objects.list(LOG):
             number = entry_number(each.name)
             if number is not None:
                 now = max(now, each.modified)
@@ -296,22 +313,23 @@ class Writer:
                     return now, number
         return now, 0
 
-    def _list_before(self, before: float) -> Steps[list[ListedObject]]:
+    def _list_before(self, before: float) -> list[ListedObject]:
         found = []
         for folder in (PIECES, MANIFESTS, VERSIONS):
-            entries = yield from list_objects(folder)
+            entries = self._objects.list(folder)
             found += [each for each in entries if each.modified <= before]
         return found
 
-    def _needed_objects(self, state: State) -> Steps[set[str]]:
+    def _needed_objects(self, state: State, stop: Stop) -> set[str]:
         """The objects that versions need, and those that readers may need."""
         kept = [each.manifest for each in state.versions]
         gone = [each.manifest for each in state.gone]
         named = {MANIFESTS + name for name in (*kept, *gone)}
         for names, needed in ((kept, True), (gone, False)):
             for start in range(0, len(names), _MANIFESTS_MAX):
+                stop.check()
                 some = names[start : start + _MANIFESTS_MAX]
-                found = yield from get_all([MANIFESTS + name for name in some])
+                found = self._objects.get_all([MANIFESTS + name for name in some])
                 for name, data in zip(some, found, strict=True):
                     named.update(self._objects_of(name, data, needed=needed))
         return named
@@ -321,7 +339,7 @@ class Writer:
         try:
             if data is None:
                 raise CorruptionError(f"{MANIFESTS}{name} is missing")
-            return self._seal.read_manifest(name, data, self._model).object_sizes()
+            return self._seal.read_manifest(name, data, self._objects.model).object_sizes()
         except CorruptionError as error:
             if not needed:
                 return {}  # nobody can read that version
@@ -330,13 +348,22 @@ class Writer:
                 "that version again, or remove it"
             ) from error
 
+    @staticmethod
+    def _now_ns() -> int:
+        return time.time_ns()
 
-def read_manifest(seal: Seal, model: str, name: str) -> Steps[ReadManifest]:
+    @staticmethod
+    def _random(size: int) -> bytes:
+        return os.urandom(size)
+
+
+def read_manifest(objects: ModelObjects, seal: Seal, name: str) -> ReadManifest:
     """A manifest, checked. Raises ``CorruptionError``, also if it is not there."""
-    data = yield from get(MANIFESTS + name)
+    data = objects.get(MANIFESTS + name)
     if data is None:
-        raise CorruptionError(f"{MANIFESTS}{name} of the mirror of model {model!r} is missing")
-    return ReadManifest.of(seal.read_manifest(name, data, model))
+        where = f"the mirror of model {objects.model!r}"
+        raise CorruptionError(f"{MANIFESTS}{name} of {where} is missing")
+    return ReadManifest.of(seal.read_manifest(name, data, objects.model))
 
 
 def _manifest(version: Version, files: Sequence[Sequence[FileObject | None]]) -> Manifest:

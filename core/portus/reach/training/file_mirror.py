@@ -32,7 +32,7 @@ from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.loading.checkpoint_file import has_digests, use_file
-from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.loading.open_file import OpenFile
 from portus.engine.paths.request import make_directory
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.run import Save
@@ -46,13 +46,12 @@ from portus.errors import (
     printable,
 )
 from portus.reach.index.journals import LINES, lines_path
-from portus.reach.media.local import LocalFiles
+from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.address import StoreAddress
-from portus.reach.mirror.behind import READ_ALONE, BackgroundCopier, ElsewhereError, who
-from portus.reach.mirror.files import MirroredFiles, UploadedFile
+from portus.reach.mirror.behind import BackgroundCopier, ElsewhereError, who
+from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.objects import FileAdded, State
-from portus.reach.mirror.opening import check_writable, open_file_store
-from portus.reach.mirror.store import UnwritableError
+from portus.reach.mirror.opening import open_file_store
 from portus.reach.mirror.waiting import bar
 from portus.reach.training.links import replace_link
 
@@ -124,7 +123,6 @@ class DirectoryMirror(BackgroundCopier, Companion):
         when that is written. Raises ``UsageError``."""
         store = open_file_store(address)
         super().__init__(store, str(address), model, wait_s=wait_s)
-        self._place: Final = address
         self._directory: Final = root
         self._checkpoints: Final = checkpoints
         self._of_directories: Final = of_directories
@@ -172,21 +170,15 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """
         if self._has_begun:
             return
-        check_writable(self._place)
         with PENDING.exempt():
             try:
-                self.fetch()
-                self._claim()
+                with self._first_write():
+                    self.fetch()
+                    self._claim()
             except (TransportError, MediumError) as error:
                 if not any(self._images()):
                     raise  # nobody knows whether there is something to go on from
                 self._say(error)
-            except UnwritableError as error:
-                raise UnwritableError(
-                    f"{self.address}: nothing can be mirrored there: {READ_ALONE}: {error}. "
-                    "Expected a mirror that this process may write to: give it that right, name "
-                    "another mirror, or say mirror='none'"
-                ) from error
             self._has_begun = True
             self._look()
         self.wake()
@@ -248,17 +240,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 self._write_note()
         self.wake()
 
-    def yield_space(self) -> bool:
-        """The disk is full: end the upload of a file that was removed meanwhile, whose space it
-        holds. True if there was one."""
-        with self._changed:
-            path = os.path.join(self._directory, self._uploaded)
-            if self._copying is None or os.path.lexists(path):
-                return False
-            self._copying.set()
-            copies = self._copies
-            self._changed.wait_for(lambda: self._copies != copies)
-            return True
+    def _may_yield(self) -> bool:
+        """Whether the file that is uploaded was removed meanwhile: its space is held."""
+        return not os.path.lexists(os.path.join(self._directory, self._uploaded))
 
     def close(self) -> None:
         """Look for new checkpoints once more, and close as ``BackgroundCopier`` does."""
@@ -361,9 +345,19 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
         if not is_same():
             return None
-        source = UploadedFile(opened.size, file.time_ns, reads(opened), is_same)
         with self._uploading() as stop:
-            return self._mirror.upload(file.path, source, found.step, stop, term=found.term)
+            sent = self._mirror.upload(
+                file.path,
+                opened,
+                stop,
+                step=found.step,
+                time_ns=file.time_ns,
+                term=found.term,
+            )
+        # If it was written to meanwhile, what was sent is of no single moment.
+        if not is_same():
+            raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
+        return sent
 
     def _there_in(self, name: str) -> list[str]:
         """The paths that the store has of the checkpoint ``name``: itself, or those below it."""
@@ -531,7 +525,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
                         # Before it is published: a Lightning that starts chooses by times
                         # (decision 0208).
                         os.utime(number, ns=(each.time_ns, each.time_ns))
-                    _sync(number, path)
+                    with naming_call("sync", path):
+                        os.fsync(number)
                 draft.publish()
             finally:
                 draft.abandon()
@@ -666,12 +661,3 @@ def _is_in(path: str, above: str) -> bool:
 
 def _is_same(file: _File, said: FileAdded | None) -> bool:
     return said is not None and (said.size, said.time_ns) == (file.size, file.time_ns)
-
-
-def _sync(number: int, path: str) -> None:
-    try:
-        os.fsync(number)
-    except OSError as error:
-        raise MediumError(
-            error.errno, f"{printable(path)}: cannot be written: {error.strerror}"
-        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import shutil
@@ -194,6 +195,21 @@ def test_a_file_that_is_removed_while_it_is_uploaded_is_removed_there(
     bucket.gate.set()
     run.files.close()
     assert bucket.files() == {"ckpt/2.ckpt": 2}
+
+
+def test_a_file_that_is_written_to_while_it_is_uploaded_does_not_count(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save_stuck(bucket, "1.ckpt", 1)
+    with open(tmp_path / "run/ckpt/1.ckpt", "r+b") as file:
+        file.write(b"another")
+    bucket.gate.set()
+    mirror = run.files._mirror
+    assert mirror is not None
+    until(lambda: not mirror.backlog())
+    assert bucket.sent == ["ckpt/1.ckpt"]
+    assert bucket.files() == {}, "what was sent is of no single moment"
 
 
 def test_a_file_under_upload_is_no_spare(bucket: Bucket, tmp_path: Path) -> None:
@@ -439,6 +455,26 @@ def test_a_mirror_that_cannot_be_written_is_an_error_at_the_start(
     with pytest.raises(UsageError, match="may be read, not written"):
         Run(bucket, tmp_path / "run").begin()
     assert fence._listeners == before, "nobody listens to steps"
+
+
+def test_a_directory_without_hard_links_is_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(source: str, target: str) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    mirror = file_mirror.DirectoryMirror(
+        parse(f"file://{tmp_path}/mirror"),
+        "run",
+        root=str(tmp_path / "run"),
+        checkpoints=str(tmp_path / "run/ckpt"),
+        home=str(tmp_path / "run/.portus"),
+        wait_s=0.0,
+    )
+    monkeypatch.setattr(os, "link", fails)
+    with pytest.raises(UsageError, match=r"nothing can be mirrored there: .* no hard links"):
+        mirror.begin()
+    mirror.close()
 
 
 def test_a_mirror_that_does_not_answer_is_an_error_only_where_there_is_nothing_to_go_on_from(

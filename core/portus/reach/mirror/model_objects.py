@@ -1,0 +1,147 @@
+"""``ModelObjects``: the objects of one model in a store: requests side by side, files with their
+digest beside them, and the check of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
+
+import xxhash
+
+from portus.engine.format.checksum import UNIT, digest
+from portus.errors import CorruptionError
+from portus.reach.mirror.objects import DIGEST_SUFFIX, digest_line, prefix_of
+from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Store
+from portus.reach.versions.parallel import abreast, in_any_order
+
+ABREAST: Final = 4
+"""Requests that are under way at once."""
+
+Advanced = Callable[[int], object]
+"""Told of bytes that were read."""
+
+_Item = TypeVar("_Item")
+
+
+class ModelObjects:
+    """See the module. Names are below the prefix of the model. All raise what the store raises.
+
+    What decides which requests to make, and in which order, makes them here alone: so tests can run
+    it in every history that a store may have.
+    """
+
+    def __init__(self, store: Store, model: str, where: str = "mirror") -> None:
+        """Asks nothing. Whoever made the store closes it. where: the store, for messages."""
+        self.store: Final = store
+        self.model: Final = model
+        self.where: Final = where
+        self._prefix: Final = prefix_of(model)
+
+    def path(self, name: str) -> str:
+        """Return the name of an object in the store."""
+        return self._prefix + name
+
+    def get(self, name: str) -> bytes | None:
+        """Return all of an object; None if it is not there."""
+        with contextlib.suppress(MissingError):
+            return self.store.get(self.path(name))
+        return None
+
+    def get_all(self, names: Sequence[str]) -> list[bytes | None]:
+        """Return several objects, with None for those that are not there."""
+        return list(abreast(self.get, names, ABREAST))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Do as ``Store.create``."""
+        return self.store.create(self.path(name), data)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Do as ``Store.put``."""
+        self.store.put(self.path(name), data)
+
+    def list(self, folder: str) -> Iterator[ListedObject]:
+        """Yield the objects in a folder, in the order of their names."""
+        for each in self.store.list(self.path(folder)):
+            yield ListedObject(each.name.removeprefix(self._prefix), each.size, each.modified)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Do as ``Store.delete``."""
+        self.store.delete([self.path(name) for name in names])
+
+    def for_each(self, request: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+        """Make a request for each item, side by side, in any order. If it raises, some of them may
+        have taken effect."""
+        in_any_order(request, items, ABREAST)
+
+    def load(self, name: str, start: int, into: memoryview) -> None:
+        """Do as ``Store.get_range``. Raises ``CorruptionError`` also for a missing object."""
+        try:
+            self.store.get_range(self.path(name), start, into)
+        except MissingError as error:
+            raise self._missing_error(name) from error
+
+    def put_file(self, name: str, parts: Iterable[bytes], size: int) -> bytes:
+        """Put a file, ``size`` bytes in ``parts``, and its digest beside it; return the digest.
+        Raises also what asking for a part does."""
+        assert isinstance(self.store, FileStore)
+        hasher = xxhash.xxh3_128()
+
+        def pass_on() -> Iterator[bytes]:
+            for part in parts:
+                hasher.update(part)
+                yield part
+
+        self.store.put_stream(self.path(name), pass_on(), size)
+        self.put(name + DIGEST_SUFFIX, digest_line(name, hasher.digest()))
+        return hasher.digest()
+
+    def read_file(self, name: str, size: int, sent: bytes) -> Iterator[int]:
+        """Read all of a file, and what is beside it; yield how many bytes of the file each request
+        read. Raises ``CorruptionError``, naming it, unless they are there as they were sent:
+        ``size`` bytes with the digest ``sent``."""
+        yield from self._read(name, size, sent)
+        said = digest_line(name, sent)
+        for _ in self._read(name + DIGEST_SUFFIX, len(said), digest(said)):
+            pass  # no bytes of the file
+
+    def read_piece(self, name: str, size: int, sent: bytes) -> Iterator[int]:
+        """Read a piece, as ``read_file`` does, by one request."""
+        data = self.get(name)
+        if data is None:
+            raise self._missing_error(name)
+        yield len(data)
+        if len(data) != size:
+            raise self._error(name, f"expected {size} bytes, found {len(data)}")
+        self._compare(name, sent, digest(data))
+
+    def _read(self, name: str, size: int, sent: bytes) -> Iterator[int]:
+        hasher, room = xxhash.xxh3_128(), memoryview(bytearray(min(size, UNIT)))
+        for start in range(0, size, UNIT):
+            part = room[: size - start]
+            self.load(name, start, part)
+            hasher.update(part)
+            yield len(part)
+        # No range that was read covers bytes behind the end.
+        if self._goes_on(name, size):
+            raise self._error(name, f"expected {size} bytes, found more")
+        self._compare(name, sent, hasher.digest())
+
+    def _goes_on(self, name: str, size: int) -> bool:
+        try:
+            self.store.get_range(self.path(name), size, memoryview(bytearray(1)))
+        except MissingError as error:
+            raise self._missing_error(name) from error
+        except CorruptionError:
+            return False
+        return True
+
+    def _compare(self, name: str, sent: bytes, found: bytes) -> None:
+        if found != sent:
+            raise self._error(name, f"expected the digest {sent.hex()}, found {found.hex()}")
+
+    def _error(self, name: str, what: str) -> CorruptionError:
+        return CorruptionError(f"{self.where}: {self.path(name)}: {what}")
+
+    def _missing_error(self, name: str) -> CorruptionError:
+        return CorruptionError(f"{self.where}: {self.path(name)} is missing")
