@@ -170,7 +170,7 @@ class Unsure(ModelObjects):
             self._put(there.name + DIGEST_SUFFIX, digest_line(there.name, there.digest))
         return there
 
-    def list(self, folder: str) -> Iterator[ListedObject]:
+    def list(self, folder: str, after: str = "") -> Iterator[ListedObject]:
         self._ask()
         entries = [*self.bucket.list(folder)]
         if self._happens(self.odds.stale):

@@ -298,6 +298,22 @@ class FileStoreContract(StoreContract):
         assert self.read_behind("b") is None
         assert [each.name for each in files.list("")] == ["a"]
 
+    @pytest.mark.parametrize("size", [0, 1, (20 << 20) + 7])
+    def test_a_copy_is_an_object_of_its_own(self, files: FileStore, size: int) -> None:
+        data = random.Random(4).randbytes(size)
+        files.put_stream("a/last.ckpt", [data], size)
+        assert files.copy("a/last.ckpt", "b/before/last.ckpt", size)
+        assert self.read_behind("b/before/last.ckpt") == data
+        files.put("a/last.ckpt", b"another")
+        assert self.read_behind("b/before/last.ckpt") == files.get("b/before/last.ckpt") == data
+        files.delete(["a/last.ckpt"])
+        assert self.read_behind("b/before/last.ckpt") == data
+
+    def test_nothing_is_copied_of_what_is_not_there(self, files: FileStore) -> None:
+        with pytest.raises(MissingError, match="never"):
+            files.copy("never", "b", 1)
+        assert list(files.list("")) == []
+
     def test_a_stream_replaces_all_of_an_object(self, files: FileStore) -> None:
         files.put_stream("a", [bytes(17 << 20), b"long"], 0)
         files.put_stream("a", [b"short"], 1 << 40)

@@ -59,7 +59,8 @@ class Scene:
         return sorted(each.step for each in self.state().versions)
 
     def objects(self, kind: str) -> list[Path]:
-        found = (Path(parse(self.url).prefix) / "net" / kind).rglob("*")
+        there = Path(parse(self.url).prefix) / "net"
+        found = (there / kind if kind == "versions" else there / "_portus" / kind).rglob("*")
         return sorted(each for each in found if each.is_file())
 
     def files(self) -> list[Path]:
@@ -305,7 +306,7 @@ def test_files_of_a_mirror_are_verified_exported_and_removed_as_versions_are(
     assert Path("out.pt").read_bytes() == Path("checkpoints/step-00000002.pt").read_bytes()
     [shown] = portus_json("show", f"{url}/{name}@2")["versions"]
     assert [each["name"] for each in shown["files"]] == ["step-00000002.pt"]
-    damage(tmp_path / "bucket" / name / "files" / "step-00000001.pt")
+    damage(tmp_path / "bucket" / name / "step-00000001.pt")
     assert portus("verify", f"{url}/{name}@2").code == 0
     assert portus("verify", f"{url}/{name}@1").code == 1
     assert portus("export", f"{url}/{name}@1", "damaged.pt").code == 1
@@ -375,8 +376,8 @@ def test_repair_sends_a_damaged_file_of_a_run_again_under_its_name(
     with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
         for step in (1, 2):
             checkpointer.save(state(step), step).wait()
-    objects = tmp_path / "bucket" / "run" / "files"
-    before = {each.name: each.read_bytes() for each in objects.iterdir()}
+    objects = tmp_path / "bucket" / "run"
+    before = {each.name: each.read_bytes() for each in objects.glob("*.*")}
     assert len(before) == 4
     DAMAGES[kind](objects / "step-00000001.pt")
     said = portus("mirror", "repair", url)
@@ -387,7 +388,7 @@ def test_repair_sends_a_damaged_file_of_a_run_again_under_its_name(
     Path("run/step-00000001.pt").write_bytes(kept)
     said = portus("mirror", "repair", url, "--files", "run")
     assert (said.code, "is repaired from the directory" in said.out) == (0, True)
-    assert {each.name: each.read_bytes() for each in objects.iterdir()} == before
+    assert {each.name: each.read_bytes() for each in objects.glob("*.*")} == before
     assert portus("verify", url).code == 0
     results = portus_json("mirror", "repair", url)["versions"]
     assert [(each["file"], each["result"]) for each in results] == [
@@ -406,10 +407,10 @@ def test_repair_brings_back_the_newest_file_whose_entry_of_the_log_is_lost(
         checkpointer.save(state(1), 1).wait()
     with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
         checkpointer.save(state(2), 2).wait()
-    DAMAGES[kind](min((tmp_path / "bucket/run/log").iterdir()))
+    DAMAGES[kind](min((tmp_path / "bucket/run/_portus/log").iterdir()))
     said = portus("verify", url)
     assert said.code == (0 if kind == "deleted" else 1)
-    assert "files/step-00000002.pt is in no entry of the log" in said.err
+    assert "step-00000002.pt is in no entry of the log" in said.err
     said = portus("mirror", "repair", url, "--files", "run")
     assert (said.code, "step-00000002.pt did not count" in said.out) == (0, True), said
     said = portus("verify", url)
@@ -527,8 +528,8 @@ def test_ls_and_status_name_the_files_of_a_run(files: str) -> None:
     ]
     [model] = portus_json("ls", files)["pools"][0]["models"]
     assert [each["object"] for each in model["files"]] == [
-        "files/step-00000010.pt",
-        "files/step-00000020.pt",
+        "step-00000010.pt",
+        "step-00000020.pt",
     ]
     [shown] = portus_json("mirror", "status", files)["models"]
     assert (shown["newest"], shown["files"], shown["versions"]) == (20, 2, 0)
@@ -551,12 +552,12 @@ def test_of_each_run_ls_names_the_newest_files(files: str) -> None:
 
 def test_verify_reads_every_byte_of_the_files_and_names_the_damaged_one(files: str) -> None:
     assert portus("verify", files).code == 0
-    damage(Path(parse(files).prefix) / "gpt/files/step-00000010.pt")
+    damage(Path(parse(files).prefix) / "gpt/step-00000010.pt")
     said = portus("verify", files)
     assert said.code == 1
     assert "step-00000010.pt" in said.err
     assert "step-00000020.pt: healthy" in said.out
-    (Path(parse(files).prefix) / "gpt/files/step-00000020.pt").unlink()
+    (Path(parse(files).prefix) / "gpt/step-00000020.pt").unlink()
     assert "step-00000020.pt is missing" in portus("verify", files).err
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,7 @@ def files(store: FileStore) -> MirroredFiles:
 def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | None = None) -> int:
     with open_file(str(path)) as file:
         time_ns = path.stat().st_mtime_ns
+        files.set_aside([name or path.name])
         filed = files.upload(name or path.name, file, stop or Stop(), step=7, time_ns=time_ns)
     files.count([filed])
     return filed.size
@@ -73,8 +76,8 @@ def test_a_file_comes_back_as_it_was_and_its_digest_is_beside_it(
     data = made(tmp_path / "epoch=1-step=7.ckpt", size)
     assert put(files, tmp_path / "epoch=1-step=7.ckpt") == size
     assert fetched(files, "epoch=1-step=7.ckpt", tmp_path / "back") == data
-    assert store.get("run/files/epoch=1-step=7.ckpt") == data
-    beside = store.get("run/files/epoch=1-step=7.ckpt.xxh128").decode()
+    assert store.get("run/epoch=1-step=7.ckpt") == data
+    beside = store.get("run/epoch=1-step=7.ckpt.xxh128").decode()
     assert beside == f"{xxhash.xxh3_128_hexdigest(data)}  epoch=1-step=7.ckpt\n"
 
 
@@ -92,7 +95,15 @@ def test_names_that_not_all_stores_take_are_kept_apart(
 
 
 def test_names_that_are_quoted_are_never_those_of_others() -> None:
-    names = ["a b", "a=20b", "quoted/a=20b", "files/a b", "a b" * 400, "a b" * 400 + "c"]
+    names = [
+        "a b",
+        "a=20b",
+        "_portus/quoted/a=20b",
+        "versions/a",
+        "_portus/log/a",
+        "a b" * 400,
+        "a b" * 400 + "c",
+    ]
     names += ["a", f"a{DIGEST_SUFFIX}", f"a{DIGEST_SUFFIX}{DIGEST_SUFFIX}", f"a{DIGEST_SUFFIX}/b"]
     found = {file_name(each) + beside for each in names for beside in ("", DIGEST_SUFFIX)}
     assert len(found) == 2 * len(names)
@@ -110,36 +121,54 @@ def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(
     assert (said.size, said.step) == (500, 7)
 
 
-def test_a_writer_that_is_killed_before_the_entry_leaves_the_file_before(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_writer_that_is_killed_anywhere_leaves_the_file_before_or_the_new_one(
+    tmp_path: Path, store: FileStore, files: MirroredFiles, *, copies: bool
 ) -> None:
-    for number in range(4):
-        before = made(tmp_path / "last.ckpt", 1000 + number)
+    calls = 0
+    for call in range(18):
+        before = made(tmp_path / "last.ckpt", 1000 + call)
         put(files, tmp_path / "last.ckpt")
-        killed = MirroredFiles(_Killed(store), "run", "the store")  # type: ignore[arg-type]
-        killed.claim("a test", RUN)
-        made(tmp_path / "last.ckpt", 500)
-        with pytest.raises(KeyboardInterrupt):
+        killing = _Killing(store, call // 2, is_done=bool(call % 2), copies=copies)
+        killed = MirroredFiles(killing, "run", "the store")  # type: ignore[arg-type]
+        new = made(tmp_path / "last.ckpt", 500)
+        with contextlib.suppress(KeyboardInterrupt):
+            killed.claim("a test", RUN)
             put(killed, tmp_path / "last.ckpt")
-        assert fetched(files, "last.ckpt", tmp_path / "back") == before
+        calls = max(calls, killing.calls)
         files.claim("a test", RUN)
-    [said] = files.read().files
-    there = [each.name for each in store.list("run/") if each.name.endswith("last.ckpt")]
-    assert f"run/{said.name}" in there
+        assert fetched(files, "last.ckpt", tmp_path / "back") in (before, new)
+        if copies:
+            assert store.get("run/last.ckpt") in (before, new), "for whoever has no Portus"
+    assert calls == (8 if copies else 5), "it was killed at each of them"
 
 
-class _Killed:
-    """A store whose user is killed once the object is there."""
+class _Killing:
+    """A store whose user is killed at a change of it, or once it is done. copies: whether it copies
+    objects."""
 
-    def __init__(self, store: FileStore) -> None:
-        self._store = store
+    def __init__(self, store: FileStore, call: int, *, is_done: bool, copies: bool) -> None:
+        self._store, self._call, self._is_done, self._copies = store, call, is_done, copies
+        self.calls = 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
+        found = getattr(self._store, name)
+        if name == "copy" and not self._copies:
+            return lambda name, target, size: False
+        return partial(self._change, found) if name in _CHANGES else found
 
-    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
-        self._store.put_stream(name, parts, size)
-        raise KeyboardInterrupt
+    def _change(self, change: Callable[..., object], *args: object) -> object:
+        self.calls += 1
+        is_last = self.calls - 1 == self._call
+        if is_last and not self._is_done:
+            raise KeyboardInterrupt
+        found = change(*args)
+        if is_last:
+            raise KeyboardInterrupt
+        return found
+
+
+_CHANGES = ("put", "put_stream", "create", "copy", "delete")
 
 
 def test_what_is_replaced_goes_when_the_new_one_counts(
@@ -148,9 +177,8 @@ def test_what_is_replaced_goes_when_the_new_one_counts(
     for number in range(5):
         made(tmp_path / "last.ckpt", 100 + number)
         put(files, tmp_path / "last.ckpt")
-        [said] = files.read().files
         there = [each.name for each in store.list("run/") if "log/" not in each.name]
-        assert there == [f"run/{said.name}", f"run/{said.name}{DIGEST_SUFFIX}"]
+        assert there == ["run/last.ckpt", f"run/last.ckpt{DIGEST_SUFFIX}"]
 
 
 def test_what_a_superseded_writer_overwrites_is_never_taken_for_the_file(
@@ -162,7 +190,7 @@ def test_what_a_superseded_writer_overwrites_is_never_taken_for_the_file(
     other.claim("another", bytes(16))
     with pytest.raises(SupersededError):
         put(files, tmp_path / "last.ckpt")
-    store.put("run/files/last.ckpt", os.urandom(1000))  # it was under way
+    store.put("run/last.ckpt", os.urandom(1000))  # it was under way
     with pytest.raises(CorruptionError, match="expected the digest"):
         fetched(other, "last.ckpt", tmp_path / "back")
 
@@ -243,9 +271,9 @@ def test_what_is_removed_is_gone_with_its_digest(
     files.link("last.ckpt", "b.ckpt")
     files.remove(["a.ckpt", "never.ckpt", "a.ckpt", "last.ckpt"])
     assert [each.path for each in files.read().files] == ["b.ckpt"]
-    assert [each.name for each in store.list("run/files/")] == [
-        "run/files/b.ckpt",
-        f"run/files/b.ckpt{DIGEST_SUFFIX}",
+    assert [each.name for each in store.list("run/", "run/_portus0")] == [
+        "run/b.ckpt",
+        f"run/b.ckpt{DIGEST_SUFFIX}",
     ]
 
 
@@ -260,7 +288,7 @@ def test_a_link_that_replaces_a_file_takes_its_object_away(
     assert said.link == "b.ckpt"
     assert files.read().newest_file is None
     with pytest.raises(MissingError):
-        store.get("run/files/last.ckpt")
+        store.get("run/last.ckpt")
 
 
 def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
@@ -268,16 +296,22 @@ def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
 ) -> None:
     made(tmp_path / "a.ckpt", 10)
     put(files, tmp_path / "a.ckpt")
-    store.put("run/files/stray.ckpt", b"x")
-    store.put("run/mine.txt", b"not of Portus")
+    for name in ("stray.ckpt", "stray.ckpt.xxh128", "_portus/quoted/stray", "_portus/again/a.ckpt"):
+        store.put(f"run/{name}", b"x")
+    for name in ("mine.txt", "mine.ckpt.xxh128"):
+        store.put(f"run/{name}", b"not of Portus")
     store.put("files/mine.txt", b"not of Portus")
     assert files.sweep() == 0
     monkeypatch.setattr("portus.reach.mirror.files.GRACE_S", -10.0)
-    assert files.sweep() == 1
-    left = [each.name for each in store.list("")]
-    assert "run/files/a.ckpt" in left
-    assert "run/files/stray.ckpt" not in left
-    assert {"run/mine.txt", "files/mine.txt", "run/files/a.ckpt.xxh128"} <= set(left)
+    assert files.sweep() == 4
+    left = [each.name for each in store.list("") if "_portus/log" not in each.name]
+    assert left == [
+        "files/mine.txt",
+        "run/a.ckpt",
+        "run/a.ckpt.xxh128",
+        "run/mine.ckpt.xxh128",
+        "run/mine.txt",
+    ]
 
 
 def test_a_key_seals_what_the_log_says(

@@ -474,7 +474,7 @@ def test_the_models_of_a_store_are_found_by_a_list_each_and_a_long_name_by_a_rea
     run.copy(0)
     run.bucket.counts.clear()
     assert list(models(run.bucket)) == sorted([*names, MODEL])
-    theirs = 4  # a.txt, b.txt, z.txt, and what is in b/
+    theirs = 5  # a.txt, b.txt, z.txt, and what is in b/, which may be a run
     assert run.bucket.counts["list"] == len(names) + 1 + theirs + 1, "the last one finds the end"
     assert run.bucket.counts["get"] == 1
 
@@ -574,7 +574,7 @@ def test_a_host_gives_each_piece_by_one_request_and_whatever_happens_to_one_is_n
         data = path.read_bytes()
         for damaged in (data[:-1] + b"x", data[:-1], data + b"x", b"", None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            assert mirror.find_damage(added, Stop()) == {f"pieces/{path.name}"}
+            assert mirror.find_damage(added, Stop()) == {f"_portus/pieces/{path.name}"}
             with pytest.raises(CorruptionError, match=path.name):
                 mirror.check(added, lambda _: None)
             assert mirror.mend(added, run.reader, run.entries[0].info.id, Stop()) == 1

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, TypedDict
 
 from portus.engine.extensions import MIRROR_OF, PARSE_MIRROR, extension
 from portus.engine.pipeline.audit import Guard
-from portus.engine.settings.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
+from portus.engine.settings.fits import Count, Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
 
 _log: Final = logging.getLogger("portus")
 
@@ -73,6 +73,9 @@ class Settings:
     with an empty pool resumes: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path``.
     None: ``$PORTUS_MIRROR``, if it is set; "none": no mirror."""
 
+    mirror_keep: Count = 0
+    """How many checkpoints that the run removed stay in the mirror, the newest ones."""
+
     mirror_wait: Seconds = 600.0
     """The longest time, in seconds, that ``close`` waits for the mirror to catch up."""
 
@@ -104,5 +107,6 @@ class SettingsDict(TypedDict, total=False):
     guard: Guard
     journal: bool
     mirror: MirrorAddress | None
+    mirror_keep: Count
     mirror_wait: Seconds
     durable: Literal[1, 2]

@@ -29,6 +29,7 @@ SomeSeconds = Annotated[
     float, Fits("seconds over 0", lambda value: _is_number(value) and value > 0)
 ]
 SomeBytes = Annotated[int, Fits("bytes", lambda value: isinstance(value, int) and value > 0)]
+Count = Annotated[int, Fits("a number, 0 or more", lambda value: type(value) is int and value >= 0)]
 
 
 def refuse_misfits(declared: Any, values: Mapping[str, object]) -> None:

@@ -63,6 +63,9 @@ _PARTS_ABREAST: Final = 4
 _PARTS_MAX: Final = 10_000
 """Parts of an object, at most, at S3."""
 
+_COPY_MAX: Final = 2 << 30
+"""Bytes of an object that one request copies. S3 takes 5 GiB, but a request has to end in time."""
+
 Result = TypeVar("Result")
 
 
@@ -115,6 +118,13 @@ class Bucket:
     def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
         path = check_name(name, self._address)
         self._ask("put", name, lambda: self._put_stream(path, parts, size))
+
+    def copy(self, name: str, target: str, size: int) -> bool:
+        if size > _COPY_MAX:
+            return False
+        path, new = check_name(name, self._address), check_name(target, self._address)
+        self._ask("copy", name, lambda: self._copy(path, new))
+        return True
 
     def create(self, name: str, data: bytes) -> bool:
         path = check_name(name, self._address)
@@ -233,6 +243,10 @@ class Bucket:
             chunk_size=max(_PART_SIZE, -(-size // _PARTS_MAX)),
             max_concurrency=_PARTS_ABREAST,
         )
+
+    async def _copy(self, path: str, target: str) -> None:
+        # By one request: a second one may copy what the name is only after this returned.
+        await self._obstore.copy_async(self._once, path, target)
 
     async def _create(self, path: str, data: bytes) -> bool:
         try:

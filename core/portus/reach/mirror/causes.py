@@ -182,7 +182,7 @@ _BY_TEXT: Final = (
     ),
     (r"BareRedirect|without LOCATION", _BY_CODE["PermanentRedirect"]),
 )
-_WRITES: Final = ("put", "create")
+_WRITES: Final = ("put", "create", "copy")
 _RIGHTS: Final = {
     "put": "s3:PutObject",
     "create": "s3:PutObject",

@@ -8,29 +8,33 @@ takes that for the file: its digest is another one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import UNIT
 from portus.engine.loading.open_file import OpenFile, reads
-from portus.errors import CorruptionError, PortusError, StaleError, printable
+from portus.errors import CorruptionError, PortusError, StaleError, TransportError, printable
 from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.object_file import ObjectFile, digest_of
 from portus.reach.mirror.objects import (
-    AGAIN,
     DIGEST_SUFFIX,
     FACTS_MAX,
-    FILES,
     LOG,
-    QUOTED,
+    MANIFESTS,
+    OWN,
+    PIECES,
+    VERSIONS,
+    WRITER_SIZE,
     FileAdded,
     FileObject,
     FileRemoved,
     State,
     file_name,
+    name_before,
 )
 from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import FileStore, ListedObject
@@ -63,10 +67,21 @@ class MirroredFiles(Mirror):
         """
         self.require()
         replaced = self.state.file(path)
-        # Not the name of the file that counts: a kill before the entry must not lose that one
+        # Never over the file that counts: a kill before the entry must not lose that one
         # (decision 0208).
         name = file_name(path, "" if replaced is None else replaced.name)
 
+        return FileAdded(
+            path=path,
+            name=name,
+            digest=self._put(path, name, file, stop),
+            size=file.size,
+            step=step,
+            time_ns=time_ns,
+            term=self.state.term if term is None else term,
+        )
+
+    def _put(self, path: str, name: str, file: OpenFile, stop: Stop) -> bytes:
         size, read = file.size, reads(file)
 
         def pieces() -> Iterator[bytes]:
@@ -78,15 +93,23 @@ class MirroredFiles(Mirror):
                 yield data
                 stop.add(len(data))
 
-        return FileAdded(
-            path=path,
-            name=name,
-            digest=self._objects.put_file(name, pieces(), size),
-            size=size,
-            step=step,
-            time_ns=time_ns,
-            term=self.state.term if term is None else term,
-        )
+        return self._objects.put_file(name, pieces(), size)
+
+    def set_aside(self, paths: Sequence[str]) -> None:
+        """Have the files at ``paths`` count under other names, as far as the store copies objects:
+        then what replaces them gets theirs. Raises ``SupersededError``."""
+        self.require()
+        counted = filter(None, map(self.state.file, paths))
+        own = [each for each in counted if not each.link and each.name == file_name(each.path)]
+        self._say([each for each in map(self._copy_aside, own) if each is not None])
+
+    def _copy_aside(self, filed: FileAdded) -> FileAdded | None:
+        name = name_before(filed.name, self._random(WRITER_SIZE))
+        # What cannot be copied stays, and what replaces it gets another name.
+        with contextlib.suppress(TransportError, CorruptionError):
+            if self._objects.copy_file(filed.name, name, filed.size, filed.digest):
+                return replace(filed, name=name)
+        return None
 
     def count(self, files: Sequence[FileAdded], gone: Sequence[str] = ()) -> None:
         """Make uploaded files count from now on, those of one entry of the log together, and the
@@ -98,27 +121,15 @@ class MirroredFiles(Mirror):
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
     def mend_file(self, filed: FileAdded, file: OpenFile) -> bool:
-        """Upload again a file that is not there as it was uploaded, from ``file``. False if it
-        does not count any more. It is uploaded twice: what counts is never written over, and
-        in the end it has its name again. Raises as ``upload``, and ``StaleError`` if the bytes are
-        others."""
-        while True:  # ends: of two uploads one has the name of the file
-            now = self.state.file(filed.path)
-            if now is None or now.digest != filed.digest:
-                return False
-            sent = self.upload(
-                filed.path,
-                file,
-                Stop(),
-                step=filed.step,
-                time_ns=filed.time_ns,
-                term=filed.term,
-            )
-            if sent.digest != filed.digest:
-                raise StaleError(f"{printable(filed.path)}: it was written to while it was read")
-            self.count([sent])
-            if sent.name == file_name(filed.path):
-                return True
+        """Upload again a file that is not there as it was uploaded, from ``file``, in its place.
+        False if it does not count any more. Raises as ``upload``, and ``StaleError`` if the bytes
+        are others."""
+        now = self.state.file(filed.path)
+        if now is None or now.digest != filed.digest:
+            return False
+        if self._put(filed.path, now.name, file, Stop()) != filed.digest:
+            raise StaleError(f"{printable(filed.path)}: it was written to while it was read")
+        return True
 
     def recognize(
         self, name: str, path: str, file: OpenFile, *, step: int, time_ns: int
@@ -149,6 +160,22 @@ class MirroredFiles(Mirror):
         self._say([FileRemoved(each.path) for each in gone])
         self._delete([each.name for each in gone if not each.link])
 
+    def retire(self, checkpoints: Mapping[str, Sequence[str]], keep: int) -> None:
+        """Remove checkpoints, each the paths of its files, but for the newest ``keep`` of those
+        that were retired ever: these are there still, and no machine fetches them. Raises as
+        ``remove``."""
+        checkpoint_of = {path: name for name, paths in checkpoints.items() for path in paths}
+        checkpoint_of |= {each.path: each.retired for each in self.state.files if each.retired}
+        files = [each for each in self.state.files if each.path in checkpoint_of and not each.link]
+        saved_ns: dict[str, int] = {}
+        for each in files:
+            name = checkpoint_of[each.path]
+            saved_ns[name] = max(saved_ns.get(name, 0), each.time_ns)
+        kept = sorted(saved_ns, key=saved_ns.__getitem__, reverse=True)[:keep]
+        new = [each for each in files if not each.retired and checkpoint_of[each.path] in kept]
+        self._say([replace(each, retired=checkpoint_of[each.path]) for each in new])
+        self.remove([path for path, name in checkpoint_of.items() if name not in kept])
+
     def objects_without_entry(self) -> list[ListedObject]:
         """Return the objects of files that no file which counts needs, by their names below the
         run: uploads that are under way or were cut off, or whose entry of the log is lost."""
@@ -160,14 +187,22 @@ class MirroredFiles(Mirror):
         Call it after ``claim``: the entry of that says what time it is in the store."""
         # The store's clock: those of the machines may be wrong.
         now = next((each.modified for each in self._objects.list(LOG)), 0.0)
-        nameless = self._without_name(self._uploads(), self.state)
-        found = [each.name for each in nameless if each.modified < now - GRACE_S]
-        if found:
-            self._objects.delete(found)
-        return len(found)
+        found = self._without_name(self._uploads(), self.state)
+        old = {each.name for each in found if each.modified < now - GRACE_S}
+        files = {name for name in old if name.startswith(OWN) or name + DIGEST_SUFFIX in old}
+        # What is elsewhere and has no digest beside it, somebody else put there.
+        ours = sorted(old & {name + more for name in files for more in ("", DIGEST_SUFFIX)})
+        if ours:
+            self._objects.delete(ours)
+        return len(ours)
 
     def _uploads(self) -> Iterator[ListedObject]:
-        return (each for folder in (FILES, QUOTED, AGAIN) for each in self._objects.list(folder))
+        for after in ("", f"{LOG[:-1]}0"):  # the log may be long, and is passed over
+            for each in self._objects.list("", after):
+                if each.name.startswith(LOG):
+                    break
+                if not each.name.startswith((MANIFESTS, PIECES, VERSIONS)):
+                    yield each
 
     def _without_name(self, there: Iterable[ListedObject], state: State) -> list[ListedObject]:
         named = {each.name for each in state.files}

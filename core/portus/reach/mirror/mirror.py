@@ -214,14 +214,13 @@ class Mirror(Writer):
 
 
 def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
-    """The models that have a mirror in a store, sorted, and the newest entry of the log of each. A
-    list for each of them, since a log comes first in its folder, and one to see that there are no
-    more; of one whose name is long a read, too, which raises ``CorruptionError``, and as
-    ``Mirror``."""
+    """Return the models that have a mirror in a store, sorted, and the newest entry of the log of
+    each. Two lists for each of them, and one to see that there are no more; of one whose name is
+    long a read, too, which raises ``CorruptionError``, and as ``Mirror``."""
     found = {}
     for first in firsts(store):
         prefix, slash, name = first.name.partition("/")
-        if slash and name < LOG:  # of somebody else
+        if slash and not name.startswith(LOG):  # a file of a run, or of somebody else
             first = next(store.list(f"{prefix}/{LOG}"), first)
         number = entry_number(first.name.removeprefix(f"{prefix}/"))
         if number is not None:

@@ -60,9 +60,9 @@ class ModelObjects:
         """Do as ``Store.put``."""
         self.store.put(self.path(name), data)
 
-    def list(self, folder: str) -> Iterator[ListedObject]:
-        """Yield the objects in a folder, in the order of their names."""
-        for each in self.store.list(self.path(folder)):
+    def list(self, folder: str, after: str = "") -> Iterator[ListedObject]:
+        """Yield the objects in a folder that come after ``after``, in the order of their names."""
+        for each in self.store.list(self.path(folder), after and self.path(after)):
             yield ListedObject(each.name.removeprefix(self._prefix), each.size, each.modified)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -95,6 +95,18 @@ class ModelObjects:
         self.store.put_stream(self.path(name), pass_on(), size)
         self.put(name + DIGEST_SUFFIX, digest_line(name, hasher.digest()))
         return hasher.digest()
+
+    def copy_file(self, name: str, target: str, size: int, sent: bytes) -> bool:
+        """Put a file that is there, with the digest ``sent``, under another name as well; False if
+        the store copies none that large. Raises ``CorruptionError`` if it is not there."""
+        assert isinstance(self.store, FileStore)
+        try:
+            if not self.store.copy(self.path(name), self.path(target), size):
+                return False
+        except MissingError as error:
+            raise self._missing_error(name) from error
+        self.put(target + DIGEST_SUFFIX, digest_line(target, sent))
+        return True
 
     def read_file(self, name: str, size: int, sent: bytes) -> Iterator[int]:
         """Read all of a file, and what is beside it; yield how many bytes of the file each request

@@ -2,13 +2,14 @@
 
 All objects of a model are below one prefix (``prefix_of``)::
 
-    log/<number>        numbered from the newest down: the first one of a list is the newest
-    manifests/<name>    one for each version: its files, and which objects they are
-    versions/<...>/<name>  a file of a version, whole, and its digest beside it
-    pieces/<name>       a piece of such a file, in a store whose objects are small
-    files/<path>        the same of a file in a directory
-    quoted/<path>       the same, of a path that no object can be called by
-    again/<one of those> what replaced such a file
+    <path>                 a file of a run, whole, and its digest beside it
+    versions/<...>/<name>  the same of a file of a version, in a pool
+    _portus/log/<number>   numbered from the newest down: the first one of a list is the newest
+    _portus/manifests/<name>  one for each version: its files, and which objects they are
+    _portus/pieces/<name>  a piece of such a file, in a store whose objects are small
+    _portus/quoted/<path>  a file of a run whose path no object can have for a name
+    _portus/before/<random>/<name>  what such a file was before, until the new one counts
+    _portus/again/<name>   what replaced such a file, where the store copies no object that large
 
 An entry of the log is created if absent, and never changed or deleted. Manifests and pieces have
 names that nobody ever uses for anything else: digest, length, who put them, and in which epoch.
@@ -37,15 +38,16 @@ from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, UsageError
 from portus.reach.mirror.names import is_name
 
-LOG: Final = "log/"
-MANIFESTS: Final = "manifests/"
+OWN: Final = "_portus/"
+"""Before the names of all that is no checkpoint file under its own name."""
+
+LOG: Final = OWN + "log/"
+MANIFESTS: Final = OWN + "manifests/"
+PIECES: Final = OWN + "pieces/"
+QUOTED: Final = OWN + "quoted/"
+BEFORE: Final = OWN + "before/"
+AGAIN: Final = OWN + "again/"
 VERSIONS: Final = "versions/"
-PIECES: Final = "pieces/"
-FILES: Final = "files/"
-QUOTED: Final = "quoted/"
-AGAIN: Final = "again/"
-"""Before the names of files that replace those without it: the one before is there until the log
-says that the new one counts."""
 DIGEST_SUFFIX: Final = ".xxh128"
 """The end of the name of what is beside a file: see ``digest_line``."""
 
@@ -169,7 +171,9 @@ class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
 
     ``time_ns``: when it was changed last, by the clock of its machine. With ``term`` that tells
     which is the newest. ``digest``: xxh3_128 of all of it. ``link``: where the link at ``path``
-    leads, relative to it; then there is no object, and ``size`` is 0.
+    leads, relative to it; then there is no object, and ``size`` is 0. ``retired``: the path of the
+    checkpoint that the file is in, if the run removed that, and the mirror keeps it: no machine
+    fetches it.
     """
 
     path: _Path
@@ -180,6 +184,7 @@ class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
     time_ns: _Count
     term: _Count
     link: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
+    retired: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
 
 
 class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
@@ -238,7 +243,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     @property
     def newest_file(self) -> FileAdded | None:
         """The file that a training goes on from; None if there is none."""
-        files = (each for each in self.files if not each.link)
+        files = (each for each in self.files if not each.link and not each.retired)
         return max(files, key=lambda each: (each.term, each.time_ns), default=None)
 
     def file(self, path: str) -> FileAdded | None:
@@ -374,26 +379,33 @@ def prefix_of(model: str) -> str:
 
 
 def file_name(path: str, before: str = "") -> str:
-    """What the file at ``path`` is called, below the prefix of its run: by its own name, if that is
-    one that all stores take. before: the name of what it replaces, which it does not get."""
-    name = _file_name(path)
-    return AGAIN + name if before == name else name
+    """Return what the file at ``path`` is called, below the prefix of its run: its path, if all
+    stores take that for a name. before: the name of what it replaces, which it does not get."""
+    own = _file_name(path)
+    return AGAIN + own if before == own else own
+
+
+def name_before(name: str, tag: bytes) -> str:
+    """Return what the file ``name`` is called from now on, because another one gets that name. tag:
+    random, another one for each copy; so what lands late lands on nothing that counts."""
+    return f"{BEFORE}{tag.hex()}/{name}"
 
 
 def _file_name(path: str) -> str:
-    own = FILES + path
-    return own if _is_free(path, AGAIN + own) else QUOTED + _quote_path(path)
+    is_plain = _is_free(path, name_before(path, bytes(WRITER_SIZE))) and not path.startswith(
+        (OWN, VERSIONS)
+    )
+    return path if is_plain else QUOTED + _quote_path(path)
 
 
 def path_of(name: str) -> str | None:
     """Return the path of the file that ``file_name`` calls so; None if there is none, or it is not
     known because the name is cut."""
-    own = name.removeprefix(AGAIN)
-    path = own.removeprefix(FILES)
+    own = path = _ELSEWHERE.sub("", name)
     if own.startswith(QUOTED):
         quoted = own.removeprefix(QUOTED)
         path = urllib.parse.unquote(quoted.replace("=", "%"), errors="surrogateescape")
-    return path if _file_name(path) == own else None
+    return path if path and _file_name(path) == own else None
 
 
 def _is_free(path: str, name: str) -> bool:
@@ -407,7 +419,7 @@ def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: 
     uses that for other bytes: it has a digest of the version, who put it, and in which epoch."""
     tag = digest(token + writer + epoch.to_bytes(8, "little"))[:6].hex()
     below = f"{VERSIONS}step-{step:08d}-{tag}/"
-    if _is_free(name, below + name) and not name.startswith(QUOTED):
+    if _is_free(name, below + name) and not name.startswith(OWN):
         return below + name
     return below + QUOTED + _quote_path(name).replace("/", "=2F")
 
@@ -525,6 +537,7 @@ class Seal:
 _SEAL_SIZE: Final = 32
 _QUOTED_MAX: Final = 150
 _ENTRY: Final = re.compile(rf"{LOG}([0-9]{{12}})")
+_ELSEWHERE: Final = re.compile(rf"^(?:{AGAIN}|{BEFORE}[0-9a-f]{{{2 * WRITER_SIZE}}}/)")
 _PIECE: Final = re.compile(
     rf"{PIECES}([0-9a-f]{{32}})-(0|[1-9][0-9]{{0,17}})-[0-9a-f]{{16}}-(?:0|[1-9][0-9]*)"
 )

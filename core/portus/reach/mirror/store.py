@@ -13,9 +13,9 @@ digits and ``-_.=``. All methods block, may be called from several threads, and 
 
 - ``TransportError``: the store could not be asked, or did not answer. Try again later.
 - ``UsageError``: it answered, and refuses: wrong credentials, no such bucket, no right to do this.
-- ``UnwritableError``, which is one: no right to write. By ``put`` and ``create`` alone.
+- ``UnwritableError``, which is one: no right to write. By ``put``, ``create`` and ``copy`` alone.
 - ``MediumError``: it has no room.
-- ``MissingError``: there is no such object. By ``get`` and ``get_range`` alone.
+- ``MissingError``: there is no such object. By ``get``, ``get_range`` and ``copy`` alone.
 
 A message names the cause and the address, and no secret.
 """
@@ -86,3 +86,8 @@ class FileStore(Store, Protocol):
         """Make ``parts``, end to end, an object, as ``put`` does, but ask for each part when it is
         needed; about ``size`` bytes in all. What asking raises is raised, and nothing has changed
         then."""
+
+    def copy(self, name: str, target: str, size: int) -> bool:
+        """Make the object ``name``, of ``size`` bytes, the object ``target`` as well, as ``put``
+        does, without asking for its bytes; False, and nothing changes, if the store copies none
+        that large. Raises ``MissingError``."""

@@ -35,6 +35,7 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
                 checkpoints=directory,
                 home=home,
                 wait_s=settings.mirror_wait,
+                keep=settings.mirror_keep,
             )
         )
     if settings.journal:  # last: it observes training from now on

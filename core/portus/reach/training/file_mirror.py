@@ -115,16 +115,19 @@ class DirectoryMirror(BackgroundCopier, Companion):
         checkpoints: str,
         home: str,
         wait_s: float,
+        keep: int = 0,
         of_directories: bool = False,
     ) -> None:
         """Asks nobody. root: the directory, absolute, that names in the store are relative to, and
         below which all is mirrored. checkpoints: a directory there, in which others may have left
-        checkpoints: files, or else ``of_directories``. home: the directory of the note, made
+        checkpoints: files, or else ``of_directories``. keep: how many checkpoints that the run
+        removed stay in the store. home: the directory of the note, made
         when that is written. Raises ``UsageError``."""
         store = open_file_store(address)
         super().__init__(store, str(address), model, wait_s=wait_s)
         self._directory: Final = root
         self._checkpoints: Final = checkpoints
+        self._keep: Final = keep
         self._of_directories: Final = of_directories
         self._note_path: Final = lines_path(home, model).removesuffix(LINES) + _NOTE
         self._mirror: Final = MirroredFiles(store, model, str(address))
@@ -307,10 +310,13 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _send(self, found: _Checkpoint) -> list[FileAdded] | None:
         """Upload what the store has not; None if a file is another one now, or cannot be read."""
-        filed = []
-        for file in found.files:
-            if found.is_directory and _is_same(file, self._mirror.state.file(file.path)):
-                continue
+        filed, files = [], list(found.files)
+        if found.is_directory:
+            files = [
+                each for each in files if not _is_same(each, self._mirror.state.file(each.path))
+            ]
+        self._mirror.set_aside([each.path for each in files])
+        for file in files:
             path = self._path_of(file.path)
             try:
                 sent = use_file(path, partial(self._upload_from, found, file))
@@ -361,7 +367,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _there_in(self, name: str) -> list[str]:
         """The paths that the store has of the checkpoint ``name``: itself, or those below it."""
-        return [each.path for each in self._mirror.state.files if _is_in(each.path, name)]
+        files = self._mirror.state.files
+        return [each.path for each in files if not each.retired and _is_in(each.path, name)]
 
     def _say_links(self) -> None:
         with self._guard:
@@ -382,7 +389,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         if not gone or self._is_behind:
             return
         try:
-            self._mirror.remove([path for each in gone for path in self._there_in(each)])
+            self._mirror.retire({each: self._there_in(each) for each in gone}, self._keep)
         except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:
@@ -457,7 +464,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _missing(self, state: State) -> list[FileAdded]:
         """What is not here, oldest first."""
-        files = [each for each in state.files if not each.link and not self._has(each)]
+        files = [
+            each
+            for each in state.files
+            if not each.link and not each.retired and not self._has(each)
+        ]
         newest: dict[str, tuple[int, int]] = {}
         for each in files:
             of = self._checkpoint_of(each)

@@ -386,6 +386,7 @@ class TrainingFiles:
                 checkpoints=checkpoints,
                 home=os.path.join(place, JOURNALS),
                 wait_s=self._settings.mirror_wait,
+                keep=self._settings.mirror_keep,
                 of_directories=self._of_directories,
             )
             if self._after is not None:

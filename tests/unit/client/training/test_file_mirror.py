@@ -59,7 +59,7 @@ class Bucket:
                 yield part
 
         self.store.put_stream(name, asked(), size)
-        self.sent.append(name.removeprefix("run/files/"))
+        self.sent.append(name.removeprefix("run/"))
 
     def files(self) -> dict[str, int]:
         """The names that count, and the steps of their checkpoints, as plain torch reads them."""
@@ -96,10 +96,10 @@ class Run:
 
     of_directories = False
 
-    def __init__(self, bucket: Bucket, root: Path, *, wait: float = 60.0) -> None:
+    def __init__(self, bucket: Bucket, root: Path, *, wait: float = 60.0, keep: int = 0) -> None:
         self.root, self.place = root, str(root / ".portus")
         self.checkpoints = str(root / "ckpt")
-        settings = Settings(mirror=bucket.address, mirror_wait=wait)
+        settings = Settings(mirror=bucket.address, mirror_keep=keep, mirror_wait=wait)
         self.files = TrainingFiles(settings, of_directories=self.of_directories)
 
     def fetch(self) -> Run:
@@ -505,11 +505,11 @@ def test_a_damaged_file_of_the_mirror_is_left_out_and_said(
     for step in (1, 2):
         run.save(f"{step}.ckpt", step).wait()
     run.files.close()
-    bucket.store.put("run/files/ckpt/2.ckpt", b"damaged")
+    bucket.store.put("run/ckpt/2.ckpt", b"damaged")
     shutil.rmtree(tmp_path / "run")
     assert Run(bucket, tmp_path / "run").fetch().here() == {"1.ckpt"}
     assert "ckpt/2.ckpt" in caplog.text
-    bucket.store.put("run/files/ckpt/1.ckpt", b"damaged")
+    bucket.store.put("run/ckpt/1.ckpt", b"damaged")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(CorruptionError):
         Run(bucket, tmp_path / "run").fetch()
@@ -616,7 +616,7 @@ def test_a_directory_counts_once_all_its_files_are_there(bucket: Bucket, tmp_pat
     run.save("b", 2).wait()
     run.files.close()
     assert mirrored(bucket) == parts("a", "b")
-    entries = list(bucket.behind.list("run/log/"))
+    entries = list(bucket.behind.list("run/_portus/log/"))
     assert len(entries) <= 4, "one entry for each directory, however many files it has"
 
 
@@ -666,6 +666,28 @@ def test_a_directory_that_is_removed_goes_there_too_and_one_that_was_left_comes(
     assert mirrored(bucket) == parts("s2", "s3")
 
 
+def test_what_a_run_removed_stays_in_the_mirror_as_far_as_mirror_keep_says(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Directories(bucket, tmp_path / "run", keep=2).begin()
+    for step in range(1, 6):
+        run.save(f"s{step}", step).wait()
+        until(lambda step=step: parts(f"s{step}") <= mirrored(bucket))  # type: ignore[misc]
+        if step > 1:
+            run.remove(f"s{step - 1}")
+    run.files.close()
+    assert mirrored(bucket) == parts("s3", "s4", "s5")
+    shutil.rmtree(tmp_path / "run")
+    fresh = Directories(bucket, tmp_path / "run", keep=1).begin()
+    assert fresh.here() == {"s5"}, "what was removed does not come back"
+    fresh.save("s4", 4).wait()
+    fresh.save("s6", 6).wait()
+    fresh.remove("s5")
+    fresh.files.close()
+    assert mirrored(bucket) == parts("s4", "s5", "s6"), "s4 is of the run again"
+    assert Directories(bucket, tmp_path / "other").fetch().here() == {"s4", "s6"}
+
+
 def test_files_that_come_later_to_a_directory_are_mirrored_with_the_next(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -702,7 +724,7 @@ def test_a_checkpointer_that_cannot_fetch_leaves_nothing_open(
 ) -> None:
     with portus.Checkpointer("run", mirror=bucket.address) as checkpointer:
         checkpointer.save({"step": 1}, 1)
-    bucket.store.put("run/files/step-00000001.pt", b"damaged")
+    bucket.store.put("run/step-00000001.pt", b"damaged")
     shutil.rmtree("run")
     with pytest.raises(CorruptionError):
         portus.Checkpointer("run", mirror=bucket.address)
@@ -742,7 +764,7 @@ def test_a_run_without_the_right_to_delete_starts_and_mirrors(
 
     monkeypatch.setattr("portus.reach.mirror.files.GRACE_S", -10.0)
     monkeypatch.setattr(bucket.store, "delete", delete)
-    bucket.store.put("run/files/stray.ckpt", b"x")
+    bucket.store.put("run/stray.ckpt", b"x")
     run = Run(bucket, tmp_path / "run").begin()
     run.save("1.ckpt", 1).wait()
     run.save("2.ckpt", 2).wait()
