@@ -1,16 +1,21 @@
-"""Something else happens at one moment of a call: no sleep, and nothing of ours is replaced."""
+"""Something else happens at one moment of a call, or once another thread is there: no sleep that is
+hoped to be long enough, and nothing of ours is replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any, Literal
 
 import portus
+
+WAIT_S_MAX = 30.0
 
 _CORE = os.path.dirname(portus.__file__) + os.sep
 
@@ -49,6 +54,24 @@ def elsewhere(act: Callable[[], object]) -> Callable[[], None]:
             other.submit(act).result()
 
     return run
+
+
+def is_in(thread: threading.Thread, function: str) -> bool:
+    """True if ``thread`` is inside a function of that name now."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def until(condition: Callable[[], bool], within_s: float = WAIT_S_MAX) -> None:
+    """Return when it holds; ``AssertionError`` if it never does."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
 
 
 class Lines:

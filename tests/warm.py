@@ -50,7 +50,7 @@ def in_process(program: str, *arguments: str, **variables: str) -> subprocess.Co
 
 def warm_up() -> None:
     """What such programs import, and what torch and numpy import at a first step. No thread."""
-    for module in ("portus.dcp", "portus.embedding", "tests.unit.client.sharded"):
+    for module in ("portus.dcp", "portus.embedding", "tests.unit.dcp.sharded"):
         importlib.import_module(module)
     importlib.import_module("tests.crash.saver").warm_up()
 

@@ -23,7 +23,7 @@ from tests.adapters import lost_script
 from tests.adapters.launching import TWO
 from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, same, trainer
 from tests.adapters.without_portus import steps_and_sums
-from tests.unit.client.stuck import until
+from tests.moments import until
 
 pytestmark = NO_FUSS
 

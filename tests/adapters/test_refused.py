@@ -15,7 +15,7 @@ FILES = {
     "core": [
         "tests/unit/pipeline/test_audit.py",
         "tests/unit/pipeline/test_run.py",
-        "tests/unit/client/fence/test_writers.py",
+        "tests/unit/fence/test_writers.py",
         "tests/property/test_audit.py",
     ],
     "adapters": [

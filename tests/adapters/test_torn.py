@@ -26,8 +26,8 @@ from portus.engine.fence import snapshot
 from portus.engine.fence.fence import Fence
 from portus_lightning import PortusIO
 from tests.adapters.torn import Sabotage, SlowSaves, contents, slow_down, slow_saves
-from tests.unit.client.late_copy import Scenario
-from tests.unit.client.scenarios import (
+from tests.unit.fence.late_copy import Scenario
+from tests.unit.fence.scenarios import (
     OPTIMIZERS,
     OTHERS,
     implementations,
@@ -83,7 +83,7 @@ TELLING = ("adafactor", "adam", "lbfgs", "sgd", "sparse-adam")
     [pytest.param(each, marks=() if each in TELLING else pytest.mark.long) for each in OPTIMIZERS],
 )
 def test_no_optimizer_tears_a_version(name: str, tmp_path: Path) -> None:
-    """Each implementation, and without a closure: tests/unit/client/fence/test_writers.py."""
+    """Each implementation, and without a closure: tests/unit/fence/test_writers.py."""
     scenario = functools.partial(with_optimizer, name, implementations(name)[-1], True)
     check(functools.partial(plain, scenario), tmp_path)
 

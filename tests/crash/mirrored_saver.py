@@ -5,7 +5,7 @@ from __future__ import annotations
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.testing.nursery import Say
 from tests.crash.saver import Training
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 
 KEEP = 2
 

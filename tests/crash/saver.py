@@ -28,7 +28,7 @@ from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.pools.view import PoolView
 from portus.reach.training.training_files import TrainingFiles
 from portus.testing.nursery import Say
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 
 KEEP = 3
 SIZES = (1, 60, 3000, 9000)

@@ -24,9 +24,9 @@ from portus.reach.mirror.objects import State
 from portus.testing.hosting import serving, url
 from tests.crash.test_kill_replica import KEEP, Told, state
 from tests.hosts import connect_again_at_once
+from tests.moments import until
+from tests.same import assert_same
 from tests.simulation.lossy import LossyLink
-from tests.unit.client.same import assert_same
-from tests.unit.client.stuck import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 

@@ -16,8 +16,8 @@ from portus.reach.index.findings import Severity
 from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import Host, connect_again_at_once
+from tests.same import assert_same
 from tests.simulation.lossy import LossyLink
-from tests.unit.client.same import assert_same
 from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

@@ -25,7 +25,7 @@ from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.testing.nursery import Child
 from tests.crash.saver import KEEP, Training
 from tests.depth import deep
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

@@ -24,7 +24,7 @@ from portus.reach.mirror.opening import open_store
 from tests.crash.mirrored_saver import KEEP
 from tests.crash.saver import Training
 from tests.hosts import Host
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

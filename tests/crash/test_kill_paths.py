@@ -20,7 +20,7 @@ from portus.engine.paths import process
 from portus.engine.paths.face import load
 from tests.crash.path_saver import WAYS
 from tests.crash.saver import Training
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")

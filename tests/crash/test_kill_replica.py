@@ -18,7 +18,7 @@ import portus
 from portus.errors import PortusError
 from portus.reach.files.host import HostPool
 from tests.hosts import Host, connect_again_at_once
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 

@@ -32,7 +32,7 @@ from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.pools.view import PoolView
 from portus.reach.training.training_files import TrainingFiles
 from tests.depth import deep
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 

@@ -25,7 +25,7 @@ from portus.reach.index.check import check
 from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import ROOT, Host
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

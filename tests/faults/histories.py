@@ -22,7 +22,7 @@ from portus.testing.nursery import Child, nursery
 from tests.crash.saver import Training
 from tests.faults import calls
 from tests.faults.calls import ERRORS, Call, Fault, Where
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 
 STEPS_MAX = 5
 FAILING_STEPS = 8

@@ -26,7 +26,7 @@ from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.testing.nursery import nursery
 from tests.crash.saver import Training
 from tests.faults.writelog import MARK, Cut, logged_disk, why_not
-from tests.unit.client.same import assert_same
+from tests.same import assert_same
 
 SAVES = 12
 LONG_S = 25

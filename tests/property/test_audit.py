@@ -32,7 +32,7 @@ from portus.errors import AbandonedError
 from portus.reach.format.layout import DATA_START
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.depth import deep
-from tests.unit.client.late_copy import FENCE_S_MAX
+from tests.unit.fence.late_copy import FENCE_S_MAX
 from tests.unit.pipeline.bench import WAYS, Bench, Gate, Owner
 
 Write = Callable[[torch.Tensor, random.Random], None]

@@ -29,8 +29,8 @@ from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import Removed
 from portus.reach.pools.from_mirror import load_version
 from tests.s3.server import Server
+from tests.same import assert_same
 from tests.simulation.proxy import ConnectionCut, Request, RequestFault, RequestProxy
-from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.s3
 

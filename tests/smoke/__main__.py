@@ -31,14 +31,14 @@ TESTS: Final = (
     # All of it is imported, and what is saved comes back.
     "tests/unit/test_face.py::test_every_module_imports_where_linux_is_missing",
     "tests/unit/protocol/test_session.py",
-    "tests/unit/client/pools/test_weights_only.py",
-    "tests/unit/client/test_checkpointer.py::test_every_version_holds_the_state_at_its_call",
+    "tests/unit/pools/test_weights_only.py",
+    "tests/unit/pools/test_checkpointer.py::test_every_version_holds_the_state_at_its_call",
     "tests/golden",
     # Files: equal to torch's byte for byte, written and loaded by each of its versions.
-    "tests/unit/client/state/test_pickling.py::test_the_archive_has_the_name_that_torch_gives_it",
-    "tests/unit/client/paths/test_face.py",
-    "tests/unit/client/dcp/test_directories.py::test_each_reads_what_the_other_wrote",
-    "tests/unit/client/dcp/test_directories.py::test_stock_torch_reads_it_without_portus",
+    "tests/unit/state/test_pickling.py::test_the_archive_has_the_name_that_torch_gives_it",
+    "tests/unit/paths/test_face.py",
+    "tests/unit/dcp/test_directories.py::test_each_reads_what_the_other_wrote",
+    "tests/unit/dcp/test_directories.py::test_stock_torch_reads_it_without_portus",
     # The command, and a storage host over a unix socket.
     "tests/unit/cli/test_ls.py",
     "tests/unit/cli/test_verify.py::test_a_healthy_pool_is_said_to_be",

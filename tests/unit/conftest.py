@@ -1,4 +1,4 @@
-"""Small real file systems, for root; a storage host."""
+"""Small real file systems, for root; a storage host; a saver of files."""
 
 from __future__ import annotations
 
@@ -76,3 +76,15 @@ def host_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with serving(tmp_path / "host") as server:
         monkeypatch.setenv("PORTUS_POOL", url(server))
         yield url(server)
+
+
+@pytest.fixture
+def own_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test has a saver of its own, which is closed behind it, and works in its directory."""
+    from portus.engine.paths import process  # not for all: it imports torch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process, "_savers", [])
+    monkeypatch.setattr(process, "_writers", [])
+    yield
+    process._finish()

@@ -178,12 +178,12 @@ def test_the_page_of_compatibility_has_the_matrix_that_is_run() -> None:
 
 
 def test_unit_tests_mirror_the_rooms() -> None:
-    """A package has one folder for what it has in all rings; the trainer's side has one."""
+    """A package has one folder for what it has in all rings."""
     core = ROOT / "core" / "portus"
     places = [core, *(core / ring for ring in ("engine", "reach", "companions"))]
     rooms = {path.name for place in places for path in place.iterdir() if path.is_dir()}
     folders = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir()}
-    assert folders - {"__pycache__"} <= {*rooms, "client"}
+    assert folders - {"__pycache__"} <= rooms
 
 
 def test_what_the_documents_tell_to_make_can_be_made() -> None:

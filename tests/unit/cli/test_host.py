@@ -11,8 +11,8 @@ from portus.reach.index.directory import on_disk
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.pools.resolve import POOLS
 from tests.hosts import serving, url
+from tests.moments import until
 from tests.unit.cli.scene import pointing, portus, portus_json, state
-from tests.unit.client.stuck import until
 
 
 @pytest.fixture

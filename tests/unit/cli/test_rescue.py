@@ -25,9 +25,9 @@ from portus.reach.media.lock import FileLocks
 from portus.reach.media.pool import FileSystem
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.pools.view import PoolView
+from tests.same import assert_same
 from tests.unit.cli.scene import Run, portus_json, state
 from tests.unit.cli.scene import portus as command
-from tests.unit.client.same import assert_same
 
 
 def steps(trainer: PoolCheckpointer) -> list[int]:

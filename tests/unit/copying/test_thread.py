@@ -16,7 +16,7 @@ from portus.engine.copying import local
 from portus.engine.copying.segments import Segments
 from portus.engine.copying.thread import JoinableThread, finish
 from portus.reach.versions.parallel import NAME, abreast, in_any_order
-from tests.unit.client.stuck import is_in, until
+from tests.moments import is_in, until
 
 WAIT_S = 30.0
 

@@ -26,9 +26,9 @@ from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.server import Server
 from portus.reach.protocol import messages as said
 from tests.hosts import Host, connect_again_at_once, free_port, url
+from tests.moments import until
 from tests.unit.cli.scene import portus as command
 from tests.unit.cli.scene import portus_json
-from tests.unit.client.stuck import until
 from tests.unit.daemon.test_session import DATA, LENGTHS, client, confirm, offered
 
 STATE = {"x": torch.arange(100_000)}

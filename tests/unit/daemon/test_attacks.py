@@ -22,7 +22,7 @@ from portus.reach.protocol.messages import pack_column
 from portus.reach.transport.dial import Credentials, _greet, dial
 from portus.reach.transport.stream import Link
 from tests.hosts import Host
-from tests.unit.client.stuck import until
+from tests.moments import until
 from tests.unit.daemon.test_memory import rss
 
 CONNECTIONS = 64

@@ -29,7 +29,7 @@ from tests.depth import deep
 from tests.golden.conversation import FIRST, GIVEN_UP, SECOND
 from tests.golden.test_protocol import turns
 from tests.hosts import serving, url
-from tests.unit.client.stuck import until
+from tests.moments import until
 from tests.unit.daemon.test_memory import rss
 from tests.unit.protocol.examples import header
 

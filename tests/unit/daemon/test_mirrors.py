@@ -24,9 +24,9 @@ from portus.reach.mirror.opening import open_store
 from portus.reach.mirror.store import ListedObject, Store, UnwritableError
 from portus.testing.hosting import serving, url
 from tests.hosts import Host
+from tests.moments import until
+from tests.same import assert_same
 from tests.unit.cli.scene import pointing
-from tests.unit.client.same import assert_same
-from tests.unit.client.stuck import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 

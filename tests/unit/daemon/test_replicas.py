@@ -26,9 +26,9 @@ from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import VERSION
 from portus.testing.hosting import serving, url
 from tests.hosts import Host, connect_again_at_once, free_port
+from tests.moments import until
+from tests.same import assert_same
 from tests.simulation.lossy import LossyLink
-from tests.unit.client.same import assert_same
-from tests.unit.client.stuck import until
 from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

@@ -32,7 +32,7 @@ from portus.errors import BusyError, CorruptionError, MediumError, StaleError, U
 from portus.reach.index.check import check
 from portus.reach.index.log import LogWriter
 from tests.crash.embedded import Training, same
-from tests.unit.client.stuck import until
+from tests.moments import until
 from tests.unit.embedding import sliced
 from tests.warm import Warm
 

@@ -15,7 +15,7 @@ from portus.reach.index.directory import create_pool, open_writer
 from portus.reach.index.pool import PoolWriter
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.pool import SparseMedium
-from tests.unit.client.stuck import WAIT_S_MAX, is_in, until
+from tests.moments import WAIT_S_MAX, is_in, until
 from tests.unit.index.pools import save
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")

@@ -34,10 +34,10 @@ from portus.reach.pools import restore
 from portus.reach.pools.from_mirror import load_version
 from portus.reach.training.safetensors import Safetensors
 from portus.reach.training.training_files import TrainingFiles
+from tests.same import assert_same
 from tests.simulation.model_store import ModelStore
-from tests.unit.client.pools.scene import stored
-from tests.unit.client.same import assert_same
 from tests.unit.mirror.test_mirror import new_pool
+from tests.unit.pools.scene import stored
 
 MODEL = "gpt"
 
