@@ -68,7 +68,7 @@ def test_the_mirror_has_the_files_of_a_checkpoint_whole_under_their_own_names(
     accelerator, model = started(run, f"file://{mirror}", named=False)
     accelerator.save_state()
     accelerator.end_training()
-    [there] = mirror.glob("*/files/checkpoints/checkpoint_0")
+    [there] = mirror.glob("*/checkpoints/checkpoint_0")
     here = run / "checkpoints" / "checkpoint_0"
     for path in here.iterdir():
         assert (there / path.name).read_bytes() == path.read_bytes()

@@ -124,7 +124,7 @@ def test_machines_are_lost_one_after_another_and_the_training_ends_bit_for_bit(
     ends(run, f"file://{mirror}", expected)
     assert same(torch.load(run / "weights.pt"), torch.load(tmp_path / "whole" / "weights.pt"))
     here = {each.name for each in (run / "ckpt").iterdir()}
-    there = {each.name for each in (mirror / "ckpt/files/ckpt").iterdir()}
+    there = {each.name for each in (mirror / "ckpt/ckpt").iterdir()}
     assert {name for name in there if not name.endswith(".xxh128")} <= here
     assert expected > 0
 

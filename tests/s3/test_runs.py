@@ -76,7 +76,7 @@ def test_a_request_that_fails_ends_no_training_and_loses_no_file(
 ) -> None:
     monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.05)
     saved(tmp_path / "gpt", url, range(1, 2))
-    proxy.fail(FAULTS[fault], method="PUT", target="/files/", times=2)
+    proxy.fail(FAULTS[fault], method="PUT", target="/gpt/step-", times=2)
     with caplog.at_level(logging.WARNING, "portus"):
         saved(tmp_path / "gpt", url, range(2, 4))
     assert read_plainly(url) == {"step-00000002.pt": 2, "step-00000003.pt": 3}
