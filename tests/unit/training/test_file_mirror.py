@@ -688,6 +688,20 @@ def test_what_a_run_removed_stays_in_the_mirror_as_far_as_mirror_keep_says(
     assert Directories(bucket, tmp_path / "other").fetch().here() == {"s4", "s6"}
 
 
+def test_a_removed_checkpoint_that_is_put_back_is_of_the_run_again(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run", keep=1).begin()
+    run.save("1.ckpt", 1).wait()
+    shutil.copy2(tmp_path / "run/ckpt/1.ckpt", tmp_path / "1.ckpt")
+    run.save("2.ckpt", 2).wait()
+    run.remove("1.ckpt")
+    run.files.close()
+    shutil.copy2(tmp_path / "1.ckpt", tmp_path / "run/ckpt/1.ckpt")
+    Run(bucket, tmp_path / "run", keep=1).begin().files.close()
+    assert Run(bucket, tmp_path / "other").fetch().here() == {"1.ckpt", "2.ckpt"}
+
+
 def test_files_that_come_later_to_a_directory_are_mirrored_with_the_next(
     bucket: Bucket, tmp_path: Path
 ) -> None:

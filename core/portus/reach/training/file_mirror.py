@@ -671,4 +671,8 @@ def _is_in(path: str, above: str) -> bool:
 
 
 def _is_same(file: _File, said: FileAdded | None) -> bool:
-    return said is not None and (said.size, said.time_ns) == (file.size, file.time_ns)
+    """Return whether the mirror has a file, and it is the run's: one that the run removed, and that
+    somebody put back, is mirrored anew."""
+    if said is None or said.retired:
+        return False
+    return (said.size, said.time_ns) == (file.size, file.time_ns)
