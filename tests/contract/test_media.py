@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from portus.engine.media.base import PLAIN_FILE, MappedMedium, Medium
+from portus.engine.media.base import PLAIN_FILE, MappedMedium, Medium, MediumInfo
 from portus.engine.spec import Extent
 from portus.errors import MediumError
-from portus.reach.media.dax import SpaceMedium
+from portus.reach.media.dax import DAX_DEVICE
 from portus.reach.media.file import MAPPED_FILE, MappedFile, PlainFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.memory import MEMORY, Memory
 from portus.reach.media.pool import SparseMedium
+from portus.reach.media.space import WORD, SpaceMedium
 from portus.testing.contract import (
     MappedMediumContract,
     MediumContract,
@@ -112,7 +113,8 @@ class TestSimulatedDevice(MediumContract):
         self.files = CrashFiles()
         lines.make_device(self.files, "/device", 64 << 20)
         self.space = BreakingSpace(self.files, "/device")
-        return SpaceMedium(self.space, "/device", writable=True, volatile=False, size=size)
+        info = MediumInfo(DAX_DEVICE, "/device", WORD, volatile=False, writable=True)
+        return SpaceMedium(self.space, info, size)
 
     def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
         content = bytearray(length)
@@ -133,8 +135,9 @@ class TestSimulatedDevice(MediumContract):
 
 class TestMemory(MappedMediumContract):
     def make(self, size: int) -> MappedMedium:
-        self.sync = Broken()
-        return Memory(size, sync=self.sync)
+        self.sync, medium = Broken(), Memory(size)
+        medium.space.drain = self.sync  # type: ignore[method-assign]
+        return medium
 
     def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
         return ctypes.string_at(self._start(medium) + offset, length)
@@ -147,7 +150,7 @@ class TestMemory(MappedMediumContract):
 
     def _start(self, medium: Medium) -> int:
         assert isinstance(medium, Memory)
-        return medium._addresses.start
+        return medium.space.start
 
     def test_it_is_volatile(self, medium: Medium) -> None:
         assert medium.info.volatile

@@ -12,9 +12,9 @@ from portus.reach.index.check import Severity, check
 from portus.reach.index.device import is_blank, make_pool
 from portus.reach.index.directory import create_pool
 from portus.reach.index.reader import PoolReader
-from portus.reach.media.dax import SpaceMedium
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import FileSystem
+from portus.reach.media.space import SpaceMedium
 from tests.simulation import lines
 from tests.simulation.crash import CrashFiles
 from tests.simulation.explore import Explorer

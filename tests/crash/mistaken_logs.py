@@ -10,7 +10,7 @@ from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import DATA_START
 from portus.reach.index import log
 from portus.reach.index.log import Bunch, LogWriter, Patch
-from portus.reach.media.dax import SpaceMedium
+from portus.reach.media.space import SpaceMedium
 
 
 class NotPersisted(LogWriter):

@@ -19,8 +19,8 @@ from portus.errors import PortusError
 from portus.reach.index.device import is_blank, make_pool
 from portus.reach.index.directory import open_writer
 from portus.reach.index.pool import PoolWriter
-from portus.reach.media.dax import SpaceMedium
 from portus.reach.media.pmem import LINE
+from portus.reach.media.space import SpaceMedium
 from tests.crash.trainer import (
     POOL,
     SMALL,

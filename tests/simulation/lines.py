@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from portus.engine.media.base import Medium
+from portus.engine.media.base import Medium, MediumInfo
 from portus.engine.spec import Extent
 from portus.errors import UsageError
-from portus.reach.media.dax import SpaceMedium
+from portus.reach.media.dax import DAX_DEVICE
 from portus.reach.media.pmem import LINE
 from portus.reach.media.pool import FileSystem
+from portus.reach.media.space import WORD, SpaceMedium
 from tests.simulation.crash import CrashFiles
 from tests.simulation.disk import File
 
@@ -36,7 +37,8 @@ def open_device(
     files: CrashFiles, path: str, medium: type[SpaceMedium] = SpaceMedium
 ) -> SpaceMedium:
     """Open the device at ``path``, which ``make_device`` made."""
-    return medium(CrashSpace(files, path), path, writable=True, volatile=False)
+    info = MediumInfo(DAX_DEVICE, path, WORD, volatile=False, writable=True)
+    return medium(CrashSpace(files, path), info)
 
 
 def files_with_device(

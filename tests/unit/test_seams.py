@@ -19,7 +19,6 @@ ONE_IMPLEMENTATION = {
     "core/portus/engine/directory/system.py: System": "tests replace the disk, which crashes",
     "core/portus/engine/pipeline/plan.py: Previous": "of pools, which the engine may not import",
     "core/portus/engine/writer/image_file.py: DurableFiles": "of publishers, on a floor above",
-    "core/portus/reach/media/dax.py: Space": "tests replace the device, which loses power",
     "core/portus/reach/media/pool.py: FileSystem": "tests replace the disk, which crashes",
     "core/portus/reach/transport/one_sided.py: Pair": "tests replace the network card",
     "core/portus/testing/adapter.py: Trains": "whoever writes an adapter implements it",

@@ -569,7 +569,8 @@ def test_poisoned_memory_can_still_be_loaded_from(engine: Engine) -> None:
         if failing[0]:
             raise OSError(5, "input/output error")
 
-    medium = Memory(2 << 20, sync=sync)
+    medium = Memory(2 << 20)
+    medium.space.drain = sync  # type: ignore[method-assign]
     case = big_case(1 << 20)
     copy(medium, case.sources, Stop(), engine=engine)
     failing[0] = True

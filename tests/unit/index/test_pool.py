@@ -422,7 +422,8 @@ def test_a_failed_persist_leaves_every_older_version_and_ends_writing() -> None:
         if failing[0]:
             raise OSError(errno.EIO, "input/output error")
 
-    medium = Memory(DATA_START, sync=sync)
+    medium = Memory(DATA_START)
+    medium.space.drain = sync  # type: ignore[method-assign]
     format_pool(medium)
     pool = PoolWriter(medium, ProcessLocks(LockTable()))
     record = save(pool, [b"old"])

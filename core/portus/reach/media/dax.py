@@ -19,13 +19,10 @@ import ctypes
 import errno
 import os
 import stat
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
-
-import numpy as np
+from typing import ClassVar, Final
 
 from portus.engine.media import linux
 from portus.engine.media.addresses import AddressRange
@@ -36,9 +33,9 @@ from portus.engine.media.process import Descriptor
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
 from portus.reach.media.file import MappedFile
-from portus.reach.media.memory import WORD
 from portus.reach.media.pmem import Processor, processor
 from portus.reach.media.pool import bounds, spans
+from portus.reach.media.space import WORD, AddressedMedium, pointer
 
 DAX_FILE: Final = MediumKind("file, DAX", is_persistent_memory=True)
 DAX_DEVICE: Final = MediumKind("DAX device", is_device=True, is_persistent_memory=True)
@@ -88,29 +85,6 @@ def is_device(path: str) -> bool:
     return device_facts(path) is not None
 
 
-class Space(Protocol):
-    """The bytes of a device, as a process has them: stored at once, in caches at first."""
-
-    @property
-    def size(self) -> int:
-        """Bytes, all of them."""
-
-    def store(self, offset: int, data: memoryview) -> None:
-        """Put ``data`` there."""
-
-    def load(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from there."""
-
-    def flush(self, offset: int, length: int) -> None:
-        """Begin to write back these bytes."""
-
-    def drain(self) -> None:
-        """Return when what this thread flushed survives power loss."""
-
-    def close(self) -> None:
-        """Let go of it. A second call does nothing."""
-
-
 class MappedSpace:
     """A device that is mapped into this process, and written back by its processor."""
 
@@ -135,10 +109,10 @@ class MappedSpace:
         return self._addresses.start
 
     def store(self, offset: int, data: memoryview) -> None:
-        ctypes.memmove(self.start + offset, _pointer(data), data.nbytes)
+        ctypes.memmove(self.start + offset, pointer(data), data.nbytes)
 
     def load(self, offset: int, target: memoryview) -> None:
-        ctypes.memmove(_pointer(target), self.start + offset, target.nbytes)
+        ctypes.memmove(pointer(target), self.start + offset, target.nbytes)
 
     def flush(self, offset: int, length: int) -> None:
         self._cpu.flush(self.start + offset, length)
@@ -156,147 +130,16 @@ class MappedSpace:
         self._descriptor.close()
 
 
-class SpaceMedium:
-    """A DAX device, or the first part of one, by its space alone. Owns the space."""
-
-    def __init__(
-        self, space: Space, name: str, *, writable: bool, volatile: bool, size: int | None = None
-    ) -> None:
-        """size: bytes to use, of which ``grow`` makes more; None: all there are."""
-        self._info: Final = MediumInfo(DAX_DEVICE, name, WORD, volatile, writable)
-        self._space: Final = space
-        self._size = space.size if size is None else size
-        self._growing: Final = threading.Lock()
-        self._poison = ""
-        self._closed = False
-
-    @property
-    def info(self) -> MediumInfo:
-        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
-        return self._info
-
-    @property
-    def size(self) -> int:
-        """Bytes of it that are used."""
-        return self._size
-
-    @property
-    def is_poisoned(self) -> bool:
-        """True since a persist failed, or since ``poison``."""
-        return bool(self._poison)
-
-    def poison(self, reason: str) -> None:
-        """See ``Medium``."""
-        self._poison = self._poison or f"{self._info.name}: accepts no more writes: {reason}"
-
-    def grow(self, size: int) -> None:
-        """Use more of the device, cleared first. ``MediumError`` (ENOSPC) behind its end."""
-        self._check_writable()
-        with self._growing:
-            before = self._size
-            if size <= before:
-                return
-            if size > self._space.size:
-                raise MediumError(
-                    errno.ENOSPC,
-                    f"{self._info.name}: cannot grow from {before} to {size} bytes: the device "
-                    f"has {self._space.size}; keep fewer versions, or take a larger one",
-                )
-            # A device still has what it held before; a medium that grew reads as zeros.
-            self._clear(before, size)
-            self._write_back([Extent(before, size - before)])
-            self._size = size
-
-    def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Store through the mapping; other threads run meanwhile."""
-        self._check_writable()
-        view = memoryview(data)
-        self._check_range(offset, view.nbytes)
-        if not view.c_contiguous:
-            raise UsageError(f"{self._info.name}: store from memory that has gaps")
-        if view.nbytes:
-            self._space.store(offset, view.cast("B"))
-
-    def load(self, offset: int, target: memoryview) -> None:
-        """Load through the mapping. A line that the memory lost ends the process (SIGBUS)."""
-        self._check_open()
-        self._check_range(offset, target.nbytes)
-        if target.readonly or not target.c_contiguous:
-            raise UsageError(f"{self._info.name}: load into memory that is read-only or has gaps")
-        if target.nbytes:
-            self._space.load(offset, target.cast("B"))
-
-    def persist(self, ranges: Sequence[Extent]) -> None:
-        """Writes back every line of ``ranges``, and waits."""
-        self._check_writable()
-        for extent in bounds(ranges):
-            self._check_range(extent.offset, extent.length)
-        self._write_back(ranges)
-
-    def close(self) -> None:
-        """Close it, and give the addresses back: nobody may use one any more."""
-        self._closed = True
-        self._space.close()
-
-    def _write_back(self, ranges: Sequence[Extent]) -> None:
-        some = spans(ranges)
-        if not some:
-            return
-        try:
-            for offset, length in some:
-                self._space.flush(offset, length)
-            # By the thread that flushed: a fence waits only for the flushes of its own thread.
-            self._space.drain()
-        except OSError as error:
-            self._poison = (
-                f"{self._info.name}: accepts no more writes: persist failed "
-                f"({error.strerror}), so bytes stored since the previous persist may be lost; "
-                "older bytes can still be loaded; see the kernel's log, then open it again"
-            )
-            raise MediumError(error.errno, self._poison) from error
-
-    def _clear(self, begin: int, end: int) -> None:
-        zeros = memoryview(bytes(min(end - begin, 1 << 20)))
-        for offset in range(begin, end, len(zeros)):
-            self._space.store(offset, zeros[: end - offset])
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError(f"{self._info.name}: used after it was closed")
-
-    def _check(self) -> None:
-        self._check_open()
-        if self._poison:
-            raise MediumError(errno.EIO, self._poison)
-
-    def _check_writable(self) -> None:
-        if not self._info.writable:
-            raise UsageError(f"{self._info.name}: opened for reading; open it with writable=True")
-        self._check()
-
-    def _check_range(self, offset: int, length: int) -> None:
-        if offset < 0 or offset + length > self._size:
-            raise UsageError(
-                f"{self._info.name}: bytes {offset} to {offset + length} are outside the "
-                f"{self._size} bytes of it"
-            )
-
-
-class DaxDevice(SpaceMedium):
+class DaxDevice(AddressedMedium):
     """A DAX device, or the first part of one, with addresses."""
 
     def __init__(
         self, space: MappedSpace, facts: DeviceFacts, *, writable: bool, size: int | None = None
     ) -> None:
         """size: as in ``SpaceMedium``."""
-        super().__init__(space, facts.path, writable=writable, volatile=facts.volatile, size=size)
+        info = MediumInfo(DAX_DEVICE, facts.path, WORD, facts.volatile, writable)
+        super().__init__(space, info, size)
         self._mapped: Final = space
-
-    def address(self, extent: Extent) -> int:
-        """Writable if the medium is."""
-        self._check()
-        self._check_range(extent.offset, extent.length)
-        return self._mapped.start + extent.offset
 
     def close_but(self, kept: Sequence[Extent]) -> None:
         """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the
@@ -308,16 +151,6 @@ class DaxDevice(SpaceMedium):
             self._mapped.close_but(kept)
         finally:
             self.close()
-
-    def expect(self, extent: Extent) -> None:
-        """Checks the extent; a device is mapped with huge pages, which stay."""
-        self._check_writable()
-        self._check_range(extent.offset, extent.length)
-
-    def wrote(self, extent: Extent) -> None:
-        """Checks the extent; its lines are written back by ``persist``."""
-        self._check_writable()
-        self._check_range(extent.offset, extent.length)
 
 
 class DaxFile(MappedFile):
@@ -351,7 +184,7 @@ class DaxFile(MappedFile):
             raise UsageError(f"{self.path}: store from memory that has gaps")
         if view.nbytes:
             self._check_length(offset + view.nbytes)
-            ctypes.memmove(self._addresses.start + offset, _pointer(view), view.nbytes)
+            ctypes.memmove(self._addresses.start + offset, pointer(view), view.nbytes)
 
     def persist(self, ranges: Sequence[Extent]) -> None:
         """Writes back every line of ``ranges``, and waits."""
@@ -426,8 +259,3 @@ _NONE: Final = _NoProcessor()
 
 def _is_dax(place: Path) -> bool:
     return (place / "subsystem").resolve().name == "dax"
-
-
-def _pointer(view: memoryview) -> int:
-    """The address of the first byte; ``view`` is not empty."""
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
