@@ -154,7 +154,6 @@ class Reader:
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
             "HOME": str(self.folder),
         }
 

@@ -38,7 +38,7 @@ def run(
     """The script in ``root``, with the entry points of this tree."""
     root.mkdir(exist_ok=True)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
-    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
+    more = {"PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
     command = [sys.executable, *launcher, str(SCRIPT), "--root", str(root)]
     return subprocess.run(
         [*command, *map(str, arguments)],

@@ -3,7 +3,6 @@ there, never nothing."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -64,7 +63,6 @@ def test_a_script_that_rotates_by_hand_and_is_killed_has_the_old_or_the_new(
         return subprocess.run(
             [sys.executable, "-W", "ignore", "-c", SCRIPT, phase, way],
             cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             check=False,

@@ -25,7 +25,7 @@ def loaded_elsewhere(path: Path, **settings: str) -> subprocess.CompletedProcess
     """What another process makes of the file; it has not configured anything but ``settings``."""
     return subprocess.run(
         [sys.executable, "-c", LOAD, str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
+        env={**os.environ, **settings},
         capture_output=True,
         text=True,
         timeout=60,

@@ -38,7 +38,7 @@ def expected() -> Checkpoint:
 
 def start(root: Path, site: Path, *command: object) -> subprocess.Popen[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
-    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
+    more = {"PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         env={**clean, **more, "PYTHONWARNINGS": "ignore"},

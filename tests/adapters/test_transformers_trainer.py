@@ -394,10 +394,9 @@ def said(command: list[str], site: Path, *, flag: bool, ends_with: int = 0) -> s
     """What a program printed, run with the entry points of this tree."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         command,
-        env={**clean, **extra, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
+        env={**clean, "PYTHONPATH": path, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
         capture_output=True,
         text=True,
         check=False,

@@ -149,7 +149,7 @@ class Agent:
     def __init__(self, framework: str, root: Path) -> None:
         self.lines, self.gate = root / "lines", root / "gate"
         given = [framework, str(root), str(self.lines), str(self.gate)]
-        environment = {**os.environ, **CONFIG, "PORTUS_ACCELERATE": "1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **CONFIG, "PORTUS_ACCELERATE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, *TWO, "-m", "tests.crash.agent_job", *given],
             env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

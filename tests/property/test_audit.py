@@ -248,15 +248,6 @@ def check(way: AuditMethod | None, seed: int, cases: int) -> None:
         assert search.voided > cases // 10
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads of torch only wait for each other where tensors are this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("way", [*WAYS, None])
 def test_no_writer_tears_what_an_audit_lets_through(way: AuditMethod | None, seed: int) -> None:
