@@ -18,6 +18,9 @@ DEALT_OUT := $(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1
 STAMP := $(VENV)/stamp
 NATIVE := core/portus/engine/copying/_native.so
 
+# Images of Python set it: each process would then compile all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup site setup-lab lab setup-browser setup-s3 s3 demo test test-hardware test-s3 smoke long suites mutants coverage \
