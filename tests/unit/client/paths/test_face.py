@@ -348,6 +348,38 @@ def test_the_exit_of_the_process_finishes_what_is_in_flight_and_leaves_nothing_h
     assert sorted(os.listdir()) == ["0.pt", "1.pt", "2.pt"]
 
 
+@pytest.mark.parametrize("first", ["save({}, 'first.pt')\n", ""])
+def test_a_save_in_a_handler_of_the_exit_is_finished(first: str) -> None:
+    """The handler runs after that of Portus, which finishes the saves before it."""
+    done = saving(
+        SLOW + "import atexit\n"
+        "atexit.register(lambda: save({'by': 'handler'}, 'late.pt'))\n" + first
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert load("late.pt") == {"by": "handler"}
+    assert sorted(os.listdir()) == ["first.pt", "late.pt"] if first else ["late.pt"]
+
+
+@pytest.mark.parametrize(
+    "call", ["save(state, 'step-00000001.pt')", "portus.Checkpointer('.').save(state, 1)"]
+)
+def test_the_end_of_a_child_of_multiprocessing_finishes_its_saves(call: str) -> None:
+    """Such a child runs no handlers of the exit."""
+    done = saving(
+        SLOW + "import multiprocessing, portus\n"
+        "def train(state):\n"
+        f"    {call}\n"
+        "save({}, 'parent.pt')\n"
+        "child = multiprocessing.get_context('fork').Process(target=train, args=[{'step': 1}])\n"
+        "child.start()\n"
+        "child.join()\n"
+        "assert child.exitcode == 0\n"
+        "print(os.path.exists('step-00000001.pt'))\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+    assert load("step-00000001.pt") == {"step": 1}
+
+
 def test_an_exit_after_a_failed_save_says_so() -> None:
     done = saving(
         "from portus.errors import MediumError\n"
