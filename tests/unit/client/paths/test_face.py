@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -195,6 +196,7 @@ def test_links_are_followed_and_modes_are_kept() -> None:
     ("path", "words"),
     [
         ("there", "expected the path of a file to write, found a directory"),
+        ("new/", "expected the path of a file to write, found a directory"),
         ("none/run.pt", "there is no directory .*none; create it first"),
         ("file/run.pt", "there is no directory .*file; create it first"),
         ("fifo", "found not a regular file"),
@@ -224,6 +226,26 @@ def test_a_name_of_255_bytes_is_saved_and_one_of_256_is_an_error_at_the_call() -
     with pytest.raises(MediumError, match="File name too long"):
         save({}, "x" * 253 + ".pt")
     assert visible() == []
+
+
+def test_a_link_that_leads_to_itself_is_an_error_at_the_call() -> None:
+    os.symlink("round.pt", "round.pt")
+    with pytest.raises(MediumError, match=r"^\[Errno \d+\] round\.pt: Too many levels"):
+        save({}, "round.pt")
+    assert os.readlink("round.pt") == "round.pt"
+    assert os.listdir() == ["round.pt"]
+
+
+def test_an_error_at_a_hidden_file_says_in_which_directory_it_is() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(MediumError, match=re.escape(f"{os.getcwd()}/.portus/")):
+            save({}, "run.pt").wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write all")
