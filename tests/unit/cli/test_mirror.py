@@ -17,7 +17,7 @@ import torch
 import portus as face
 from portus.engine.copying.segments import Stop
 from portus.engine.loading.open_file import open_file
-from portus.errors import CorruptionError, UsageError
+from portus.errors import CorruptionError, NoCheckpointError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
@@ -158,7 +158,7 @@ def test_load_takes_a_version_straight_out_of_a_mirror(
     weight = face.load(f"{scene.url}@10", names="model.weight")
     assert same(weight, {"model": {"weight": state(10)["model"]["weight"]}})
     assert os.listdir(scene.run) == []
-    with pytest.raises(UsageError, match=r"has no step 11, but \[10, 20, 30\]"):
+    with pytest.raises(NoCheckpointError, match=r"has no step 11, but \[10, 20, 30\]"):
         face.load(f"{scene.url}/net@11")
     with pytest.raises(UsageError, match="has mirrors of 'net'"):
         face.load(f"{scene.url}/others")

@@ -44,6 +44,7 @@ def test_an_error_of_the_disk_is_passed_over_and_damage_is_what_is_raised(
 ) -> None:
     found: list[str | Exception] = ["oldest", "old", *errors]
     assert use_newest(lambda: found, use) == "old"
+    assert [f"{each}; FALLING BACK" in caplog.text for each in errors] == [True, True]
     assert caplog.text.count("FALLING BACK to") == 2
     assert "FALLING BACK to oldest" not in caplog.text
     with pytest.raises(CorruptionError, match="damaged"):

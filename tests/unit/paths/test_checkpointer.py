@@ -622,8 +622,10 @@ def test_bad_input_is_an_error_at_the_call_that_leaves_nothing_behind() -> None:
         (lambda: portus.Checkpointer("run").load(5), "there is no checkpoint"),
     ]
     for call, words in calls:
-        with pytest.raises(portus.UsageError, match=words):
+        with pytest.raises(portus.UsageError, match=words) as caught:
             call()
+        # Who catches that starts afresh.
+        assert isinstance(caught.value, portus.NoCheckpointError) == ("no checkpoint" in words)
     assert os.listdir() == ["file"]
 
 

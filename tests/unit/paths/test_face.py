@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -195,6 +196,7 @@ def test_links_are_followed_and_modes_are_kept() -> None:
     ("path", "words"),
     [
         ("there", "expected the path of a file to write, found a directory"),
+        ("new/", "expected the path of a file to write, found a directory"),
         ("none/run.pt", "there is no directory .*none; create it first"),
         ("file/run.pt", "there is no directory .*file; create it first"),
         ("fifo", "found not a regular file"),
@@ -224,6 +226,26 @@ def test_a_name_of_255_bytes_is_saved_and_one_of_256_is_an_error_at_the_call() -
     with pytest.raises(MediumError, match="File name too long"):
         save({}, "x" * 253 + ".pt")
     assert visible() == []
+
+
+def test_a_link_that_leads_to_itself_is_an_error_at_the_call() -> None:
+    os.symlink("round.pt", "round.pt")
+    with pytest.raises(MediumError, match=r"^\[Errno \d+\] round\.pt: Too many levels"):
+        save({}, "round.pt")
+    assert os.readlink("round.pt") == "round.pt"
+    assert os.listdir() == ["round.pt"]
+
+
+def test_an_error_at_a_hidden_file_says_in_which_directory_it_is() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(MediumError, match=re.escape(f"{os.getcwd()}/.portus/")):
+            save({}, "run.pt").wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write all")
@@ -346,6 +368,38 @@ def test_the_exit_of_the_process_finishes_what_is_in_flight_and_leaves_nothing_h
     assert (done.returncode, done.stderr) == (0, "")
     assert [load(f"{step}.pt") for step in range(3)] == [{"step": step} for step in range(3)]
     assert sorted(os.listdir()) == ["0.pt", "1.pt", "2.pt"]
+
+
+@pytest.mark.parametrize("first", ["save({}, 'first.pt')\n", ""])
+def test_a_save_in_a_handler_of_the_exit_is_finished(first: str) -> None:
+    """The handler runs after that of Portus, which finishes the saves before it."""
+    done = saving(
+        SLOW + "import atexit\n"
+        "atexit.register(lambda: save({'by': 'handler'}, 'late.pt'))\n" + first
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert load("late.pt") == {"by": "handler"}
+    assert sorted(os.listdir()) == ["first.pt", "late.pt"] if first else ["late.pt"]
+
+
+@pytest.mark.parametrize(
+    "call", ["save(state, 'step-00000001.pt')", "portus.Checkpointer('.').save(state, 1)"]
+)
+def test_the_end_of_a_child_of_multiprocessing_finishes_its_saves(call: str) -> None:
+    """Such a child runs no handlers of the exit."""
+    done = saving(
+        SLOW + "import multiprocessing, portus\n"
+        "def train(state):\n"
+        f"    {call}\n"
+        "save({}, 'parent.pt')\n"
+        "child = multiprocessing.get_context('fork').Process(target=train, args=[{'step': 1}])\n"
+        "child.start()\n"
+        "child.join()\n"
+        "assert child.exitcode == 0\n"
+        "print(os.path.exists('step-00000001.pt'))\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+    assert load("step-00000001.pt") == {"step": 1}
 
 
 def test_an_exit_after_a_failed_save_says_so() -> None:

@@ -27,6 +27,7 @@ from portus.errors import (
     AbandonedError,
     CorruptionError,
     MediumError,
+    NoCheckpointError,
     PortusError,
     StaleError,
     TransportError,
@@ -452,7 +453,7 @@ def test_a_step_that_is_saved_again_is_replaced(
 def test_nothing_is_made_before_the_first_save(pool: Path) -> None:
     with PoolCheckpointer(pool) as checkpointer:
         assert checkpointer.steps() == []
-        with pytest.raises(UsageError, match="there is no pool yet"):
+        with pytest.raises(NoCheckpointError, match="there is no pool yet"):
             checkpointer.load()
         with pytest.raises(UsageError, match="step"):
             checkpointer.save({}, "one")  # type: ignore[arg-type]

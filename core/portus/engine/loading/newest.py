@@ -45,14 +45,13 @@ def use_newest(choose: Callable[[], Sequence[Found]], use: Callable[[Found], Res
 
 
 def _use_last(found: Sequence[Found], use: Callable[[Found], Result]) -> Result:
-    failure: CorruptionError | MediumError | None = None
+    failures: list[CorruptionError | MediumError] = []
     for each in reversed(found):
-        if failure is not None:
-            _log.error("%s; FALLING BACK to %s", failure, each)
+        if failures:
+            _log.error("%s; FALLING BACK to %s", failures[-1], each)
         try:
             return use(each)
         except (CorruptionError, MediumError) as error:
-            # Damage is reported rather than an error of the disk, which may pass.
-            failure = failure if isinstance(failure, CorruptionError) else error
-    assert failure is not None, "there was no checkpoint to load"
-    raise failure
+            failures.append(error)
+    # Damage is raised rather than an error of the disk, which may pass.
+    raise next((each for each in failures if isinstance(each, CorruptionError)), failures[-1])

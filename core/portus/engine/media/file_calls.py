@@ -16,11 +16,11 @@ OUT_OF_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that space would mend."""
 
 _ADVICE: Final = {
-    errno.ENOSPC: "free space on it, or put the pool elsewhere",
-    errno.EDQUOT: "raise the quota, or put the pool elsewhere",
-    errno.EFBIG: "raise `ulimit -f`, or put the pool on a file system that allows larger files",
+    errno.ENOSPC: "free space on it, or save elsewhere",
+    errno.EDQUOT: "raise the quota, or save elsewhere",
+    errno.EFBIG: "raise `ulimit -f`, or save to a file system that allows larger files",
     errno.EIO: "the device failed: see the kernel's log",
-    errno.EROFS: "mount it for writing, or put the pool elsewhere",
+    errno.EROFS: "mount it for writing, or save elsewhere",
     errno.EACCES: "check owner and mode of the file and its directory",
     errno.EPERM: "check owner, mode and attributes of the file and its directory",
     errno.ENOENT: "check the path",

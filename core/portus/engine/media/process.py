@@ -155,7 +155,7 @@ class Descriptor:
         self, path: str, flags: int, mode: int = 0o666, *, directory: Descriptor | None = None
     ) -> None:
         """Open ``path``, relative to ``directory``, as ``os.open`` does; raises its ``OSError``."""
-        self.path: Final = path
+        self.path: Final[str] = path if directory is None else os.path.join(directory.path, path)
         self._process: Final = os.getpid()
         self._numbers: Final[list[int]] = []
         """The number, while it is open. Whoever takes it out of the list closes it."""

@@ -65,7 +65,7 @@ class Steps(Protocol):
 
     def choose(self, step: int | None) -> Sequence[StepSource]:
         """Wait for the saves in flight, and return what there is of a step, or all, newest last.
-        Raises ``UsageError`` if there is nothing."""
+        Raises ``NoCheckpointError`` if there is nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +187,9 @@ class Checkpointer:
         settings: those of ``torch.load``: ``map_location``, ``weights_only``, and with a directory
             others.
 
-        Blocks until the saves in flight are over. Raises ``UsageError`` if there is no such
-        checkpoint or nothing in it matches a pattern, ``CorruptionError`` if it does not verify, or
-        none does, ``MediumError``, and what ``torch.load`` raises.
+        Blocks until the saves in flight are over. Raises ``NoCheckpointError`` if there is no such
+        checkpoint, ``UsageError`` if nothing in it matches a pattern, ``CorruptionError`` if it
+        does not verify, or none does, ``MediumError``, and what ``torch.load`` raises.
         """
         verify = self.settings.verify
         return self._use(step, lambda found: found.load(names, verify=verify, **settings))

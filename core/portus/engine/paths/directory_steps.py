@@ -29,7 +29,7 @@ from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
-from portus.errors import MediumError, StaleError, UsageError, printable
+from portus.errors import MediumError, NoCheckpointError, StaleError, UsageError, printable
 
 _log: Final = logging.getLogger("portus")
 
@@ -119,7 +119,7 @@ class DirectorySteps:
         if chosen:
             return chosen
         steps = [info.step for info in found]
-        raise UsageError(
+        raise NoCheckpointError(
             f"{printable(path)}: there is no checkpoint; "
             + (f"there are steps {steps[-20:]}" if steps else "nothing was saved here")
         )

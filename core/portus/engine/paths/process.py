@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -41,6 +42,7 @@ _writers: Final[list[SharedWriter]] = []
 _savers: Final[list[FileSaver]] = []
 """The saver of ``portus.save``."""
 _open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
+_finalizers: Final[list[multiprocessing.util.Finalize]] = []
 
 
 @calls.mark
@@ -103,6 +105,10 @@ def _writer() -> SharedWriter:
         _writers.append(SharedWriter(memory // _SHARE))
         atexit.unregister(_finish)
         atexit.register(_finish)
+        # Handlers of the exit that run after this one may save again, and a child that
+        # ``multiprocessing`` forks runs none: both end with these.
+        if not any(each.still_active() for each in _finalizers):
+            _finalizers[:] = [multiprocessing.util.Finalize(None, _finish, exitpriority=0)]
     return _writers[0]
 
 
@@ -142,6 +148,7 @@ def _forget_in_child() -> None:
     _savers.clear()
     _writers.clear()
     _open.clear()
+    _finalizers.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -113,8 +114,12 @@ def _target_of(path: str | os.PathLike[str], *, follows_links: bool) -> tuple[st
         )
     try:
         mode = os.stat(real, follow_symlinks=follows_links).st_mode
-    except OSError:
-        return said, real  # nothing is there; what else is wrong shows where it is opened
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a rename would replace the link
+            raise MediumError(error.errno, f"{printable(said)}: {error.strerror}") from error
+        mode = stat.S_IFREG  # nothing is there; what else is wrong shows where it is opened
+    if said.endswith("/"):
+        mode = stat.S_IFDIR
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise UsageError(

@@ -20,7 +20,7 @@ from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.settings.keep import Keep
 from portus.engine.settings.text import is_text
 from portus.engine.spec import VersionInfo
-from portus.errors import UsageError
+from portus.errors import NoCheckpointError, UsageError
 from portus.reach.index.directory import has_pool
 from portus.reach.pools.place import place_of
 from portus.reach.pools.training_pool import TrainingPool
@@ -99,7 +99,7 @@ class PoolSteps:
         if not calls.is_nested():
             self.saver.catch_up()
         if not self._is_there():
-            raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
+            raise NoCheckpointError(f"{self.path}: there is no pool yet; nothing was saved")
         return choose([self.pool.open()], self.model, step)
 
     def _is_there(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from portus.engine.loading.newest import use_newest
 from portus.engine.loading.patterns import Patterns
-from portus.errors import UsageError
+from portus.errors import NoCheckpointError, UsageError
 from portus.reach.mirror.address import EXPECTED, is_store
 from portus.reach.mirror.fetching import place_of
 from portus.reach.mirror.mirror import Mirror
@@ -31,9 +31,9 @@ def load(url: str, names: Patterns = None) -> object:
     names: shell patterns of key paths (``"model.*"``): read only that part of the state.
 
     If the newest version does not verify, it returns the newest one that does, and logs an error.
-    Raises ``UsageError`` if there is no such version, if nothing in it matches a pattern, and for
-    wrong credentials or a wrong key;
-    ``CorruptionError`` if no version verifies; ``TransportError`` if the store does not answer.
+    Raises ``NoCheckpointError`` if there is no such version, ``UsageError`` if nothing in it
+    matches a pattern, and for wrong credentials or a wrong key; ``CorruptionError`` if no version
+    verifies; ``TransportError`` if the store does not answer.
     """
     if not isinstance(url, str) or not is_store(url):
         raise UsageError(
@@ -43,7 +43,7 @@ def load(url: str, names: Patterns = None) -> object:
     found = resolve(url, "portus.load")
     with Mirrors(found.address) as mirrors:
         if not mirrors.has(found.model):
-            raise UsageError(f"{mirrors.address}: there is no model {found.model!r}")
+            raise NoCheckpointError(f"{mirrors.address}: there is no model {found.model!r}")
         mirror = mirrors.of(found.model)
         return use_newest(
             partial(_choose, mirror, found.step),
@@ -66,7 +66,9 @@ def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
     chosen = [MirrorStep(mirror, each) for each in versions if step in (None, each.step)]
     if not chosen:
         steps = [each.step for each in versions[-_SHOWN:]]
-        raise UsageError(f"{mirror.name}: model {mirror.model!r} has no step {step}, but {steps}")
+        raise NoCheckpointError(
+            f"{mirror.name}: model {mirror.model!r} has no step {step}, but {steps}"
+        )
     return chosen
 
 

@@ -15,7 +15,7 @@ from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.spec import VersionInfo, check_step
-from portus.errors import StaleError, UsageError
+from portus.errors import NoCheckpointError, StaleError, UsageError
 from portus.reach.files.home import open_place
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import Place, PlaceName
@@ -51,7 +51,7 @@ class PoolStep(NamedTuple):
 
 def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> list[PoolStep]:
     """Return the versions of a model, of one step or of any, in some pools: of each the oldest
-    commit first. Raises ``UsageError`` if there is none."""
+    commit first. Raises ``NoCheckpointError`` if there is none."""
     step = None if step is None else check_step(step)
     catalogues = [(pool, pool.catalogue()) for pool in pools]
     every = [
@@ -66,7 +66,9 @@ def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> list[Po
         models = sorted({name for _, catalogue in catalogues for name in catalogue.models})
         have = f"there are steps {steps[-20:]}"
         have = have if steps else f"there is no such model; there are {models[:20]}"
-        raise UsageError(f"model {model!r}, step {'newest' if step is None else step}: {have}")
+        raise NoCheckpointError(
+            f"model {model!r}, step {'newest' if step is None else step}: {have}"
+        )
     return chosen
 
 
@@ -118,8 +120,8 @@ class PoolView:
         """The verified state of a version on the CPU, newest by default; or its matching part.
 
         names: shell patterns of key paths (``"model.*"``). weights_only: as for ``torch.load``.
-        Raises ``UsageError`` if there is no such version, ``CorruptionError`` if none verifies; a
-        newest one that does not verify is passed over with an error in the log.
+        Raises ``NoCheckpointError`` if there is no such version, ``CorruptionError`` if none
+        verifies; a newest one that does not verify is passed over with an error in the log.
         """
         return self._use(
             model, step, lambda found: found.load(names, verify=True, weights_only=weights_only)
