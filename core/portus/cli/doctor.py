@@ -100,14 +100,13 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
     else:
         looked_at, to_measure = list(pools_here()), dict.fromkeys(_usual_places())
     machine = [*Machine().findings(), *loopback.loopback_findings()]
-    shown = [MachineFinding("place", each, f"not measured: {why}") for each, why in failed.items()]
+    shown: list[MachineFinding] = []
     measured = []
     for place in to_measure:
         try:
             speeds = measure(place, size)
         except PortusError as error:
             failed[place] = error_line(error)
-            shown.append(MachineFinding("place", place, f"cannot be measured: {failed[place]}"))
         else:
             measured.append(speeds)
             shown += _speed_findings(speeds)
@@ -118,6 +117,7 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
         for each in measured
         if each.volatile
     ]
+    advice += [f"place {each}: not measured: {why}" for each, why in failed.items()]
     output.line(f"{count_text(len(advice), 'thing')} to do:" if advice else "ready: nothing to do")
     for line in advice:
         output.line(f"- {line}")

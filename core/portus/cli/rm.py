@@ -86,7 +86,8 @@ def _remove_pointer(path: str, output: Output) -> list[Json]:
     name = f"{info.model}@{info.step}"
     output.line(f"{path}: removed")
     if left:
-        output.line(f"{name} stays: {count_text(left, 'pointer')} lead to it")
+        lead = "leads" if left == 1 else "lead"
+        output.line(f"{name} stays: {count_text(left, 'pointer')} {lead} to it")
     else:
         output.line(f"removed {name}, {size_text(info.size)} or less")
     return [version_document(info)] if is_retired else []

@@ -328,6 +328,8 @@ def test_what_is_not_on_this_machine_is_told_and_not_measured(
     assert "found nothing of this name" in named.not_measured["missing"]
     assert "is a pointer to a checkpoint" in named.not_measured[str(pointer)]
     said = portus("doctor", host, "missing")
+    assert "ready" not in said.out
+    assert "- place missing: not measured: expected a pool file" in said.out
     assert said.out.count(host) == 1
     assert said.out.count("missing") == 1
 

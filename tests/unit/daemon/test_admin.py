@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import socket
 import stat
@@ -101,8 +102,9 @@ def test_a_tenant_is_kicked_and_no_other(server: Server, desk: str) -> None:
 
 
 def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
-    server: Server, desk: str
+    server: Server, desk: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "portus.daemon")
     portus_json("admin", "read-only", desk, "later")
     with portus.PoolCheckpointer(url(server), keep=None, on_error="raise") as run:
         run.save(STATE, 1).wait()
@@ -128,6 +130,8 @@ def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
         run.save(STATE, 3).wait()
         with portus.open(url(server)) as pool:
             assert pool.steps() == [1, 3]
+    refused = [each for each in caplog.records if " refused: " in each.getMessage()]
+    assert {each.levelno for each in refused} == {logging.INFO}, "no error of the host"
     assert command("admin", "read-only", desk, "no/name").code == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import json
@@ -313,6 +314,23 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
     page = (Path(__file__).parents[3] / "docs/deploying.md").read_text()
     fields = {name for events in found.values() for event in events for name in event}
     assert {name for name in {*found, *fields} if f"`{name}`" not in page} == set()
+
+
+def test_each_event_is_in_the_page_with_its_fields() -> None:
+    root = Path(__file__).parents[3]
+    rows = re.findall(r"^\| (`.*?) \| (.*)\|$", (root / "docs/deploying.md").read_text(), re.M)
+    calls = [
+        node
+        for path in (root / "core/portus/reach/daemon").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and re.search(r"(^|\.)tell$", ast.unparse(node.func))
+    ]
+    told = [each for each in calls if isinstance(each.args[1], ast.Constant)]
+    assert len(told) > 20
+    for each in told:
+        event, fields = ast.literal_eval(each.args[1]), {part.arg for part in each.keywords}
+        [known] = [last for first, last in rows if f"`{event}`" in first]
+        assert {name for name in fields if name and f"`{name}`" not in known} == set(), event
 
 
 def test_what_the_floors_below_log_is_an_event_too(tmp_path: Path) -> None:

@@ -692,6 +692,20 @@ def test_records_beyond_the_size_of_their_root_are_named(pool: Pool) -> None:
     assert rules(found(pool)) == ["F5"]
 
 
+def test_a_pool_file_that_was_truncated_is_damaged_wherever_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "x.portus"
+    with Shelf(path, log_bytes=1 << 16) as shelf:
+        for step in range(6):  # records come to lie before the bytes and the log that they lead to
+            shelf[f"x{step % 2}"] = np.full(3000 + step, step)
+            shelf[f"x{step % 2}"][0] = 1.0
+            shelf.sync()
+    assert check(path) == []
+    for size in range(path.stat().st_size - PAGE, -1, -PAGE):
+        os.truncate(path, size)
+        for data in (True, False):
+            assert Severity.ERROR in {each.severity for each in check(path, data=data)}, size
+
+
 def test_a_slot_of_zeros_is_right_only_before_the_first_commit(pool: Pool) -> None:
     pool.medium.store(SLOT_OFFSETS[1], bytes(SLOT.size))
     assert {finding.severity for finding in found(pool)} == {Severity.WARNING, Severity.MEND}

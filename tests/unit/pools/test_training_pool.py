@@ -22,6 +22,7 @@ from portus.engine.media.process import Descriptor
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.files.host import HostPool
 from portus.reach.training.training_files import TrainingFiles
 from tests.hosts import serving, url
 from tests.moments import WAIT_S_MAX
@@ -485,8 +486,7 @@ def test_a_rank_that_replaces_the_pointer_of_another_lets_go_of_what_it_led_to(
 def test_a_busy_name_that_nobody_chose_is_followed_by_the_next_on_a_host(tmp_path: Path) -> None:
     with serving(tmp_path / "host", patience=ClientTimeouts(claim_s=0.1)) as server:
         scene = Scene(tmp_path, url(server))
-        with scene.training() as first:
-            save(first, scene.path("1.ckpt"), 1)
+        with contextlib.closing(HostPool(url(server), "net")):  # another client has the name
             with scene.training(is_named=False) as second:
                 save(second, scene.path("2.ckpt"), 2)
                 with scene.training(is_named=False) as third:
@@ -495,7 +495,6 @@ def test_a_busy_name_that_nobody_chose_is_followed_by_the_next_on_a_host(tmp_pat
                 raise AssertionError("two trainings have one name")
         with portus.open(scene.place) as pool:
             assert {info.step: info.model for info in pool.versions()} == {
-                1: "net",
                 2: "net~2",
                 3: "net~3",
             }
@@ -505,7 +504,31 @@ def test_a_busy_name_that_nobody_chose_is_followed_by_the_next_on_a_host(tmp_pat
         with scene.training(is_named=False) as again:
             again.remove(scene.path("3.ckpt"))
             again.wait()
-            assert scene.steps() == [1, 2], "its pointer lies where it was put, whoever removes it"
+            assert scene.steps() == [2], "its pointer lies where it was put, whoever removes it"
+
+
+def test_a_second_writer_of_this_process_takes_the_next_name_without_asking_the_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(tmp_path / "host", patience=ClientTimeouts(claim_s=0.1)) as server:
+        scene = Scene(tmp_path, url(server))
+        with contextlib.ExitStack() as kept:
+            for step in (1, 2, 3):  # a writer for each save, none of which is closed
+                files = kept.enter_context(scene.training(is_named=False))
+                save(files, scene.path(f"{step}.ckpt"), step)
+        with scene.training(is_named=False) as after:
+            save(after, scene.path("4.ckpt"), 4)
+        with portus.open(scene.place) as pool:
+            assert {info.step: info.model for info in pool.versions()} == {
+                1: "net",
+                2: "net~2",
+                3: "net~3",
+                4: "net",
+            }
+    assert "CLAIM refused" not in caplog.text, "each one would have waited"
+    warned = [each.getMessage() for each in caplog.records if "already" in each.getMessage()]
+    assert [each.partition("now ")[2][:8] for each in warned] == ["'net~2' ", "'net~3' "]
 
 
 def test_a_host_is_chosen_by_its_address_as_it_was_said(tmp_path: Path) -> None:

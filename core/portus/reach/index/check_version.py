@@ -103,7 +103,8 @@ class Versions:
             return None
         self._check_head(where, entry, record, found)
         self._check_rows(where, record)
-        sound = self._check_places(where, record, bounds.size)
+        size = min(bounds.size, self._subject.medium.size)  # smaller than said if it was truncated
+        sound = self._check_places(where, record, size)
         place, label = entry.pointer, f"record of {where}"
         reached = [ReachedRun(place.offset, place.length, found.commit, label)]
         contents = None
@@ -114,7 +115,7 @@ class Versions:
             reached.append(ReachedRun(place.offset, place.length, there.commit, label))
         if contents is not None:
             check_contents(self._findings, where, contents, record.storages)
-        reached += self._check_log(where, record, bounds.size)
+        reached += self._check_log(where, record, size)
         return CheckedVersion(entry, record, contents, tuple(reached), sound)
 
     def _check_head(

@@ -91,6 +91,11 @@ def entries(medium: ReadableMedium, record: VersionRecord) -> Iterator[Entry]:
     log = record.log
     if log is None:
         return
+    if log.extent.end > medium.size:
+        raise CorruptionError(
+            f"the log of version {record.info.id} ends at byte {log.extent.end}, but "
+            f"{medium.info.name} has {medium.size}; was it truncated?"
+        )
     position, number = log.extent.offset, 1
     while True:
         found = _entry_at(medium, log, position, number)

@@ -49,6 +49,9 @@ _log: Final = logging.getLogger("portus")
 _NAMES_MAX: Final = 64
 """Trainings of one name that save to a storage host at once."""
 
+_HELD: Final[set[tuple[Place, str]]] = set()
+"""Where this process saves, and under which names: a host refuses others them, after a wait."""
+
 
 class TrainingPool(Destination):
     """The versions of one training in a pool, on a device or on a storage host, as a
@@ -113,6 +116,7 @@ class TrainingPool(Destination):
                     home.close()
                     raise
                 self._home, self._pool = home, pool
+                _HELD.add((self.place, self.model))
             return self._pool
 
     def steady(self, late: Flags, *, unchanged: bool) -> Flags:
@@ -270,10 +274,20 @@ class TrainingPool(Destination):
             home, self._home, self._pool = self._home, None, None
             self._before = self._steady = None
             if home is not None:
+                _HELD.discard((self.place, self.model))
                 home.close()
 
     def _open(self) -> tuple[Home, Pool]:
         settings = self._settings
+        first = self.model
+        while self._may_be_next and (self.place, self.model) in _HELD:
+            self._number += 1
+        if self.model != first:
+            _log.warning(
+                "portus: %s: this process saves %r already, and now %r beside it: keep one writer "
+                "for the whole training, or close it first",
+                self.place, first, self.model,
+            )  # fmt: skip
         while True:  # ends: names are counted
             home = home_of(self.place, self.model, settings.max_bytes, settings.durable)
             try:

@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from typing import Final
 
-from portus.errors import CorruptionError, MediumError, PortusError
+from portus.errors import PortusError
 from portus.reach.daemon.house import Facts, House, refusal_of
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.requests.guest import Guest
@@ -19,7 +19,7 @@ from portus.reach.daemon.requests.pool import PoolRequests
 from portus.reach.daemon.requests.reads import ReadRequests
 from portus.reach.daemon.requests.saves import SaveRequests
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Refused, Said
+from portus.reach.protocol.messages import Fault, Refused, Said
 from portus.reach.protocol.vocabulary import MessageKind
 from portus.reach.transport.stream import Link
 
@@ -65,7 +65,7 @@ class Requests:
     def _refuse(self, kind: MessageKind, error: PortusError) -> Refused:
         refusal = refusal_of(error)
         self._guest.counters.count_failure(refusal.fault)
-        failed_here = isinstance(error, MediumError | CorruptionError)
+        failed_here = refusal.fault in (Fault.MEDIUM, Fault.CORRUPTION)  # a busy pool is neither
         self._guest.tell(
             logging.ERROR if failed_here else logging.INFO,
             "refused",
