@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
 from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import UNIT
-from portus.engine.loading.open_file import OpenFile, reads
 from portus.errors import CorruptionError, PortusError, StaleError, TransportError, printable
 from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.mirror import Mirror
@@ -41,6 +42,17 @@ from portus.reach.mirror.store import FileStore, ListedObject
 from portus.reach.mirror.writer import GRACE_S
 
 
+class FileToUpload(Protocol):
+    """An open file: an ``OpenFile``, or what has this much of one."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of it now."""
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``; all of it is in the file."""
+
+
 class MirroredFiles(Mirror):
     """The mirror of a run that saves files. One thread at a time. All raise as those of ``Mirror``
     do."""
@@ -52,7 +64,7 @@ class MirroredFiles(Mirror):
     def upload(
         self,
         path: str,
-        file: OpenFile,
+        file: FileToUpload,
         stop: Stop,
         *,
         step: int,
@@ -81,13 +93,13 @@ class MirroredFiles(Mirror):
             term=self.state.term if term is None else term,
         )
 
-    def _put(self, path: str, name: str, file: OpenFile, stop: Stop) -> bytes:
-        size, read = file.size, reads(file)
+    def _put(self, path: str, name: str, file: FileToUpload, stop: Stop) -> bytes:
+        size = file.size
 
         def pieces() -> Iterator[bytes]:
             for start in range(0, size, UNIT):
                 stop.check()
-                data = read(start, UNIT)
+                data = _read(file, start, UNIT)
                 if len(data) < min(UNIT, size - start):
                     raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
                 yield data
@@ -120,7 +132,7 @@ class MirroredFiles(Mirror):
         self._say([*files, *map(FileRemoved, gone)])
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
-    def mend_file(self, filed: FileAdded, file: OpenFile) -> bool:
+    def mend_file(self, filed: FileAdded, file: FileToUpload) -> bool:
         """Upload again a file that is not there as it was uploaded, from ``file``, in its place.
         False if it does not count any more. Raises as ``upload``, and ``StaleError`` if the bytes
         are others."""
@@ -132,11 +144,11 @@ class MirroredFiles(Mirror):
         return True
 
     def recognize(
-        self, name: str, path: str, file: OpenFile, *, step: int, time_ns: int
+        self, name: str, path: str, file: FileToUpload, *, step: int, time_ns: int
     ) -> FileAdded | None:
         """Return what ``count`` is to say of the object ``name``, which does not count, if it is
         ``file``, the one at ``path``; else None."""
-        digest, term = digest_of(reads(file), 0, file.size), self.state.term
+        digest, term = digest_of(partial(_read, file), 0, file.size), self.state.term
         found = FileAdded(path, name, digest, file.size, step, time_ns, term)
         try:
             self.check_file(found, lambda _: None)
@@ -239,3 +251,11 @@ class MirroredFiles(Mirror):
     def _delete(self, names: Sequence[str]) -> None:
         if names:
             self._objects.delete([name + more for name in names for more in ("", DIGEST_SUFFIX)])
+
+
+def _read(file: FileToUpload, start: int, length: int) -> bytes:
+    """Return ``length`` bytes of a file from ``start`` on, or fewer at its end."""
+    data = bytearray(max(0, min(length, file.size - start)))
+    if data:
+        file.load(start, memoryview(data))
+    return bytes(data)
