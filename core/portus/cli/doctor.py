@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
@@ -19,8 +19,8 @@ import numpy as np
 
 from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
-from portus.cli.options import AS_JSON, Texts, argument
-from portus.cli.output import Output, count_text, error_line, reporting, size_text
+from portus.cli.options import Texts, argument
+from portus.cli.output import Output, count_text, error_line, size_text
 from portus.cli.pools import find_pool, refuse_pointer
 from portus.engine.copying.local import Source, Stop, copy
 from portus.engine.image.image import Image
@@ -66,25 +66,19 @@ class Speeds:
 
 
 def command(
+    output: Output,
     places: Texts = argument(
         "[PLACE...]",
         "pools, directories, DAX devices or addresses of storage hosts to look at; "
         "default: $PORTUS_POOL, else the nearest .portus, and /dev/shm",
         None,
     ),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Say what to change here, and how fast this machine is: verdict first."""
-    with reporting(as_json) as output:
-        run(places or (), output)
-
-
-def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
-    """Look and measure. There may be something to do without an exit code that says so."""
     pools: list[Place] = []
     to_measure: dict[str, None] = {}
     failed: dict[str, str] = {}
-    for text in places:
+    for text in places or ():
         try:
             pool, place = _targets(text)
         except PortusError as error:
@@ -104,7 +98,7 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
     measured = []
     for place in to_measure:
         try:
-            speeds = measure(place, size)
+            speeds = measure(place, SIZE)
         except PortusError as error:
             failed[place] = error_line(error)
             shown.append(MachineFinding("place", place, f"cannot be measured: {failed[place]}"))

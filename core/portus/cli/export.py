@@ -15,10 +15,9 @@ from typing import Final
 
 from portus.cli import contents, files
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
-from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
-from portus.cli.output import Json, Output, count_text, reporting, size_text
-from portus.cli.pools import allow, open_places, version_document
-from portus.cli.progress import bar
+from portus.cli.options import POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
+from portus.cli.output import Json, Output, count_text, counter, size_text
+from portus.cli.pools import open_places, version_document
 from portus.engine.directory.folder import FOLDER
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.files.reference import read as pointer_at
@@ -28,7 +27,7 @@ from portus.reach.index.place import local_path
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.leaving.export_result import WrittenExport
-from portus.reach.places.base import OpenCheckpoint, adding
+from portus.reach.places.base import OpenCheckpoint
 from portus.reach.places.opening import newest
 from portus.reach.places.version import OpenVersion, open_version
 from portus.reach.pools.resolve import use_reference
@@ -77,6 +76,7 @@ class ExportOptions:
 
 
 def command(
+    output: Output,
     target: str = TARGET,
     out: str = argument("OUT", "a .safetensors or .pt file, or a directory"),
     pool: Text = POOL_OR_MIRROR,
@@ -87,7 +87,6 @@ def command(
     shard_size: str = option(
         "--shard-size SIZE", "the most bytes of each file, if OUT is a directory", "5GB"
     ),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Write a version, verified, as the file that it is, byte for byte; or a version or a file as
     safetensors or as a torch file.
@@ -100,21 +99,15 @@ def command(
     memory are written separately. The numpy arrays of a shelf become tensors. A directory gets the
     weights as model.safetensors, or as files of at most --shard-size and an index.
     """
-    with reporting(as_json) as output:
-        options = ExportOptions(
-            target=target,
-            out=out,
-            file=file,
-            names=names or (),
-            strip=strip,
-            force=force,
-            limit=size_of(shard_size),
-        )
-        run(options, pool, output)
-
-
-def run(options: ExportOptions, pool: str | None, output: Output) -> None:
-    """Export what the options say."""
+    options = ExportOptions(
+        target=target,
+        out=out,
+        file=file,
+        names=names or (),
+        strip=strip,
+        force=force,
+        limit=size_of(shard_size),
+    )
     local_path(options.out, "OUT")  # raises for a URL
     path = files.find_files(options.target, pool)
     if os.path.isdir(options.target) and _has_pointers(options.target):
@@ -131,7 +124,6 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> None:
                     else _write_contents(opened, title, options)
                 )
     else:
-        allow(pool)
         title, about = path, {"file": os.path.abspath(path)}
         with _explain(options, title):
             written = _write_directory if os.path.isdir(path) else _write_file
@@ -161,8 +153,8 @@ def size_of(text: str) -> int:
 def _write(opened: OpenCheckpoint, name: str, path: str) -> int:
     """Write a file of a checkpoint to ``path``, verified and synced; return its size."""
     size = opened.files[name].size
-    with bar(name) as progress:
-        opened.write(name, path, adding(progress, size))
+    with counter(name, size) as add:
+        opened.write(name, path, add)
     return size
 
 

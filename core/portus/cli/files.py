@@ -32,7 +32,8 @@ from portus.reach.places.directory import (
     is_checkpoint,
     verification_of,
 )
-from portus.reach.places.opening import Places
+from portus.reach.places.opening import Places, place_named
+from portus.reach.pools.resolve import POOLS
 
 if TYPE_CHECKING:
     from portus.reach.leaving.outline import FileOutline
@@ -57,11 +58,13 @@ def open_files(path: str) -> Places:
 
 def find_files(target: str | None, pool: str | None) -> str | None:
     """Return the file, or the directory of files, that a command's target is; None if that is a
-    pool, or something in one. With a pool it is a pointer, or nothing. Without a target: what is
-    around the nearest ``.portus``, if no pool is in it."""
+    pool, or something in one. With a pool it is a pointer, which may lead there then, or nothing.
+    Without a target: what is around the nearest ``.portus``, if no pool is in it."""
     if pool is not None:
-        is_pointer = target and os.path.isfile(target) and pointer_at(target) is not None
-        return target if is_pointer else None
+        if not target or not os.path.isfile(target) or pointer_at(target) is None:
+            return None
+        POOLS.allow(place_named(pool, "--pool"))
+        return target
     if target is None:
         hidden = nearest(os.getcwd())
         if hidden is None or Place.by_variable() is not None or pools_at(Place.parse(hidden)):
@@ -178,8 +181,7 @@ def show_outline(outline: FileOutline, output: Output) -> dict[str, Json]:
     if outline.note:
         output.line(f"noted: {outline.note}")
     rows = [
-        (each.name, each.dtype, f"[{', '.join(map(str, each.shape))}]", f"{each.size:,}")
-        for each in outline.tensors
+        (each.name, each.dtype, str(list(each.shape)), f"{each.size:,}") for each in outline.tensors
     ]
     output.table(("NAME", "TYPE", "SHAPE", ">BYTES"), rows)
     if outline.others:

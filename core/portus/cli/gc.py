@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from portus.cli import files
-from portus.cli.options import AS_JSON, POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
-from portus.cli.output import Json, Output, count_text, reporting, size_text
+from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
+from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import open_places, version_document
 from portus.errors import PortusError, UsageError
 from portus.reach.places.base import Collection, Garbage, GarbageOptions, OpenPlace
 
 
 def command(
+    output: Output,
     place: Text = POOL_ARGUMENT,
     pool: Text = POOL_OR_MIRROR,
     missing: Texts = option(
@@ -22,7 +22,6 @@ def command(
     yes: bool = flag("--yes -y", "delete them without asking"),
     empty: bool = flag("--empty", "also remove pool files that end up empty"),
     dry_run: bool = flag("--dry-run", "only show what would be deleted and given back"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Remove what processes that were killed left in a directory of files; of a pool, return free
     space to the disk.
@@ -30,32 +29,17 @@ def command(
     With --missing, first delete versions whose pointers somebody removed. It looks at the files of
     this machine: run it where DIR is mounted.
     """
-    with reporting(as_json) as output:
-        run(place or pool, output, missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
-
-
-def run(
-    pool: str | None,
-    output: Output,
-    *,
-    missing: Sequence[str] = (),
-    yes: bool = False,
-    empty: bool = False,
-    dry_run: bool = False,
-) -> None:
-    """Collect what ``pool`` names. missing: directories; versions that have their pointers there,
-    or below, and have none any more, are removed. yes: without asking. empty: remove pool files
-    without versions. dry_run: change nothing."""
-    path = None if missing or empty else files.find_files(pool, None)
+    path = None if missing or empty else files.find_files(place or pool, None)
     is_directory = path is not None and os.path.isdir(path)
+    options = GarbageOptions(missing=missing or (), empty=empty)
     documents: list[Json] = []
     parts = OpenPlace.parts
-    with files.open_files(path) if path and is_directory else open_places(pool) as places:
-        for place in places.all():
-            parts = place.parts
-            for part in place.collections(GarbageOptions(missing=missing, empty=empty)):
+    with files.open_files(path) if path and is_directory else open_places(place or pool) as places:
+        for each in places.all():
+            parts = each.parts
+            for part in each.collections(options):
                 try:
-                    documents.append(_collect(place, part, yes, dry_run, output))
+                    documents.append(_collect(each, part, yes, dry_run, output))
                 except PortusError as error:
                     what = f"{part.model}: " if part.model else ""
                     documents.append({**_name(part), "error": output.skip(error, what)})

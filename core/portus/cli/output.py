@@ -8,9 +8,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import typer
 
@@ -24,6 +24,9 @@ from portus.errors import (
     UsageError,
     printable,
 )
+
+if TYPE_CHECKING:
+    from portus.reach.places.base import Progress
 
 FOUND: Final = 1
 USAGE: Final = 2
@@ -170,6 +173,36 @@ def _print_no_more() -> None:
     """Discard what Python would write, and complain about, at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def bar(title: str) -> Iterator[Progress]:
+    """Show bytes done of bytes to do on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(printable(title), total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show such a bar; yield a function that takes the bytes of each piece of ``total``."""
+    from portus.reach.places.base import adding
+
+    with bar(title) as progress:
+        yield adding(progress, total)
 
 
 def exit_code(error: PortusError) -> int:

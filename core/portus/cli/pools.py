@@ -12,7 +12,6 @@ from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
 from portus.reach.places.opening import Places, place_and_target, place_named, places_at
-from portus.reach.pools.resolve import POOLS
 
 
 def find_pool(
@@ -46,12 +45,6 @@ def refuse_pointer(place: Place) -> None:
             f"{place} is a pointer to a checkpoint in a pool; expected the pool. portus show "
             f"{place} shows what it leads to"
         )
-
-
-def allow(pool: str | None) -> None:
-    """Let pointers lead to the pool that ``--pool`` names, if it names one."""
-    if pool is not None:
-        POOLS.allow(place_named(pool, "--pool"))
 
 
 def nearest(start: str) -> str | None:

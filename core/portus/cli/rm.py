@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 
 from portus.cli import files
-from portus.cli.options import AS_JSON, POOL_OR_MIRROR, Text, argument, flag, option
-from portus.cli.output import Json, Output, count_text, reporting, size_text
-from portus.cli.pools import allow, open_places, version_document
+from portus.cli.options import POOL_OR_MIRROR, Text, argument, flag, option
+from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.pools import open_places, version_document
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
@@ -26,6 +26,7 @@ from portus.reach.pools.resolve import use_reference
 
 
 def command(
+    output: Output,
     targets: list[str] = argument(
         "MODEL[@STEP]...", "versions, files, pointers, or MIRROR/MODEL[@STEP]"
     ),
@@ -39,28 +40,12 @@ def command(
         "keep only the newest N of a directory, or of a model, or what a policy keeps, "
         "such as last=2,every=1000,within=24h,best=val_loss:min:3",
     ),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Delete a torch file; or versions, and the pointers to them; or a pointer, and its version if
     no other one leads there.
 
     A torch file that a link beside it leads to takes --force.
     """
-    with reporting(as_json) as output:
-        run(targets, pool, yes=yes, force=force, keep=keep, output=output)
-
-
-def run(
-    targets: Sequence[str],
-    pool: str | None,
-    *,
-    yes: bool,
-    force: bool,
-    keep: str | None,
-    output: Output,
-) -> None:
-    """Remove, one target after another. keep: of a model, or of a directory of files, what this
-    says stays, see ``Keep.parse``."""
     kept = None if keep is None else Keep.parse(keep)
     removed: list[Json] = []
     for target in targets:
@@ -68,7 +53,6 @@ def run(
         if path is None:
             removed += _remove_versions(target, pool, yes, force, kept, output)
         elif keep is None and pointer_at(path) is not None:
-            allow(pool)
             removed += _remove_pointer(os.path.abspath(path), output)
         else:
             removed += files.rm(path, output, force=force, keep=kept)

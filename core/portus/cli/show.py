@@ -9,7 +9,7 @@ from typing import Final
 
 from portus.cli import files
 from portus.cli.contents import batches_of
-from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text
+from portus.cli.options import POOL_OR_MIRROR, TARGET, Text
 from portus.cli.output import (
     Json,
     Output,
@@ -18,10 +18,9 @@ from portus.cli.output import (
     count_text,
     fields,
     moment_text,
-    reporting,
     size_text,
 )
-from portus.cli.pools import allow, open_places, table_document, version_document
+from portus.cli.pools import open_places, table_document, version_document
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec
@@ -39,20 +38,13 @@ _VALUE_MAX: Final = 60
 """Characters of a value that are shown to people."""
 
 
-def command(target: str = TARGET, pool: Text = POOL_OR_MIRROR, as_json: bool = AS_JSON) -> None:
+def command(output: Output, target: str = TARGET, pool: Text = POOL_OR_MIRROR) -> None:
     """Show what is in a torch file; or the versions of a model, or everything in one version."""
-    with reporting(as_json) as output:
-        run(target, pool, output)
-
-
-def run(target: str, pool: str | None, output: Output) -> None:
-    """Show a file, a model or a version."""
     path = files.find_files(target, pool)
     if path is not None and os.path.isdir(path):
         output.document({"directories": files.ls(path, True, output)})
         return
     if path is not None:
-        allow(pool)
         files.show(path, output)
         return
     with open_places(pool, target) as places:
@@ -181,17 +173,13 @@ def _show_leaves(
 def _row(path: str, value: object, first: dict[int, str]) -> Row:
     """first: the first name of each storage, of the rows so far."""
     if isinstance(value, ArrayShape):
-        return path, str(value.dtype), _shape(value.shape), size_text(value.size), ""
+        return path, str(value.dtype), str(list(value.shape)), size_text(value.size), ""
     if not isinstance(value, TensorSpec):
         return path, type(value).__name__, "", "", _value_text(value)
     owner = first.setdefault(value.storage, path)
     tied = f"shares memory with {owner}" if owner != path and value.storage >= 0 else ""
     size = size_text(_tensor_size(value)) if value.storage >= 0 else "meta"
-    return path, value.dtype, _shape(value.shape), size, tied
-
-
-def _shape(sizes: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, sizes))}]"
+    return path, value.dtype, str(list(value.shape)), size, tied
 
 
 def _tensor_size(spec: TensorSpec) -> int:

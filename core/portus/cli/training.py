@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from portus.cli.output import Output, age_text, count_text, error_line, moment_text, size_text
 from portus.cli.pools import find_pool, nearest
-from portus.companions.journal.account import Account, CommittedSave, IntervalDecision, account
+from portus.companions.journal.account import Account, account
 from portus.companions.journal.lines import Saved
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import JOURNAL_SUFFIX, journal_directory
@@ -221,42 +220,6 @@ def parts(its: Account) -> list[tuple[str, float]]:
     return list(zip(WHERE, values, strict=True))
 
 
-Points = list[tuple[float, float]]
-
-
-def intervals(its: Account) -> list[Points]:
-    """Return, for each session, points of (moment, steps to the next save) as decided, or else as
-    saves came. A last point repeats the last interval at the session's end, or at its last save."""
-    ends = {
-        each.begun.session: spell.end_s
-        for each, spell in zip(its.sessions, its.spells, strict=True)
-    }
-    found: list[Points] = []
-    for choices in by_session(its.choices):
-        points = [(each.time_s, float(each.line.interval)) for each in choices]
-        end_s = max(ends[choices[0].line.session], points[-1][0])
-        found.append([*points, (end_s, points[-1][1])])
-    if found:
-        return found
-    for saves in by_session(its.saves):
-        gaps = [(a.time_s, float(b.at - a.at)) for a, b in itertools.pairwise(saves)]
-        if gaps:
-            found.append([*gaps, (saves[-1].time_s, gaps[-1][1])])
-    return found
-
-
-Value = TypeVar("Value")
-Placed = TypeVar("Placed", CommittedSave, IntervalDecision)
-
-
-def by_session(placed: Iterable[Placed]) -> list[list[Placed]]:
-    """Return what belongs to each session: nothing is drawn from one to the next."""
-    found: dict[str, list[Placed]] = {}
-    for each in placed:
-        found.setdefault(each.line.session, []).append(each)
-    return list(found.values())
-
-
 def seconds_text(seconds: float) -> str:
     """Return a duration for people."""
     if 0 < seconds < 1:
@@ -322,10 +285,3 @@ def restart_rows(its: Account) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def highest(values: Sequence[Value], most: int, key: Callable[[Value], float]) -> list[Value]:
-    """Return the highest of each few values, if there are more than ``most``."""
-    count = min(most, len(values))
-    bounds = [len(values) * n // count for n in range(count + 1)] if count else []
-    return [max(values[a:b], key=key) for a, b in itertools.pairwise(bounds)]
