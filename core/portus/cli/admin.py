@@ -58,19 +58,13 @@ def show(output: Output, host: str = _HOST) -> None:
     if found.tenants:
         output.line()
         output.table(_HEADS, [_row(each) for each in found.tenants])
-    if found.connections:
+    rows: list[Row] = []
+    for each in found.connections:
+        claims, seconds = ", ".join(each.claims), f"{each.seconds:.0f} s"
+        tenant = each.tenant or "(greeting)"
+        rows.append((each.peer, tenant, seconds, each.pins, claims, each.saving))
+    if rows:
         output.line()
-        rows = [
-            (
-                each.peer,
-                each.tenant or "(greeting)",
-                f"{each.seconds:.0f} s",
-                str(each.pins),
-                ", ".join(each.claims),
-                each.saving,
-            )
-            for each in found.connections
-        ]
         output.table(("PEER", "TENANT", ">FOR", ">PINS", "CLAIMS", "SAVING"), rows)
 
 
@@ -150,17 +144,10 @@ def _row(tenant: Tenant) -> Row:
         state = ["read-only"]
     if tenant.mirror_missing:
         state.append(f"mirror {tenant.mirror_lag_s:.0f} s behind")
-    return (
-        tenant.tenant,
-        size_text(tenant.size),
-        size_text(tenant.free),
-        "-" if tenant.quota is None else size_text(tenant.quota),
-        str(tenant.versions),
-        str(tenant.saves),
-        str(tenant.pins),
-        ", ".join(tenant.claims),
-        "; ".join(state),
-    )
+    size, free = size_text(tenant.size), size_text(tenant.free)
+    quota = "-" if tenant.quota is None else size_text(tenant.quota)
+    counts = tenant.versions, tenant.saves, tenant.pins
+    return tenant.tenant, size, free, quota, *counts, ", ".join(tenant.claims), "; ".join(state)
 
 
 commands: Final = group(

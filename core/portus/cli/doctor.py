@@ -75,37 +75,38 @@ def command(
     ),
 ) -> None:
     """Say what to change here, and how fast this machine is: verdict first."""
-    pools: list[Place] = []
+    pools: dict[str, MachineFinding] = {}
     to_measure: dict[str, None] = {}
-    failed: dict[str, str] = {}
+    not_measured: dict[str, str] = {}
+    shown: list[MachineFinding] = []
     for text in places or ():
         try:
-            pool, place = _targets(text)
+            pool, directory = _targets(text)
         except PortusError as error:
-            failed[mask(text, is_address="://" in text)] = error_line(error)
+            name = mask(text, is_address="://" in text)
+            not_measured[name] = error_line(error)
+            shown.append(MachineFinding("place", name, f"not measured: {error_line(error)}"))
             continue
-        pools.append(pool)
-        if place is not None:
-            to_measure[place] = None
-    frameworks = list(adapters(entry_points(group=ADAPTERS)))
-    if places:
-        looked_at = [finding for pool in pools for finding in _pools_of(pool)]
-        looked_at = list({each.name: each for each in looked_at}.values())
-    else:
-        looked_at, to_measure = list(pools_here()), dict.fromkeys(_usual_places())
-    machine = [*Machine().findings(), *loopback.loopback_findings()]
-    shown = [MachineFinding("place", each, f"not measured: {why}") for each, why in failed.items()]
-    measured = []
-    for place in to_measure:
-        try:
-            speeds = measure(place, SIZE)
-        except PortusError as error:
-            failed[place] = error_line(error)
-            shown.append(MachineFinding("place", place, f"cannot be measured: {failed[place]}"))
+        pools.update((each.name, each) for each in _pools_of(pool))
+        if directory is None:
+            not_measured[pool.path] = _ELSEWHERE
         else:
-            measured.append(speeds)
-            shown += _speed_findings(speeds)
-    found = [*frameworks, *looked_at, *machine]
+            to_measure[directory] = None
+    if not places:
+        pools = {each.name: each for each in pools_here()}
+        to_measure = dict.fromkeys(_usual_places())
+    measured = []
+    for directory in to_measure:
+        try:
+            measured.append(measure(directory, SIZE))
+        except PortusError as error:
+            not_measured[directory] = why = error_line(error)
+            shown.append(MachineFinding("place", directory, f"cannot be measured: {why}"))
+        else:
+            shown += _speed_findings(measured[-1])
+    frameworks = list(adapters(entry_points(group=ADAPTERS)))
+    machine = [*Machine().findings(), *loopback.loopback_findings()]
+    found = [*frameworks, *pools.values(), *machine]
     advice = [f"{each.topic} {each.name}: {each.advice}" for each in found if each.advice]
     advice += [
         f"{each.place}: a pool there survives its process, but not a power loss"
@@ -116,14 +117,13 @@ def command(
     for line in advice:
         output.line(f"- {line}")
     output.line()
-    for each in (*frameworks, *shown, *looked_at, *machine):
-        output.line(f"{each.topic:17} {each.name:16} {each.text}")
-    failed.update((pool.path, _ELSEWHERE) for pool in pools if pool.local_path is None)
+    for finding in (*frameworks, *shown, *pools.values(), *machine):
+        output.line(f"{finding.topic:17} {finding.name:16} {finding.text}")
     output.document(
         {
             "found": [asdict(each) for each in found],
             "places": [asdict(each) for each in measured],
-            "not_measured": dict(failed),
+            "not_measured": dict(not_measured),
             "advice": advice,
         }
     )
@@ -172,29 +172,27 @@ def measure(place: str, size: int) -> Speeds:
             copy(medium, [Source(source.ctypes.data, size, (extent,))], Stop())
             medium.persist([extent])
 
-        def load() -> None:
-            medium.load(0, target.data)
-
-        def move() -> None:
-            ctypes.memmove(target.ctypes.data, source.ctypes.data, size)
-
-        calls = [load, move, *([save] if info.writable else [])]
-        took_s: dict[Callable[[], None], list[float]] = {call: [] for call in calls}
+        calls: dict[str, Callable[[], object]] = {
+            "load": lambda: medium.load(0, target.data),
+            "memory": lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, size),
+            **({"save": save} if info.writable else {}),
+        }
+        took_s: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + ROUNDS):
-            for call in calls:
+            for name, call in calls.items():
                 start = time.perf_counter()
                 call()
-                took_s[call].append(time.perf_counter() - start)
+                took_s[name].append(time.perf_counter() - start)
         # The first round touches everything for the first time: that is another question.
-        speed = {call: int(size / statistics.median(took_s[call][1:])) for call in calls}
+        speed = {name: int(size / statistics.median(each[1:])) for name, each in took_s.items()}
         return Speeds(
             place=place,
             medium=info.kind.name,
             granularity=info.granularity,
             volatile=info.volatile,
-            save=speed.get(save, 0),
-            load=speed[load],
-            memory=speed[move],
+            save=speed.get("save", 0),
+            load=speed["load"],
+            memory=speed["memory"],
             fresh=_speeds_of_files(place, size, is_spare=False) if info.writable else {},
             spare=_speeds_of_files(place, size, is_spare=True) if info.writable else {},
         )

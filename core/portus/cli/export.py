@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Final
 
 from portus.cli import contents, files
@@ -45,7 +44,6 @@ class ExportOptions:
     safetensors only. ``force``: replace what is at ``out``. ``limit``: bytes of the tensors of a
     file, where ``out`` is a directory of weights."""
 
-    target: str
     out: str
     file: str | None = None
     names: Sequence[str] = ()
@@ -100,7 +98,6 @@ def command(
     weights as model.safetensors, or as files of at most --shard-size and an index.
     """
     options = ExportOptions(
-        target=target,
         out=out,
         file=file,
         names=names or (),
@@ -108,26 +105,23 @@ def command(
         force=force,
         limit=size_of(shard_size),
     )
-    local_path(options.out, "OUT")  # raises for a URL
-    path = files.find_files(options.target, pool)
-    if os.path.isdir(options.target) and _has_pointers(options.target):
-        path = options.target
+    local_path(out, "OUT")  # raises for a URL
+    path = files.find_files(target, pool)
+    if os.path.isdir(target) and _has_pointers(target):
+        path = target
     if path is None:
-        with open_places(pool, options.target) as places:
+        with open_places(pool, target) as places:
             found = newest(places.select())
             title = found.name
             about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
             with found.open() as opened, _explain(options, title):
-                done = (
-                    _write_files(opened, title, options)
-                    if opened.files
-                    else _write_contents(opened, title, options)
-                )
+                write_version = _write_files if opened.files else _write_contents
+                done = write_version(opened, title, options)
     else:
         title, about = path, {"file": os.path.abspath(path)}
+        write = _write_directory if os.path.isdir(path) else _write_file
         with _explain(options, title):
-            written = _write_directory if os.path.isdir(path) else _write_file
-            done = written(path, options)
+            done = write(path, options)
     _show(title, about, done, options, output)
 
 
@@ -165,42 +159,38 @@ def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> 
         if options.names or options.strip:
             raise UsageError(f"{title} has several files, and --names is for one of them: --file")
         size = sum(each.size for each in opened.files.values())
-        check_room(options.out, size)
-        out = options.out.rstrip(os.sep)
-        with directory_in_place(out, force=options.force, names=names) as made:
+        with directory_in_place(
+            options.out, force=options.force, names=names, size=size
+        ) as directory:
             for name in names:
-                _write(opened, name, os.path.join(made, name))
+                _write(opened, name, os.path.join(directory, name))
         return WrittenExport(size=size, exact=True)
     name = options.file or names[0]
     if name not in names:
         raise UsageError(f"there is no file {name!r} in {title}; it has {names!r:.500}")
     size = opened.files[name].size
-    is_exact = options.is_exact(name)
-    if is_exact:
-        _refuse_there(options)
-    else:
-        _refuse_kind(options)
-    check_room(options.out, size)
-    if is_exact:
-        with file_in_place(options.out) as temporary:
-            _write(opened, name, temporary)
+    if options.is_exact(name):
+        with file_in_place(options.out, force=options.force, size=size) as out:
+            _write(opened, name, out)
         return WrittenExport(size=size, exact=True)
-    near = os.path.dirname(os.path.abspath(options.out.rstrip(os.sep)))
-    with tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder:
+    near = os.path.dirname(os.path.abspath(options.out))
+    with (
+        _converted(options, size) as out,
+        tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder,
+    ):
         whole = os.path.join(folder, name)
         _write(opened, name, whole)
-        return _convert(whole, options, title)
+        return _convert(whole, title, options, out)
 
 
 def _write_file(path: str, options: ExportOptions) -> WrittenExport:
     """Write a file, or the one that a pointer leads to."""
     said = pointer_at(path)
     if said is None or not options.is_exact(said.part or ""):
-        _refuse_kind(options)
-        return _convert(path, options, path)
-    _refuse_there(options)
-    with file_in_place(options.out) as temporary:
-        return WrittenExport(size=_copy_led_to(path, options.out, temporary), exact=True)
+        with _converted(options) as out:
+            return _convert(path, path, options, out)
+    with file_in_place(options.out, force=options.force) as out:
+        return WrittenExport(size=_copy_led_to(path, options.out, out), exact=True)
 
 
 def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
@@ -211,8 +201,7 @@ def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
         raise UsageError(f"{path} is a directory, and --names, --strip and --file are for a file")
     size = 0
     names = [name for name in os.listdir(path) if name != FOLDER]
-    out = options.out.rstrip(os.sep)
-    with directory_in_place(out, force=options.force, names=names) as made:
+    with directory_in_place(options.out, force=options.force, names=names) as made:
         for directory, below, found in os.walk(path):
             below[:] = [name for name in below if name != FOLDER]
             within = os.path.normpath(os.path.join(made, os.path.relpath(directory, path)))
@@ -252,24 +241,39 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
     return use_reference(path, copy)
 
 
-def _convert(path: str, options: ExportOptions, title: str) -> WrittenExport:
-    """Write what ``names`` say of a file, or all of it, as a file of another kind."""
+@contextlib.contextmanager
+def _converted(options: ExportOptions, size: int = 0) -> Iterator[str]:
+    """Yield where to put what becomes OUT. size: bytes to come. Raises ``UsageError`` for an OUT
+    that nothing can be converted to."""
+    if options.is_directory:
+        with directory_in_place(options.out, force=options.force, size=size) as out:
+            yield out
+        return
+    if options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
+        known = ", ".join((SUFFIX, *TORCH_SUFFIXES))
+        raise UsageError(
+            f"{options.out}: expected a directory, or a name that ends in one of {known}"
+        )
+    if options.is_torch and options.strip:
+        raise UsageError("--strip is for .safetensors files")
+    with file_in_place(options.out, force=options.force, size=size) as out:
+        yield out
+
+
+def _convert(path: str, title: str, options: ExportOptions, out: str) -> WrittenExport:
+    """Write what ``names`` say of a file, or all of it, as a file of another kind to ``out``."""
     from portus.reach.leaving import from_file  # and torch with it
 
-    check_room(options.out.rstrip(os.sep), 0)
-    is_directory = options.is_directory
-    made = partial(directory_in_place, force=options.force) if is_directory else file_in_place
     try:
-        with made(options.out.rstrip(os.sep)) as temporary:
-            return from_file.write(
-                path,
-                temporary,
-                names=options.names,
-                strip=options.strip,
-                is_torch=options.is_torch,
-                limit=options.limit if is_directory else None,
-                only_weights=is_directory and not options.names and not options.strip,
-            )
+        return from_file.write(
+            path,
+            out,
+            names=options.names,
+            strip=options.strip,
+            is_torch=options.is_torch,
+            limit=options.limit if options.is_directory else None,
+            only_weights=options.is_directory and not options.names and not options.strip,
+        )
     except (UsageError, CorruptionError) as error:
         raise type(error)(str(error).replace(path, title)) from error
 
@@ -281,36 +285,15 @@ def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) 
         raise UsageError(
             f"{title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
         )
-    _refuse_kind(options)
-    check_room(options.out, 0)
-    with file_in_place(options.out) as temporary:
+    with _converted(options) as out:
         return contents.write(
             opened,
             options.out,
-            temporary,
+            out,
             names=options.names,
             strip=options.strip,
             is_torch=options.is_torch,
         )
-
-
-def _refuse_kind(options: ExportOptions) -> None:
-    """Raise ``UsageError`` for an OUT that nothing can be converted to, or that is there."""
-    if options.is_directory:
-        return
-    if options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
-        known = ", ".join((SUFFIX, *TORCH_SUFFIXES))
-        raise UsageError(
-            f"{options.out}: expected a directory, or a name that ends in one of {known}"
-        )
-    _refuse_there(options)
-    if options.is_torch and options.strip:
-        raise UsageError("--strip is for .safetensors files")
-
-
-def _refuse_there(options: ExportOptions) -> None:
-    if os.path.lexists(options.out) and not options.force:
-        raise UsageError(f"{options.out} already exists; --force replaces it")
 
 
 def _show(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from portus.cli.output import (
     Json,
     Output,
+    Row,
     age_text,
     count_text,
     fields,
@@ -102,16 +103,11 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
         if documents:
             output.line()
         output.line(f"{path_text(directory)}: {count_text(len(files), 'checkpoint')}, {total}")
-        rows = [
-            (
-                os.path.basename(each.path),
-                "" if each.step is None else str(each.step),
-                age_text(each.info.time_ns),
-                size_text(each.info.size),
-                f"leads to {each.leads_to}" if each.leads_to else "",
-            )
-            for each in files
-        ]
+        rows: list[Row] = []
+        for each in files:
+            age, size = age_text(each.info.time_ns), size_text(each.info.size)
+            leads = f"leads to {each.leads_to}" if each.leads_to else ""
+            rows.append((os.path.basename(each.path), each.step, age, size, leads))
         most = None if every else NEWEST
         output.table(("FILE", ">STEP", "SAVED", ">SIZE", ""), newest_rows(rows, most))
         documents.append({"path": directory, "files": [file_document(each) for each in files]})

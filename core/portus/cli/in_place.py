@@ -16,9 +16,14 @@ from portus.reach.media.names import hidden_name
 
 
 @contextlib.contextmanager
-def file_in_place(out: str) -> Iterator[str]:
+def file_in_place(out: str, *, force: bool, size: int = 0) -> Iterator[str]:
     """Yield a path beside ``out``; what is there at the end is synced by then, and becomes ``out``.
-    Raises ``MediumError``; then ``out`` is as it was."""
+
+    size: bytes to come. Raises ``MediumError``, and ``UsageError`` for something at ``out`` without
+    ``force``; then ``out`` is as it was.
+    """
+    _refuse_there(out, force)
+    check_room(out, size)
     with _beside(out) as temporary:
         yield temporary
         os.replace(temporary, out)
@@ -27,20 +32,20 @@ def file_in_place(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def directory_in_place(
-    out: str, *, force: bool, names: Collection[str] | None = None
+    out: str, *, force: bool, names: Collection[str] | None = None, size: int = 0
 ) -> Iterator[str]:
     """Yield a directory beside ``out`` to fill; at the end it is synced, and becomes ``out``.
 
-    names: of what is going to be in it; None: ``model*.safetensors``, and an index. Raises
-    ``MediumError``, and ``UsageError`` for something at ``out`` that has more in it, or without
-    ``force``; then ``out`` is as it was.
+    names: of what is going to be in it; None: ``model*.safetensors``, and an index. size: bytes to
+    come. Raises ``MediumError``, and ``UsageError`` for something at ``out`` that has more in it,
+    or without ``force``; then ``out`` is as it was.
     """
     out = os.path.abspath(out)
     there = os.path.lexists(out)
-    if there and not (force or (os.path.isdir(out) and not os.listdir(out))):
-        raise UsageError(f"{out} already exists; --force replaces it")
+    _refuse_there(out, force or (os.path.isdir(out) and not os.listdir(out)))
     if there and not _is_export(out, names):
         raise UsageError(f"{out} holds more than an export of Portus; remove it yourself")
+    check_room(out, size)
     with _beside(out) as temporary:
         old = f"{temporary}.old"
         try:
@@ -74,6 +79,11 @@ def _beside(out: str) -> Iterator[str]:
         shutil.rmtree(temporary, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+
+
+def _refuse_there(out: str, force: bool) -> None:
+    if os.path.lexists(out) and not force:
+        raise UsageError(f"{out} already exists; --force replaces it")
 
 
 def sync_directory(path: str) -> None:

@@ -101,9 +101,7 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
     elif sizes or not filed:
         output.line(f"{title}, {size_text(sum(sizes))} or less")
     if versions:
-        heads = ("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY")
-        shown = len(heads) if any(row[4] for row in versions) else 4
-        output.table(heads[:shown], [row[:shown] for row in versions])
+        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY"), versions)
     if filed:
         total = size_text(sum(each.info.size for each in found if each.path))
         output.line(f"{place.place}: {count_text(len(found) - len(sizes), 'file')}, {total}")
@@ -152,17 +150,18 @@ def _table(version: StoredCheckpoint, output: Output) -> FileTable | None:
 
 def _row(version: StoredCheckpoint, table: FileTable | None) -> Row:
     info = version.info
-    count = "" if table is None else str(len(table.files))
-    directory = "" if table is None else table.directory and path_text(table.directory)
     age, size = age_text(info.time_ns), size_text(info.size)
-    return info.model, str(info.step), age, size, count, directory
+    if table is None:
+        return info.model, info.step, age, size, None, None
+    directory = table.directory and path_text(table.directory)
+    return info.model, info.step, age, size, len(table.files), directory
 
 
 def _file_row(file: StoredCheckpoint) -> Row:
     info = file.info
     if file.leads_to:
-        return info.model, file.path, "", "", f"leads to {file.leads_to}"
-    return info.model, file.path, str(info.step), age_text(info.time_ns), size_text(info.size)
+        return info.model, file.path, None, "", f"leads to {file.leads_to}"
+    return info.model, file.path, info.step, age_text(info.time_ns), size_text(info.size)
 
 
 def _file_document(file: StoredCheckpoint) -> Json:

@@ -61,31 +61,22 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
             own = [each.info for each in local.values() if each.info.model == model]
             behind = [info.step for info in own if state.version(info.token) is None]
             newest = state.newest or state.newest_file
+            step, time_ns = (newest.step, newest.time_ns) if newest else (None, None)
+            age = None if time_ns is None else age_text(time_ns)
+            count = len(state.versions) + len(state.files)
             size = sum(each.size for each in state.versions)  # or less
             size += sum(each.size for each in state.files)
-            lacks = ""
-            if own:
-                lacks = "everything is mirrored"
+            lacks = "everything is mirrored" if own else ""
             if behind:
-                count = count_text(len(behind), "version")
-                lacks = f"{count} not mirrored, the newest of step {behind[-1]}"
-            rows.append(
-                (
-                    model,
-                    "" if newest is None else str(newest.step),
-                    "" if newest is None else age_text(newest.time_ns),
-                    str(len(state.versions) + len(state.files)),
-                    size_text(size),
-                    str(state.term),
-                    state.who,
-                    lacks,
-                )
-            )
+                lacks = f"{count_text(len(behind), 'version')} not mirrored"
+                lacks += f", the newest of step {behind[-1]}"
+            writer = state.term, state.who
+            rows.append((model, step, age, count, size_text(size), *writer, lacks))
             documents.append(
                 {
                     "name": model,
-                    "newest": None if newest is None else newest.step,
-                    "time_ns": None if newest is None else newest.time_ns,
+                    "newest": step,
+                    "time_ns": time_ns,
                     "versions": len(state.versions),
                     "files": len(state.files),
                     "size": size,
@@ -207,7 +198,7 @@ def _repair(mirror: Mirror, added: Added, local: _Versions) -> str:
     if found is None:
         return "damaged"
     try:
-        retry(partial(_mend, mirror, added, found))
+        retry(partial(_send, mirror, found, added))
     except CorruptionError:
         return "damaged"
     return "mended"
@@ -282,23 +273,20 @@ def _others_beside(root: str, path: str, known: Container[str]) -> bool:
     return False
 
 
-def _send(mirror: Mirror, found: StoredCheckpoint) -> None:
+def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None) -> None:
+    """Send a version from the pool, in the place of the damaged one if there is one."""
     claim(mirror, "mirror repair")
     with found.open() as opened:
         assert isinstance(opened, OpenVersion)
-        mirror.copy(opened.reader, opened.entry.info.id, Stop())
+        if damaged is None:
+            mirror.copy(opened.reader, opened.entry.info.id, Stop())
+        else:
+            mirror.mend(damaged, opened.reader, opened.entry.info.id, Stop())
 
 
 def _mend_file(mirrored: MirroredFiles, filed: FileAdded, file: OpenFile) -> bool:
     claim(mirrored, "mirror repair")
     return mirrored.mend_file(filed, file)
-
-
-def _mend(mirror: Mirror, added: Added, found: StoredCheckpoint) -> None:
-    claim(mirror, "mirror repair")
-    with found.open() as opened:
-        assert isinstance(opened, OpenVersion)
-        mirror.mend(added, opened.reader, opened.entry.info.id, Stop())
 
 
 def _address(url: str | None) -> StoreAddress:

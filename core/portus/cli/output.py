@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -57,7 +57,7 @@ _CODES: Final[tuple[tuple[type[PortusError], int], ...]] = (
 _WIDE: Final = 1 << 16
 """Columns of what no terminal will cut."""
 
-Row = tuple[str, ...]
+Row = tuple[str | int | None, ...]
 
 Json = None | bool | int | float | str | Sequence["Json"] | dict[str, "Json"]
 
@@ -97,9 +97,9 @@ class Output:
         print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
-    def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table for people. Columns whose head begins with ">" are aligned to the right.
-        Only a terminal cuts rows."""
+    def table(self, heads: Sequence[str], rows: Sequence[Row]) -> None:
+        """Print a table for people. Columns whose head begins with ">" are aligned to the right;
+        those with nothing but None are left out. Only a terminal cuts rows."""
         if self.as_json:
             return
         from rich.console import Console
@@ -107,11 +107,13 @@ class Output:
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for head in heads:
+        shown = [at for at in range(len(heads)) if {row[at] for row in rows} != {None}]
+        for head in (heads[at] for at in shown):
             justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
             table.add_column(head.lstrip(">"), justify=justify, no_wrap=True)
         for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+            cells = ("" if row[at] is None else str(row[at]) for at in shown)
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         if sys.stdout.isatty():
             Console().print(table)
             return
@@ -269,4 +271,4 @@ def newest_rows(rows: Sequence[Row], most: int | None, *before: str) -> list[Row
     if not left_out:
         return list(rows)
     older = (*before, f"{left_out} older: --all")
-    return [older + ("",) * (len(rows[0]) - len(older)), *rows[left_out:]]
+    return [older + (None,) * (len(rows[0]) - len(older)), *rows[left_out:]]

@@ -170,7 +170,7 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
 
 
 def _write(path: str, data: bytes) -> None:
-    with file_in_place(path) as temporary, open(temporary, "wb") as file:
+    with file_in_place(path, force=True) as temporary, open(temporary, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from portus.cli.options import Text, argument, flag, option
-from portus.cli.output import FOUND, Json, Output, count_text, counter, moment_text, size_text
+from portus.cli.output import FOUND, Json, Output, Row, count_text, counter, moment_text, size_text
 from portus.cli.pools import version_document
 from portus.engine.media.base import Medium
 from portus.engine.spec import VersionInfo
@@ -109,21 +109,15 @@ def _look(path: str, medium: Medium) -> list[_FoundVersion]:
 
 
 def _show(path: str, seen: list[_FoundVersion], output: Output) -> None:
-    rows = [
-        (
-            each.info.model,
-            str(each.info.step),
-            moment_text(each.info.time_ns),
-            size_text(each.info.size),
-            "whole" if each.whole else "damaged",
-            "yes" if each.listed else "no",
-        )
-        for each in seen
-    ]
+    rows: list[Row] = []
+    for each in seen:
+        info, whole = each.info, "whole" if each.whole else "damaged"
+        moment, size = moment_text(info.time_ns), size_text(info.size)
+        rows.append((info.model, info.step, moment, size, whole, "yes" if each.listed else "no"))
     if rows:
         output.table(("model", ">step", "saved", ">size", "bytes", "listed"), rows)
-    whole = sum(each.whole for each in seen)
-    output.line(f"{path}: {count_text(len(seen), 'version')} found, {whole} whole")
+    count = sum(each.whole for each in seen)
+    output.line(f"{path}: {count_text(len(seen), 'version')} found, {count} whole")
 
 
 def _some(path: str, medium: Medium, whole: list[RecoverableVersion]) -> list[RecoverableVersion]:

@@ -63,23 +63,16 @@ def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
     versions: list[Json] = []
     for each in found:
         info, unique, table = each.info, each.unique(), each.table()
-        rows.append(
-            (
-                str(info.step),
-                str(info.id),
-                str(info.commit),
-                age_text(info.time_ns) + (", inexact" if info.inexact else ""),
-                size_text(info.size),
-                "" if unique is None else size_text(unique),
-                "" if table is None else table.directory,
-            )
-        )
+        age = age_text(info.time_ns) + (", inexact" if info.inexact else "")
+        own = None if unique is None else size_text(unique)
+        directory = (table and table.directory) or None
+        size = size_text(info.size)
+        rows.append((info.step, info.id, info.commit, age, size, own, directory))
         versions.append({**_identity(each), "unique": unique, **table_document(table)})
     for path in dict.fromkeys(each.place.path for each in found):
         output.line(f"{model} in {path}")
     heads = (">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "DIRECTORY")
-    shown = [at for at in range(len(heads)) if any(row[at] for row in rows)]
-    output.table([heads[at] for at in shown], [tuple(row[at] for at in shown) for row in rows])
+    output.table(heads, rows)
     output.document({"model": model, "versions": versions})
 
 

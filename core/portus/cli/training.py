@@ -273,15 +273,8 @@ def restart_rows(its: Account) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for number, each in list(enumerate(its.restarts, 1))[-RESTARTS_MAX:]:
         origin = "the start" if each.resumed_step is None else f"step {each.resumed_step}"
-        least = "" if each.is_exact else "at least "
-        rows.append(
-            (
-                str(number),
-                moment_text(each.time_ns),
-                origin,
-                f"{least}{count_text(each.lost_steps, 'step')}",
-                seconds_text(each.lost_s) if each.lost_steps else "",
-                seconds_text(each.down_s),
-            )
-        )
+        steps = f"{'' if each.is_exact else 'at least '}{count_text(each.lost_steps, 'step')}"
+        lost = seconds_text(each.lost_s) if each.lost_steps else ""
+        moment, down = moment_text(each.time_ns), seconds_text(each.down_s)
+        rows.append((str(number), moment, origin, steps, lost, down))
     return rows
