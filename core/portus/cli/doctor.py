@@ -310,7 +310,7 @@ def _pool(path: str, pool: OpenPlace) -> MachineFinding:
     free = 0 if usage is None else usage.free
     text = f"{size_text(free)} free in it"
     if not is_device(path):
-        outside = _free_on_disk(path)
+        outside = shutil.disk_usage(path).free
         text += f", {size_text(outside)} on its file system"
         free += outside
     infos = [each.info for each in pool.list()]
@@ -321,12 +321,6 @@ def _pool(path: str, pool: OpenPlace) -> MachineFinding:
     text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
     advice = "free space, or keep fewer checkpoints: saves need space for two more"
     return MachineFinding("pool", path, text, "" if fit >= 2 else advice)
-
-
-def _free_on_disk(path: str) -> int:
-    """Return the bytes that this user may still write there."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
 
 
 def _usual_places() -> list[str]:
@@ -356,6 +350,6 @@ def _speed_findings(speeds: Speeds) -> Iterator[MachineFinding]:
         f"load {size_text(speeds.load)}/s; memory {size_text(speeds.memory)}/s",
     )
     if os.path.isdir(place):
-        whole = shutil.disk_usage(place).total
-        text = f"{size_text(_free_on_disk(place))} free of {size_text(whole)}"
+        disk = shutil.disk_usage(place)
+        text = f"{size_text(disk.free)} free of {size_text(disk.total)}"
         yield MachineFinding("space", place, text)

@@ -175,7 +175,7 @@ def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> 
         return WrittenExport(size=size, exact=True)
     near = os.path.dirname(os.path.abspath(options.out))
     with (
-        _converted(options, size) as out,
+        _open_out(options, size) as out,
         tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder,
     ):
         whole = os.path.join(folder, name)
@@ -187,7 +187,7 @@ def _write_file(path: str, options: ExportOptions) -> WrittenExport:
     """Write a file, or the one that a pointer leads to."""
     said = pointer_at(path)
     if said is None or not options.is_exact(said.part or ""):
-        with _converted(options) as out:
+        with _open_out(options) as out:
             return _convert(path, path, options, out)
     with file_in_place(options.out, force=options.force) as out:
         return WrittenExport(size=_copy_led_to(path, options.out, out), exact=True)
@@ -242,7 +242,7 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
 
 
 @contextlib.contextmanager
-def _converted(options: ExportOptions, size: int = 0) -> Iterator[str]:
+def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
     """Yield where to put what becomes OUT. size: bytes to come. Raises ``UsageError`` for an OUT
     that nothing can be converted to."""
     if options.is_directory:
@@ -285,7 +285,7 @@ def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) 
         raise UsageError(
             f"{title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
         )
-    with _converted(options) as out:
+    with _open_out(options) as out:
         return contents.write(
             opened,
             options.out,

@@ -4,7 +4,6 @@ safetensors files, of pointers to some, and of directories that have some."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from portus.cli.output import (
@@ -25,7 +24,7 @@ from portus.errors import UsageError
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
-from portus.reach.places.base import Collection, GarbageOptions, StoredCheckpoint
+from portus.reach.places.base import GarbageOptions, StoredCheckpoint
 from portus.reach.places.directory import (
     CHECKS,
     DirectoryPlace,
@@ -71,30 +70,21 @@ def find_files(target: str | None, pool: str | None) -> str | None:
         if hidden is None or Place.by_variable() is not None or pools_at(Place.parse(hidden)):
             return None
         target = os.path.dirname(hidden)
-        return None if next(files_below(target), None) is None else target
+        return None if next(DirectoryPlace.at(target).find_files(), None) is None else target
     if os.path.isfile(target):
         return target if is_checkpoint(target) else None
     is_hidden = os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY
     if not os.path.isdir(target) or is_hidden or pools_at(Place.parse(target)):
         return None
-    has_any = next(files_below(target), None) or next(_garbage_below(target), None)
+    place = DirectoryPlace.at(target)
+    has_any = next(place.find_files(), None) or next(place.collections(GarbageOptions()), None)
     return None if has_any is None else target
-
-
-def files_below(path: str) -> Iterator[StoredFile]:
-    """Yield the checkpoint files in a directory and those below it, or the one at ``path``. Raises
-    ``MediumError``."""
-    return DirectoryPlace.at(path).find_files()
-
-
-def _garbage_below(path: str) -> Iterator[Collection]:
-    return DirectoryPlace.at(path).collections(GarbageOptions())
 
 
 def ls(path: str, every: bool, output: Output) -> list[Json]:
     """List the files of each directory; return them for machines."""
     by_directory: dict[str, list[StoredFile]] = {}
-    for each in files_below(path):
+    for each in DirectoryPlace.at(path).find_files():
         by_directory.setdefault(os.path.dirname(each.path), []).append(each)
     documents: list[Json] = []
     for directory, files in by_directory.items():
@@ -163,7 +153,7 @@ def show(path: str, output: Output) -> None:
     """Show the tensors of one file."""
     from portus.reach.leaving.outline import outline_of  # and torch with it
 
-    [found], outline = files_below(path), outline_of(path)
+    found, outline = StoredFile(DirectoryPlace.at(path).place, path), outline_of(path)
     by = verification_of(path, outline.has_digests)
     size, age = size_text(found.info.size), age_text(found.info.time_ns)
     output.line(f"{path_text(path)}: {size}, saved {age}, {CHECKS[by]}")
