@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from math import isfinite, prod
-from typing import Final
+from math import prod
 
 from portus.cli import files
 from portus.cli.contents import batches_of
@@ -16,7 +15,6 @@ from portus.cli.output import (
     Row,
     age_text,
     count_text,
-    fields,
     moment_text,
     size_text,
 )
@@ -33,9 +31,6 @@ from portus.reach.places.version import OpenVersion
 from portus.reach.pools.contents import Storages
 from portus.reach.shards.metadata_file import NAME as METADATA
 from portus.reach.shards.rank_file import DISTCP
-
-_VALUE_MAX: Final = 60
-"""Characters of a value that are shown to people."""
 
 
 def command(output: Output, target: str = TARGET, pool: Text = POOL_OR_MIRROR) -> None:
@@ -136,7 +131,8 @@ def _show_leaves(
     reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
 ) -> dict[str, Json]:
     """Show what is in a version of a shelf, or of tables."""
-    from portus.reach.pools.restore import contents_of  # and torch with it
+    from portus.reach.leaving.outline import FileOutline, OutlinedTensor, value_text  # torch, too
+    from portus.reach.pools.restore import contents_of
 
     tensors, leaves = contents_of(reader, entry)
     changed = read_log(reader.medium, record)
@@ -148,54 +144,16 @@ def _show_leaves(
         text = ", ".join(f"{each} of the {name}" for name, each in batches.items())
         output.line(f"batch   {text}")
     output.line()
-    first: dict[int, str] = {}
-    heads = ("NAME", "TYPE", "SHAPE", ">SIZE", "")
-    output.table(heads, [_row(path, each, first) for path, each in leaves])
-    return {
-        "changes": changed.entries,
-        "batches": dict(batches),
-        "tensors": [_tensor_document(spec, record) for spec in tensors],
-        "leaves": [
-            {"name": path, "value": _plain(value)}
-            for path, value in leaves
-            if not isinstance(value, (TensorSpec, ArrayShape))
-        ],
-    }
-
-
-def _row(path: str, value: object, first: dict[int, str]) -> Row:
-    """first: the first name of each storage, of the rows so far."""
-    if isinstance(value, ArrayShape):
-        return path, str(value.dtype), str(list(value.shape)), size_text(value.size), ""
-    if not isinstance(value, TensorSpec):
-        return path, type(value).__name__, "", "", _value_text(value)
-    owner = first.setdefault(value.storage, path)
-    tied = f"shares memory with {owner}" if owner != path and value.storage >= 0 else ""
-    size = size_text(_tensor_size(value)) if value.storage >= 0 else "meta"
-    return path, value.dtype, str(list(value.shape)), size, tied
-
-
-def _tensor_size(spec: TensorSpec) -> int:
-    """Return the bytes of a tensor, without gaps."""
-    return prod(spec.shape) * ITEM_SIZES.get(spec.dtype, 0)
-
-
-def _tensor_document(spec: TensorSpec, record: VersionRecord) -> dict[str, Json]:
-    born = int(record.storages["born"][spec.storage]) if spec.storage >= 0 else None
-    names = ("name", "dtype", "shape", "strides", "offset", "storage", "requires_grad")
-    others = {"size": _tensor_size(spec), "kind": spec.kind.value, "born": born}
-    return {**fields(spec, *names), **others}
-
-
-def _plain(value: object) -> Json:
-    """A value as JSON has it; what JSON has not, as Python writes it."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    is_json = value is None or type(value) in (bool, int, str)
-    is_json = is_json or (isinstance(value, float) and isfinite(value))
-    return value if is_json else repr(value)  # type: ignore[return-value]
-
-
-def _value_text(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."
+    outlined: list[OutlinedTensor] = []
+    others: list[tuple[str, str]] = []
+    for name, value in leaves:
+        if isinstance(value, ArrayShape):
+            outlined.append(OutlinedTensor(name, str(value.dtype), value.shape, value.size))
+        elif isinstance(value, TensorSpec):
+            size = prod(value.shape) * ITEM_SIZES.get(value.dtype, 0)
+            outlined.append(OutlinedTensor(name, value.dtype, value.shape, size))
+        else:
+            others.append((name, value_text(value)))
+    outline = FileOutline(True, "", tuple(outlined), tuple(others))
+    shown = files.show_outline(outline, output)
+    return {"changes": changed.entries, "batches": dict(batches), **shown}
