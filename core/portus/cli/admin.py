@@ -8,8 +8,9 @@ import msgspec
 import typer
 from typer.core import TyperGroup
 
+from portus.cli import words
 from portus.cli.options import argument, flag, group, option
-from portus.cli.output import BUSY, Output, Row, count_text, size_text
+from portus.cli.output import BUSY, Output, Row
 from portus.errors import TransportError
 from portus.reach.daemon.admin import (
     Asked,
@@ -76,7 +77,7 @@ def kick(
     """Close one connection, or all of a tenant. Saves in flight fail; clients may reconnect."""
     count = _ask(host, Kick(who), RequestDone).count
     output.document({"ended": count})
-    output.line(f"{count_text(count, 'connection')} ended")
+    output.line(f"{words.count(count, 'connection')} ended")
 
 
 def read_only(
@@ -103,7 +104,7 @@ def drain(
     """
     left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
     output.document({"draining": not off, "saves": left})
-    in_flight = f"no new saves; {count_text(left, 'save')} in flight"
+    in_flight = f"no new saves; {words.count(left, 'save')} in flight"
     output.line("saves may begin again" if off else in_flight)
     output.code = BUSY if left else 0
 
@@ -116,7 +117,7 @@ def reopen(output: Output, host: str = _HOST, tenant: str = _TENANT) -> None:
     """
     size = _ask(host, Reopen(tenant), RequestDone, None).count
     output.document({"tenant": tenant, "size": size})
-    output.line(f"{tenant}: every byte is intact, and the pool is open again: {size_text(size)}")
+    output.line(f"{tenant}: every byte is intact, and the pool is open again: {words.size(size)}")
 
 
 def reload(output: Output, host: str = _HOST) -> None:
@@ -144,8 +145,8 @@ def _row(tenant: Tenant) -> Row:
         state = ["read-only"]
     if tenant.mirror_missing:
         state.append(f"mirror {tenant.mirror_lag_s:.0f} s behind")
-    size, free = size_text(tenant.size), size_text(tenant.free)
-    quota = "-" if tenant.quota is None else size_text(tenant.quota)
+    size, free = words.size(tenant.size), words.size(tenant.free)
+    quota = "-" if tenant.quota is None else words.size(tenant.quota)
     counts = tenant.versions, tenant.saves, tenant.pins
     return tenant.tenant, size, free, quota, *counts, ", ".join(tenant.claims), "; ".join(state)
 

@@ -17,10 +17,10 @@ from typing import Final
 
 import numpy as np
 
-from portus.cli import loopback
+from portus.cli import loopback, words
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.options import Texts, argument
-from portus.cli.output import Output, count_text, error_line, size_text
+from portus.cli.output import Output, error_line
 from portus.cli.pools import find_pool, refuse_pointer
 from portus.engine.copying.local import Source, Stop, copy
 from portus.engine.image.image import Image
@@ -113,7 +113,7 @@ def command(
         for each in measured
         if each.volatile
     ]
-    output.line(f"{count_text(len(advice), 'thing')} to do:" if advice else "ready: nothing to do")
+    output.line(f"{words.count(len(advice), 'thing')} to do:" if advice else "ready: nothing to do")
     for line in advice:
         output.line(f"- {line}")
     output.line()
@@ -308,17 +308,17 @@ def _pool(path: str, pool: OpenPlace) -> MachineFinding:
     of the newest one's size that is."""
     usage = pool.usage()
     free = 0 if usage is None else usage.free
-    text = f"{size_text(free)} free in it"
+    text = f"{words.size(free)} free in it"
     if not is_device(path):
         outside = shutil.disk_usage(path).free
-        text += f", {size_text(outside)} on its file system"
+        text += f", {words.size(outside)} on its file system"
         free += outside
     infos = [each.info for each in pool.list()]
     if not infos:
         return MachineFinding("pool", path, f"empty; {text}")
     size = max(infos, key=lambda info: info.commit).size
     fit = free // max(1, size)
-    text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
+    text += f": space for {fit} more checkpoints of {words.size(size)}, the size of the newest"
     advice = "free space, or keep fewer checkpoints: saves need space for two more"
     return MachineFinding("pool", path, text, "" if fit >= 2 else advice)
 
@@ -339,17 +339,17 @@ def _speed_findings(speeds: Speeds) -> Iterator[MachineFinding]:
     place = speeds.place
     for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):
         if found:  # how checkpoint files are written there
-            each = ", ".join(f"{way} {size_text(speed)}/s" for way, speed in found.items())
+            each = ", ".join(f"{way} {words.size(speed)}/s" for way, speed in found.items())
             yield MachineFinding("files", place, f"{name}: {each}; Portus takes the first")
     volatile = ", VOLATILE" if speeds.volatile else ""
-    save = f"save {size_text(speeds.save)}/s, " if speeds.save else ""
+    save = f"save {words.size(speeds.save)}/s, " if speeds.save else ""
     yield MachineFinding(
         "place",
         place,
         f"{speeds.medium}, torn at {speeds.granularity} bytes{volatile}; {save}"
-        f"load {size_text(speeds.load)}/s; memory {size_text(speeds.memory)}/s",
+        f"load {words.size(speeds.load)}/s; memory {words.size(speeds.memory)}/s",
     )
     if os.path.isdir(place):
         disk = shutil.disk_usage(place)
-        text = f"{size_text(disk.free)} free of {size_text(disk.total)}"
+        text = f"{words.size(disk.free)} free of {words.size(disk.total)}"
         yield MachineFinding("space", place, text)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from portus.cli import contents, files
+from portus.cli import contents, files, words
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
 from portus.cli.options import POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
-from portus.cli.output import Json, Output, count_text, counter, size_text
+from portus.cli.output import Json, Output, counter
 from portus.cli.pools import open_places, version_document
 from portus.engine.directory.folder import FOLDER
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -310,14 +310,14 @@ def _show(
         parts = ", ".join(f"the {name} at batch {number}" for name, number in done.batches.items())
         output.note(f"note: this is of several batches, as relaxed mode leaves it: {parts}")
     if done.left_out:
-        text = f"{count_text(len(done.left_out), 'value')} that safetensors cannot hold"
+        text = f"{words.count(len(done.left_out), 'value')} that safetensors cannot hold"
         output.note(f"note: left out {text}: {_list(done.left_out)}")
     if done.no_weights:
-        text = f"{count_text(len(done.no_weights), 'tensor')} that are not weights of the model"
+        text = f"{words.count(len(done.no_weights), 'tensor')} that are not weights of the model"
         text = f"{text}: {_list(done.no_weights)}; use --names for others"
         output.note(f"note: left out {text}")
-    what = "as it was saved" if done.exact else count_text(done.tensors, "tensor")
-    output.line(f"{options.out}: {title}, {what}, {size_text(done.size)}, verified")
+    what = "as it was saved" if done.exact else words.count(done.tensors, "tensor")
+    output.line(f"{options.out}: {title}, {what}, {words.size(done.size)}, verified")
     output.document({**about, "out": os.path.abspath(options.out), **asdict(done)})
 
 

@@ -6,18 +6,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from portus.cli.output import (
-    Json,
-    Output,
-    Row,
-    age_text,
-    count_text,
-    fields,
-    moment_text,
-    newest_rows,
-    path_text,
-    size_text,
-)
+from portus.cli import words
+from portus.cli.output import Json, Output, Row, fields, newest_rows
 from portus.cli.pools import nearest
 from portus.engine.settings.keep import Keep
 from portus.errors import UsageError
@@ -47,7 +37,7 @@ def file_document(file: StoredCheckpoint) -> dict[str, Json]:
     assert isinstance(file, StoredFile)
     own = fields(file.info, "size", "time_ns")
     about = {"path": file.path, "step": file.step, "leads_to": file.leads_to or None}
-    return {**about, **own, "time": moment_text(file.info.time_ns)}
+    return {**about, **own, "time": words.moment(file.info.time_ns)}
 
 
 def open_files(path: str) -> Places:
@@ -89,13 +79,13 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
     documents: list[Json] = []
     for directory, files in by_directory.items():
         files.sort(key=lambda each: (each.info.time_ns, each.path))
-        total = size_text(sum(each.info.size for each in files))
+        total = words.size(sum(each.info.size for each in files))
         if documents:
             output.line()
-        output.line(f"{path_text(directory)}: {count_text(len(files), 'checkpoint')}, {total}")
+        output.line(f"{words.path(directory)}: {words.count(len(files), 'checkpoint')}, {total}")
         rows: list[Row] = []
         for each in files:
-            age, size = age_text(each.info.time_ns), size_text(each.info.size)
+            age, size = words.age(each.info.time_ns), words.size(each.info.size)
             leads = f"leads to {each.leads_to}" if each.leads_to else ""
             rows.append((os.path.basename(each.path), each.step, age, size, leads))
         most = None if every else NEWEST
@@ -121,10 +111,10 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
     with place.removal(found) as act:
         act()
     for each in found:
-        output.line(f"{path_text(each.path)}: removed, {size_text(each.info.size)}")
+        output.line(f"{words.path(each.path)}: removed, {words.size(each.info.size)}")
     if keep is not None:
-        size = size_text(sum(each.info.size for each in found))
-        output.line(f"{count_text(len(found), 'file')} removed, {size}")
+        size = words.size(sum(each.info.size for each in found))
+        output.line(f"{words.count(len(found), 'file')} removed, {size}")
     return documents
 
 
@@ -155,8 +145,8 @@ def show(path: str, output: Output) -> None:
 
     found, outline = StoredFile(DirectoryPlace.at(path).place, path), outline_of(path)
     by = verification_of(path, outline.has_digests)
-    size, age = size_text(found.info.size), age_text(found.info.time_ns)
-    output.line(f"{path_text(path)}: {size}, saved {age}, {CHECKS[by]}")
+    size, age = words.size(found.info.size), words.age(found.info.time_ns)
+    output.line(f"{words.path(path)}: {size}, saved {age}, {CHECKS[by]}")
     if found.leads_to:
         output.line(f"leads to {found.leads_to}")
     output.document({**file_document(found), "verified_by": by, **show_outline(outline, output)})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 
+from portus.cli import words
 from portus.cli.options import argument, flag
-from portus.cli.output import Output, size_text
+from portus.cli.output import Output
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import format_device, open_reader
 from portus.reach.media.dax import device_facts
@@ -26,7 +27,7 @@ def command(
     if not format_device(path, LocalFiles(), force=force):
         raise UsageError(f"{path}: not blank: {_what_is_there(path)}; --force makes it empty")
     volatile = "; VOLATILE: it belongs to no NVDIMM namespace" if facts.volatile else ""
-    output.line(f"{path}: an empty pool of {size_text(facts.size)}{volatile}")
+    output.line(f"{path}: an empty pool of {words.size(facts.size)}{volatile}")
     output.document({"path": path, "size": facts.size, "volatile": facts.volatile})
 
 

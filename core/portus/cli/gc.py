@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from portus.cli import files
+from portus.cli import files, words
 from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
-from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.output import Json, Output
 from portus.cli.pools import open_places, version_document
 from portus.errors import PortusError, UsageError
 from portus.reach.places.base import Collection, Garbage, GarbageOptions, OpenPlace
@@ -56,10 +56,10 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
     title = f"{part.path}: {part.model}" if part.model else part.path
     found = part.look()
     for info in found.gone:
-        name, size = f"{info.model}@{info.step}", size_text(info.size)
+        name, size = f"{info.model}@{info.step}", words.size(info.size)
         output.line(f"{title}: {name}, {size}: no pointer leads to it any more")
     if not dry_run:
-        question = f"Remove {count_text(len(found.gone), 'version')}?"
+        question = f"Remove {words.count(len(found.gone), 'version')}?"
         if found.gone and not yes and not output.ask(question):
             raise UsageError(f"{title}: nothing was removed: use --yes to remove these versions")
         # Looked at again, under the lock that nobody holds while a person is asked.
@@ -77,14 +77,14 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
 
 def _show(title: str, piece: str, found: Garbage, would: str, output: Output) -> None:
     if found.gone:
-        output.line(f"{title}: {count_text(len(found.gone), 'version')} {would}removed")
+        output.line(f"{title}: {words.count(len(found.gone), 'version')} {would}removed")
     if found.is_removed:
         output.line(f"{title}: empty, {would}removed")
     if found.pieces:
-        size = size_text(found.freed)
-        output.line(f"{title}: {count_text(found.pieces, piece)}, {size}, {would}removed")
+        size = words.size(found.freed)
+        output.line(f"{title}: {words.count(found.pieces, piece)}, {size}, {would}removed")
     elif found.freed:
-        size = f"about {size_text(found.freed)} {would}" if would else f"{size_text(found.freed)} "
-        output.line(f"{title}: {size}returned to the file system")
+        size = f"{'about ' if would else ''}{words.size(found.freed)}"
+        output.line(f"{title}: {size} {would}returned to the file system")
     elif not (found.gone or found.is_removed):
         output.line(f"{title}: nothing to do")

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 
-from portus.cli.output import size_text
+from portus.cli import words
 from portus.errors import MediumError, UsageError
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.names import hidden_name
@@ -100,7 +100,7 @@ def check_room(out: str, size: int) -> None:
         raise UsageError(f"{directory}: there is no such directory")
     free = shutil.disk_usage(directory).free
     if size > free:
-        text = f"{size_text(size)} are needed, but {directory} has {size_text(free)} free"
+        text = f"{words.size(size)} are needed, but {directory} has {words.size(free)} free"
         raise MediumError(errno.ENOSPC, f"{out}: {text}")
 
 

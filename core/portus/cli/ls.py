@@ -6,20 +6,9 @@ import os
 import shlex
 from typing import Final
 
-from portus.cli import files
+from portus.cli import files, words
 from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, flag
-from portus.cli.output import (
-    Json,
-    Output,
-    Row,
-    age_text,
-    count_text,
-    error_line,
-    fields,
-    newest_rows,
-    path_text,
-    size_text,
-)
+from portus.cli.output import Json, Output, Row, error_line, fields, newest_rows
 from portus.cli.pools import open_places, table_document, version_document
 from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
@@ -95,16 +84,16 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
             **place.details(model),
         }
     sizes = [each.info.size for each in found if not each.path]
-    title = f"{place.place}: {count_text(len(sizes), 'version')}"
+    title = f"{place.place}: {words.count(len(sizes), 'version')}"
     if usage is not None:
         output.line(f"{title}, {_usage_text(usage)}")
     elif sizes or not filed:
-        output.line(f"{title}, {size_text(sum(sizes))} or less")
+        output.line(f"{title}, {words.size(sum(sizes))} or less")
     if versions:
         output.table(("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY"), versions)
     if filed:
-        total = size_text(sum(each.info.size for each in found if each.path))
-        output.line(f"{place.place}: {count_text(len(found) - len(sizes), 'file')}, {total}")
+        total = words.size(sum(each.info.size for each in found if each.path))
+        output.line(f"{place.place}: {words.count(len(found) - len(sizes), 'file')}, {total}")
         output.table(("RUN", "FILE", ">STEP", "SAVED", ">SIZE"), filed)
     if usage is not None and usage.failure:
         output.line(f"the last save that failed: {usage.failure}")
@@ -113,10 +102,10 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
 
 
 def _usage_text(usage: Usage) -> str:
-    holes = f", {size_text(usage.on_disk)} on disk" if 0 < usage.on_disk < usage.size else ""
+    holes = f", {words.size(usage.on_disk)} on disk" if 0 < usage.on_disk < usage.size else ""
     return (
-        f"file of {size_text(usage.size)}{holes}: kept {size_text(usage.kept)}, reclaimable "
-        f"{size_text(usage.reclaimable)}, free {size_text(usage.free)}"
+        f"file of {words.size(usage.size)}{holes}: kept {words.size(usage.kept)}, reclaimable "
+        f"{words.size(usage.reclaimable)}, free {words.size(usage.free)}"
     )
 
 
@@ -129,7 +118,7 @@ def _show_runs(place: Place, output: Output) -> list[Json]:
     for name, journals in sorted(found.items()):
         paths = files_of(journals)
         documents.append({"run": name, "files": list[Json](paths)})
-        shown = ", ".join(map(path_text, paths[-SHOWN:]))
+        shown = ", ".join(map(words.path, paths[-SHOWN:]))
         more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
         now = f"its files are {shown}{more}" if paths else "none of its files is there"
         output.line(f"{name}: {now} (portus report {shlex.quote(name)})")
@@ -150,10 +139,10 @@ def _table(version: StoredCheckpoint, output: Output) -> FileTable | None:
 
 def _row(version: StoredCheckpoint, table: FileTable | None) -> Row:
     info = version.info
-    age, size = age_text(info.time_ns), size_text(info.size)
+    age, size = words.age(info.time_ns), words.size(info.size)
     if table is None:
         return info.model, info.step, age, size, None, None
-    directory = table.directory and path_text(table.directory)
+    directory = table.directory and words.path(table.directory)
     return info.model, info.step, age, size, len(table.files), directory
 
 
@@ -161,7 +150,7 @@ def _file_row(file: StoredCheckpoint) -> Row:
     info = file.info
     if file.leads_to:
         return info.model, file.path, None, "", f"leads to {file.leads_to}"
-    return info.model, file.path, info.step, age_text(info.time_ns), size_text(info.size)
+    return info.model, file.path, info.step, words.age(info.time_ns), words.size(info.size)
 
 
 def _file_document(file: StoredCheckpoint) -> Json:

@@ -8,17 +8,9 @@ from collections.abc import Container, Iterator
 from functools import partial
 from typing import Final
 
+from portus.cli import words
 from portus.cli.options import POOL, Text, argument, group, option
-from portus.cli.output import (
-    FOUND,
-    Json,
-    Output,
-    Row,
-    age_text,
-    count_text,
-    counter,
-    size_text,
-)
+from portus.cli.output import FOUND, Json, Output, Row, counter
 from portus.cli.pools import nearest, open_places
 from portus.engine.copying.segments import Stop
 from portus.engine.directory.folder import FOLDER
@@ -62,16 +54,16 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
             behind = [info.step for info in own if state.version(info.token) is None]
             newest = state.newest or state.newest_file
             step, time_ns = (newest.step, newest.time_ns) if newest else (None, None)
-            age = None if time_ns is None else age_text(time_ns)
+            age = None if time_ns is None else words.age(time_ns)
             count = len(state.versions) + len(state.files)
             size = sum(each.size for each in state.versions)  # or less
             size += sum(each.size for each in state.files)
             lacks = "everything is mirrored" if own else ""
             if behind:
-                lacks = f"{count_text(len(behind), 'version')} not mirrored"
+                lacks = f"{words.count(len(behind), 'version')} not mirrored"
                 lacks += f", the newest of step {behind[-1]}"
             writer = state.term, state.who
-            rows.append((model, step, age, count, size_text(size), *writer, lacks))
+            rows.append((model, step, age, count, words.size(size), *writer, lacks))
             documents.append(
                 {
                     "name": model,
@@ -127,7 +119,7 @@ def repair(
                     output.line(f"{address}: {named} {_RESULTS[kind][result]}")
     lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
     read = [
-        count_text(counts[kind], kind)
+        words.count(counts[kind], kind)
         for kind in ("version", "file")
         if counts[kind] or kind == "version"
     ]

@@ -7,9 +7,7 @@ import io
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
 
 import typer
@@ -230,38 +228,6 @@ def error_line(error: PortusError) -> str:
     """Return an error in one line, without the number of an ``OSError``."""
     text = error.strerror if isinstance(error, MediumError) and error.strerror else str(error)
     return " ".join(text.split())
-
-
-def size_text(size: float) -> str:
-    """Return a number of bytes for people."""
-    rank = min(6, max(0, int(size).bit_length() - 1) // 10)
-    value, unit = size / 1024**rank, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[rank]
-    return f"{value:.0f} {unit}" if rank == 0 or value >= 100 else f"{value:.1f} {unit}"
-
-
-def age_text(time_ns: int, now_ns: int | None = None) -> str:
-    """Return how long ago a moment was, for people."""
-    passed_s = ((time.time_ns() if now_ns is None else now_ns) - time_ns) / 1e9
-    if passed_s < 0:
-        return "in the future"
-    units = ((60, 1, "s"), (3600, 60, "min"), (2 * 86400, 3600, "h"), (float("inf"), 86400, "days"))
-    unit_s, unit = next((unit_s, unit) for limit_s, unit_s, unit in units if passed_s < limit_s)
-    return f"{passed_s / unit_s:.0f} {unit} ago"
-
-
-def moment_text(time_ns: int) -> str:
-    """Return a moment in local time and ISO 8601."""
-    return datetime.fromtimestamp(time_ns // 10**9).astimezone().isoformat()
-
-
-def count_text(count: int, noun: str) -> str:
-    """Return ``1 version``, ``2 versions``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def path_text(path: str) -> str:
-    """Return a path for people: from the current directory, if that is shorter."""
-    return min(os.path.relpath(path), path, key=len)
 
 
 def newest_rows(rows: Sequence[Row], most: int | None, *before: str) -> list[Row]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from portus.cli.output import Json, fields, moment_text
+from portus.cli import words
+from portus.cli.output import Json, fields
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 from portus.reach.files.reference import read as pointer_at
@@ -71,7 +72,7 @@ def version_document(info: VersionInfo) -> dict[str, Json]:
     return {
         **fields(info, "model", "id", "commit", "step", "time_ns", "size", "inexact"),
         "token": info.token.hex(),
-        "time": moment_text(info.time_ns),
+        "time": words.moment(info.time_ns),
         "metrics": dict(info.metrics),
     }
 

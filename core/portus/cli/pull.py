@@ -6,8 +6,9 @@ import contextlib
 import os
 from typing import Final
 
+from portus.cli import words
 from portus.cli.options import Text, argument, option
-from portus.cli.output import Json, Output, count_text, counter, size_text
+from portus.cli.output import Json, Output, counter
 from portus.cli.pools import version_document
 from portus.engine.directory.folder import FOLDER
 from portus.errors import UsageError
@@ -85,7 +86,7 @@ def _pull_files(address: StoreAddress, model: str, root: str, output: Output) ->
         DirectoryMirror(address, model, root=root, checkpoints=root, home=home, wait_s=0)
     ) as mirror:
         paths = mirror.pull()
-    output.line(f"{root}: {model}: {count_text(len(paths), 'file')} from {address}")
+    output.line(f"{root}: {model}: {words.count(len(paths), 'file')} from {address}")
     return {"model": model, "files": [os.path.join(root, each) for each in paths]}
 
 
@@ -111,7 +112,7 @@ def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
         home.close()
     size = sum(each.size for each in fetched)
     output.line(
-        f"{place}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)} "
+        f"{place}: {mirror.model}: {words.count(len(fetched), 'version')}, {words.size(size)} "
         f"from {mirror.name}"
     )
     numbers = {each.token: n for n, each in enumerate(missing(state, ()), 1)}

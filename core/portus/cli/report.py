@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from portus.cli import report_page, report_picture
+from portus.cli import report_page, report_picture, words
 from portus.cli.in_place import file_in_place
 from portus.cli.options import POOL, Text, argument, option
-from portus.cli.output import Json, Output, fields, moment_text
+from portus.cli.output import Json, Output, fields
 from portus.cli.report_charts import by_session, cut, intervals
 from portus.cli.training import (
     WHERE,
@@ -17,7 +17,6 @@ from portus.cli.training import (
     JournaledRun,
     parts,
     restart_rows,
-    seconds_text,
     state_text,
     summary,
     training_of,
@@ -64,7 +63,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
         "title": seen.title,
         "journals": [each.path for each in seen.journals],
         "running": seen.is_running,
-        "begun": moment_text(its.begun_ns),
+        "begun": words.moment(its.begun_ns),
         "goodput": its.goodput,
         "goodput_while_running": its.goodput_up,
         "overhead": its.overhead,
@@ -81,7 +80,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
         },
         "restarts": [
             {
-                "at": moment_text(each.time_ns),
+                "at": words.moment(each.time_ns),
                 "went_on_from_step": each.resumed_step,
                 "exact": each.is_exact,
                 **fields(each, "lost_steps", "lost_s", "killed", "down_s"),
@@ -114,14 +113,14 @@ def document(seen: JournaledRun) -> dict[str, Json]:
 
 def _show(seen: JournaledRun, output: Output) -> None:
     its = seen.account
-    output.line(f"{seen.title}: begun {moment_text(its.begun_ns)}; {state_text(seen)}")
+    output.line(f"{seen.title}: begun {words.moment(its.begun_ns)}; {state_text(seen)}")
     output.line()
     for name, text in summary(seen):
         output.line(f"{name:8} {text}")
     output.line()
     output.table(
         ("WHERE THE TIME WENT", "", ">SHARE", ">TIME"),
-        [(WHERE[name], *bar(value, its.wall_s), seconds_text(value)) for name, value in parts(its)],
+        [(WHERE[name], *bar(took, its.wall_s), words.seconds(took)) for name, took in parts(its)],
     )
     steps = [[value for _, value in points[:-1]] for points in intervals(its)]
     _show_course("steps between saves", steps, output)
@@ -140,7 +139,7 @@ def _show_course(
 ) -> None:
     values = [value for session in sessions for value in session]
     if values:
-        text = seconds_text if is_seconds else "{:.0f}".format
+        text = words.seconds if is_seconds else "{:.0f}".format
         output.line()
         output.line(f"{title}: {text(min(values))} to {text(max(values))}")
         output.line(f"  {sparks(sessions)}")

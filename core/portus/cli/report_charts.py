@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, TypeVar
 
-from portus.cli.output import size_text
-from portus.cli.training import seconds_text
+from portus.cli import words
 from portus.companions.journal.account import Account, CommittedSave, IntervalDecision
 
 POINTS_MAX: Final = 1500
@@ -44,7 +43,7 @@ class Chart:
 
     def text(self, value: float) -> str:
         """Return a value for people."""
-        return seconds_text(value) if self.is_seconds else f"{value:.0f}"
+        return words.seconds(value) if self.is_seconds else f"{value:.0f}"
 
 
 def course_chart(its: Account) -> Chart:
@@ -79,8 +78,8 @@ def saves_chart(its: Account) -> Chart:
         blocked = [(each.time_s, each.line.blocked_s) for each in saves]
         lines += [Line("saves", _highest(copied, most)), Line("lost", _highest(blocked, most))]
     key = {"lost": "training was blocked", "saves": "copying and hashing"}
-    written = size_text(max(each.line.copied_bytes for each in its.saves))
-    note = f"{seconds_text(its.median_blocked_s)} blocked, the median; {written} written at most"
+    written = words.size(max(each.line.copied_bytes for each in its.saves))
+    note = f"{words.seconds(its.median_blocked_s)} blocked, the median; {written} written at most"
     return Chart(title, lines, key, note, is_seconds=True)
 
 

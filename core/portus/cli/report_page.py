@@ -12,18 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from portus.cli.output import Json, moment_text
+from portus.cli import words
+from portus.cli.output import Json
 from portus.cli.report_charts import Chart, Line, course_chart, saves_chart, steps_chart
-from portus.cli.training import (
-    WHERE,
-    WHY,
-    JournaledRun,
-    parts,
-    restart_rows,
-    seconds_text,
-    state_text,
-    summary,
-)
+from portus.cli.training import WHERE, WHY, JournaledRun, parts, restart_rows, state_text, summary
 from portus.companions.journal.account import Account
 
 ROWS_MAX: Final = 50
@@ -81,7 +73,7 @@ def page(seen: JournaledRun, made: dict[str, Json]) -> str:
     facts = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in pairs)
     body = [
         f"<h1>{html.escape(seen.title)}</h1>",
-        f'<p class="soft">begun {moment_text(its.begun_ns)}; {html.escape(state_text(seen))}</p>',
+        f'<p class="soft">begun {words.moment(its.begun_ns)}; {html.escape(state_text(seen))}</p>',
         f'<p class="goodput" id="goodput">{its.goodput:.1%}</p>',
         '<p class="soft">goodput: the share of wall time spent on steps that are kept, as long as '
         "these take without saves</p>",
@@ -123,7 +115,7 @@ def _where(its: Account) -> str:
         for name, value in parts(its)
     )
     return f'<div class="bar">{bars}</div>' + _key(
-        (name, f"{WHERE[name]}: {value / whole:.1%}, {seconds_text(value)}")
+        (name, f"{WHERE[name]}: {value / whole:.1%}, {words.seconds(value)}")
         for name, value in parts(its)
     )
 
@@ -138,7 +130,7 @@ def _chart(chart: Chart, its: Account) -> str:
     marks = "".join(_polyline(line, end, top) for line in chart.lines)
     up = "".join(f"<span>{html.escape(chart.text(top * share))}</span>" for share in (1, 0.5, 0))
     along = "".join(
-        f"<span>{html.escape(seconds_text(end * n / 2) if n else '0')}</span>" for n in range(3)
+        f"<span>{html.escape(words.seconds(end * n / 2) if n else '0')}</span>" for n in range(3)
     )
     return (
         f'<div class="plot"><div class="axis up">{up}</div>'
@@ -164,12 +156,12 @@ def _polyline(line: Line, end: float, top: float) -> str:
 def _reasons(its: Account) -> str:
     rows = [
         (
-            seconds_text(each.time_s),
+            words.seconds(each.time_s),
             str(each.at),
             str(line.interval),
             WHY.get(line.reason, line.reason),
-            "" if line.step_s is None else seconds_text(line.step_s),
-            "" if line.cost_s is None else seconds_text(max(0.0, line.cost_s)),
+            "" if line.step_s is None else words.seconds(line.step_s),
+            "" if line.cost_s is None else words.seconds(max(0.0, line.cost_s)),
             f"{line.overhead:.2%} of {line.max_overhead:.2%}",
         )
         for each in its.choices[-ROWS_MAX:]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 from typing import Final
 
+from portus.cli import words
 from portus.cli.report_charts import course_chart, saves_chart, steps_chart
-from portus.cli.training import WHERE, JournaledRun, parts, seconds_text
+from portus.cli.training import WHERE, JournaledRun, parts
 
 _COLORS: Final = dict(
     zip(
@@ -33,7 +34,7 @@ def picture(seen: JournaledRun) -> bytes:
     for row, (name, value) in enumerate(parts(its)):
         share = value / its.wall_s if its.wall_s else 0.0
         where.barh(row, 100 * share, color=_COLORS[name])
-        where.text(100 * share + 1, row, f"{share:.1%}, {seconds_text(value)}", va="center")
+        where.text(100 * share + 1, row, f"{share:.1%}, {words.seconds(value)}", va="center")
     where.set_yticks(range(len(WHERE)), list(WHERE.values()))
     where.invert_yaxis()
     where.set_xlim(0, 130)

@@ -6,8 +6,9 @@ import contextlib
 import os
 from dataclasses import dataclass
 
+from portus.cli import words
 from portus.cli.options import Text, argument, flag, option
-from portus.cli.output import FOUND, Json, Output, Row, count_text, counter, moment_text, size_text
+from portus.cli.output import FOUND, Json, Output, Row, counter
 from portus.cli.pools import version_document
 from portus.engine.media.base import Medium
 from portus.engine.spec import VersionInfo
@@ -112,12 +113,12 @@ def _show(path: str, seen: list[_FoundVersion], output: Output) -> None:
     rows: list[Row] = []
     for each in seen:
         info, whole = each.info, "whole" if each.whole else "damaged"
-        moment, size = moment_text(info.time_ns), size_text(info.size)
+        moment, size = words.moment(info.time_ns), words.size(info.size)
         rows.append((info.model, info.step, moment, size, whole, "yes" if each.listed else "no"))
     if rows:
         output.table(("model", ">step", "saved", ">size", "bytes", "listed"), rows)
     count = sum(each.whole for each in seen)
-    output.line(f"{path}: {count_text(len(seen), 'version')} found, {count} whole")
+    output.line(f"{path}: {words.count(len(seen), 'version')} found, {count} whole")
 
 
 def _some(path: str, medium: Medium, whole: list[RecoverableVersion]) -> list[RecoverableVersion]:

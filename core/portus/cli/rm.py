@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from portus.cli import files
+from portus.cli import files, words
 from portus.cli.options import POOL_OR_MIRROR, Text, argument, flag, option
-from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.output import Json, Output
 from portus.cli.pools import open_places, version_document
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
@@ -70,9 +70,9 @@ def _remove_pointer(path: str, output: Output) -> list[Json]:
     name = f"{info.model}@{info.step}"
     output.line(f"{path}: removed")
     if left:
-        output.line(f"{name} stays: {count_text(left, 'pointer')} lead to it")
+        output.line(f"{name} stays: {words.count(left, 'pointer')} lead to it")
     else:
-        output.line(f"removed {name}, {size_text(info.size)} or less")
+        output.line(f"removed {name}, {words.size(info.size)} or less")
     return [version_document(info)] if is_retired else []
 
 
@@ -99,7 +99,7 @@ def _remove_versions(
             found = _in_order(found)
             staying = {id(info) for info in keep.staying([each.info for each in found])}
             found = [each for each in found if id(each.info) not in staying]
-        question = f"Remove {count_text(len(found), 'version')}, all of {name}?"
+        question = f"Remove {words.count(len(found), 'version')}, all of {name}?"
         if is_model and keep is None and not yes and not output.ask(question):
             raise UsageError(f"nothing was removed: use --yes for all of {name}, or {name}@STEP")
         pointers = _remove(places, found)
@@ -107,9 +107,9 @@ def _remove_versions(
     for each in found:
         output.line(f"removed {each.name} (version {each.info.id})")
     if pointers:
-        output.line(f"removed {count_text(pointers, 'pointer')}")
-    size = size_text(sum(each.info.size for each in found))
-    output.line(f"{count_text(len(found), 'version')} removed, {size} or less; {then}")
+        output.line(f"removed {words.count(pointers, 'pointer')}")
+    size = words.size(sum(each.info.size for each in found))
+    output.line(f"{words.count(len(found), 'version')} removed, {size} or less; {then}")
     return [version_document(each.info) for each in found]
 
 

@@ -6,18 +6,10 @@ import os
 from collections.abc import Sequence
 from math import prod
 
-from portus.cli import files
+from portus.cli import files, words
 from portus.cli.contents import batches_of
 from portus.cli.options import POOL_OR_MIRROR, TARGET, Text
-from portus.cli.output import (
-    Json,
-    Output,
-    Row,
-    age_text,
-    count_text,
-    moment_text,
-    size_text,
-)
+from portus.cli.output import Json, Output, Row
 from portus.cli.pools import open_places, table_document, version_document
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
@@ -58,10 +50,10 @@ def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
     versions: list[Json] = []
     for each in found:
         info, unique, table = each.info, each.unique(), each.table()
-        age = age_text(info.time_ns) + (", inexact" if info.inexact else "")
-        own = None if unique is None else size_text(unique)
+        age = words.age(info.time_ns) + (", inexact" if info.inexact else "")
+        own = None if unique is None else words.size(unique)
         directory = (table and table.directory) or None
-        size = size_text(info.size)
+        size = words.size(info.size)
         rows.append((info.step, info.id, info.commit, age, size, own, directory))
         versions.append({**_identity(each), "unique": unique, **table_document(table)})
     for path in dict.fromkeys(each.place.path for each in found):
@@ -77,7 +69,7 @@ def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
         output.line(f"{found.name} in {found.place}")
         if found.path:
             sizes = {name: file.size for name, file in opened.files.items()}
-            output.table(("FILE", ">SIZE"), [(name, size_text(sizes[name])) for name in sizes])
+            output.table(("FILE", ">SIZE"), [(name, words.size(sizes[name])) for name in sizes])
             return {
                 **_identity(found),
                 "files": [{"name": name, "size": size} for name, size in sizes.items()],
@@ -88,13 +80,13 @@ def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
             directory = None if opened.table is None else opened.table.directory or None
             old = record.storages["born"] < record.info.commit
             shared = int(record.storages["length"][old].sum())
-            told = f" in {count_text(len(record.storages), 'storage')}"
-            told += f", of which {size_text(shared)} shared with older versions" if shared else ""
+            told = f" in {words.count(len(record.storages), 'storage')}"
+            told += f", of which {words.size(shared)} shared with older versions" if shared else ""
             about = {"shared": shared, "unique": unique, "directory": directory}
-        output.line(f"saved   {moment_text(info.time_ns)} ({age_text(info.time_ns)})")
-        output.line(f"size    {size_text(info.size)}{told}")
+        output.line(f"saved   {words.moment(info.time_ns)} ({words.age(info.time_ns)})")
+        output.line(f"size    {words.size(info.size)}{told}")
         if unique is not None:
-            output.line(f"unique  {size_text(unique)}, which no other version has")
+            output.line(f"unique  {words.size(unique)}, which no other version has")
         output.line(f"id      {info.id}, commit {info.commit}, token {info.token.hex()}")
         if info.inexact:
             output.line("inexact another process wrote parts of it during the copy")
@@ -120,7 +112,7 @@ def _show_file(name: str, file: OpenFile, output: Output) -> dict[str, Json]:
     from portus.reach.leaving.outline import outline_in  # and torch with it
 
     output.line()
-    output.line(f"{name}: {size_text(file.size)}")
+    output.line(f"{name}: {words.size(file.size)}")
     document: dict[str, Json] = {"name": name, "size": file.size}
     if name == METADATA or name.endswith(DISTCP):
         return document
@@ -139,7 +131,7 @@ def _show_leaves(
     batches = batches_of(tensors, Storages(reader, record, changed))
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
-        output.line(f"log     {text}, in {size_text(record.log.extent.length)}")
+        output.line(f"log     {text}, in {words.size(record.log.extent.length)}")
     if batches:
         text = ", ".join(f"{each} of the {name}" for name, each in batches.items())
         output.line(f"batch   {text}")

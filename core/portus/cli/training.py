@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from portus.cli.output import Output, age_text, count_text, error_line, moment_text, size_text
+from portus.cli import words
+from portus.cli.output import Output, error_line
 from portus.cli.pools import find_pool, nearest
 from portus.companions.journal.account import Account, account
 from portus.companions.journal.lines import Saved
@@ -220,17 +221,6 @@ def parts(its: Account) -> list[tuple[str, float]]:
     return list(zip(WHERE, values, strict=True))
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a duration for people."""
-    if 0 < seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds / 3600:.3g} h" if seconds < 172_800 else f"{seconds / 86_400:.3g} days"
-
-
 def state_text(seen: JournaledRun) -> str:
     """Return whether a run is active, and when it was seen last."""
     its = seen.account
@@ -238,33 +228,35 @@ def state_text(seen: JournaledRun) -> str:
     time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
     ended = last.ended
     if seen.is_running:
-        return f"runs; its last step ended {age_text(time_ns)}"
+        return f"runs; its last step ended {words.age(time_ns)}"
     how = "ended by itself" if ended is not None and ended.closed else "was killed"
-    return f"{how} {age_text(time_ns)}, at step {its.steps}"
+    return f"{how} {words.age(time_ns)}, at step {its.steps}"
 
 
 def summary(seen: JournaledRun) -> list[tuple[str, str]]:
     """Return the names and texts of the lines above a report."""
     its = seen.account
-    copied, shared = seen.written_bytes, seen.shared_bytes
+    blocked, median = words.seconds(its.blocked_s), words.seconds(its.median_blocked_s)
+    restarts = words.count(len(its.restarts), "restart")
     lines = [
         ("run", seen.name),
-        ("goodput", f"{its.goodput:.1%} of {seconds_text(its.wall_s)}; {its.goodput_up:.1%} of the "
-                    "time in which it ran"),
-        ("steps", f"{its.steps} kept, {its.lost_steps} lost at "
-                  f"{count_text(len(its.restarts), 'restart')}; {its.pending_steps} "
+        ("goodput", f"{its.goodput:.1%} of {words.seconds(its.wall_s)}; {its.goodput_up:.1%} of "
+                    "the time in which it ran"),
+        ("steps", f"{its.steps} kept, {its.lost_steps} lost at {restarts}; {its.pending_steps} "
                   "after the newest version"),
         ("saves", f"{its.committed} committed, {its.failed} failed; they added "
                   f"{its.overhead:.2%} to the time of steps"),
-        ("blocked", f"{seconds_text(its.blocked_s)} in all, {seconds_text(its.median_blocked_s)} a "
-                    f"save (median); copied in {seconds_text(its.copy_s)}"),
-        ("bytes", f"{size_text(copied)} written, {size_text(shared)} found in versions before"),
+        ("blocked", f"{blocked} in all, {median} a save (median); copied in "
+                    f"{words.seconds(its.copy_s)}"),
+        ("bytes", f"{words.size(seen.written_bytes)} written, {words.size(seen.shared_bytes)} "
+                  "found in versions before"),
     ]  # fmt: skip
     if its.earlier:
-        lines.append(("before", f"{count_text(its.earlier, 'earlier training')}, not counted here"))
+        earlier = words.count(its.earlier, "earlier training")
+        lines.append(("before", f"{earlier}, not counted here"))
     damaged = sum(each.damaged for each in seen.journals)
     if damaged:
-        lines.append(("damaged", f"{count_text(damaged, 'line')} of the journal, skipped"))
+        lines.append(("damaged", f"{words.count(damaged, 'line')} of the journal, skipped"))
     return lines
 
 
@@ -273,8 +265,8 @@ def restart_rows(its: Account) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for number, each in list(enumerate(its.restarts, 1))[-RESTARTS_MAX:]:
         origin = "the start" if each.resumed_step is None else f"step {each.resumed_step}"
-        steps = f"{'' if each.is_exact else 'at least '}{count_text(each.lost_steps, 'step')}"
-        lost = seconds_text(each.lost_s) if each.lost_steps else ""
-        moment, down = moment_text(each.time_ns), seconds_text(each.down_s)
+        steps = f"{'' if each.is_exact else 'at least '}{words.count(each.lost_steps, 'step')}"
+        lost = words.seconds(each.lost_s) if each.lost_steps else ""
+        moment, down = words.moment(each.time_ns), words.seconds(each.down_s)
         rows.append((str(number), moment, origin, steps, lost, down))
     return rows

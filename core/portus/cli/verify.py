@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from portus.cli import words
 from portus.cli.files import file_document, find_files, open_files
 from portus.cli.options import OPTIONAL_TARGET, POOL_OR_MIRROR, Text
 from portus.cli.output import (
@@ -15,13 +16,10 @@ from portus.cli.output import (
     Json,
     Output,
     bar,
-    count_text,
     error_document,
     error_line,
     exit_code,
     fields,
-    path_text,
-    size_text,
 )
 from portus.cli.pools import open_places
 from portus.errors import PortusError, UsageError
@@ -55,7 +53,7 @@ def run_checks(places: Places, output: Output, *, bytes_per_s: int | None = None
     has_files = any(each.check.file is not None for each in done)
     if has_files and len(codes) > 1:
         result = f"{damaged} DAMAGED" if damaged else "all are healthy"
-        output.line(f"{count_text(len(codes), 'file')}: {result}")
+        output.line(f"{words.count(len(codes), 'file')}: {result}")
     documents: list[Json] = [each.document() for each in done]
     output.document({"healthy": not damaged, "files" if has_files else "pools": documents})
     # Damage that was found in a pool counts more than a pool that could not be read.
@@ -110,7 +108,7 @@ class _CheckResult:
     def show(self, output: Output) -> None:
         """Say it to people."""
         check, verdict = self.check, self.verdict
-        path = check.path if check.file is None else path_text(check.path)
+        path = check.path if check.file is None else words.path(check.path)
         if self.error is not None:
             if check.file is None:
                 output.note(f"portus: {error_line(self.error)}")
@@ -126,11 +124,11 @@ class _CheckResult:
                 f" ({verdict.removed} of them removed by the newest commit, and kept until the "
                 "next one)"
             )
-            versions = count_text(verdict.versions, "version")
+            versions = words.count(verdict.versions, "version")
             versions += f"{removed if verdict.removed else ''}, "
         output.line(
-            f"{path}: {_RESULTS[self.code]}{by}; {versions}{size_text(verdict.size)} read in "
-            f"{self.passed_s:.1f} s ({size_text(verdict.size / max(self.passed_s, 1e-9))}/s)"
+            f"{path}: {_RESULTS[self.code]}{by}; {versions}{words.size(verdict.size)} read in "
+            f"{self.passed_s:.1f} s ({words.size(verdict.size / max(self.passed_s, 1e-9))}/s)"
         )
 
     def document(self) -> dict[str, Json]:
