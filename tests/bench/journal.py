@@ -10,8 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from portus.cli.output import Output
-from portus.cli.report import run
 from portus.companions.cadence.bound import overhead
 from portus.companions.journal.lines import (
     Head,
@@ -35,6 +33,7 @@ from tests.bench.cadence import (
     replay,
     ways,
 )
+from tests.unit.cli.scene import portus
 
 OFTEN: Final = Load(tuple((h * HOUR, (h + 1) * HOUR) for h in range(2, 200, 3)), 1.5, 3.0)
 """Something else uses the machine for one hour in three."""
@@ -130,8 +129,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         place = example(Path(name))
-        picture = str(DOCS / "report.png") if arguments.write else None
-        run(str(place), None, Output(as_json=False), picture=picture)
+        picture = ["--png", str(DOCS / "report.png")] if arguments.write else []
+        print(portus("report", place, *picture).out)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ import pytest
 import torch
 
 import portus
-from portus.cli import gc
-from portus.cli.output import Output
 from portus.engine.paths import process
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
@@ -26,6 +24,7 @@ from portus.testing.nursery import Child
 from tests.crash.saver import KEEP, Training
 from tests.depth import deep
 from tests.same import assert_same
+from tests.unit.cli.scene import portus as command
 from tests.warm import Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
@@ -141,7 +140,7 @@ def test_at_each_path_of_a_killed_process_is_a_pointer_that_loads_or_nothing(
             lost = {info.token for info in pool.versions("run")} - tokens
             assert not checkpointer.steps()
         leaked += len(lost)
-        gc.run(str(path), Output(as_json=False), missing=[str(folder)], yes=True)
+        assert command("gc", path, "--missing", folder, "--yes").code == 0
         with portus.open(path) as pool:
             assert {info.token for info in pool.versions("run")} == tokens, f"kill {number}"
         for file in checkpoints.glob("*.ckpt"):

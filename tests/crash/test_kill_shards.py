@@ -20,11 +20,10 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.cli import gc
-from portus.cli.output import Output
 from portus.testing.nursery import Child
 from tests.crash.sharded_job import KEEP
 from tests.hosts import Host
+from tests.unit.cli.scene import portus as command
 from tests.warm import Warm
 
 KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "6"))
@@ -173,7 +172,7 @@ def collect(history: History) -> None:
     """What no pointer leads to is found and removed; what is there stays few."""
     before = versions(history)
     for host in history.hosts:
-        gc.run(host.url, Output(as_json=False), missing=[str(history.root)], yes=True)
+        assert command("gc", host.url, "--missing", history.root, "--yes").code == 0
     after = versions(history)
     checkpoints = history.root / "ckpt"
     assert after <= len(list(checkpoints.glob("step_*/*"))), "a version without a pointer stays"

@@ -13,15 +13,12 @@ from tests.hardware.conftest import DEVDAX, EXPANDER, FSDAX
 pytestmark = [pytest.mark.pmem, pytest.mark.rdma, pytest.mark.timeout(600)]
 
 
-SIZE = 8 << 20
-"""Bytes to measure with: nothing is fast in the lab."""
-
-
 def test_devices_and_places_are_found_and_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "ADAPTERS", "none")  # theirs imports torch: a minute in the lab
-    doctor.run([DEVDAX, FSDAX], Output(as_json=True), size=SIZE)
+    monkeypatch.setattr(doctor, "SIZE", 8 << 20)  # nothing is fast in the lab
+    doctor.command(Output(as_json=True), [DEVDAX, FSDAX])
     text = capsys.readouterr().out
     print(text)
     document = json.loads(text)

@@ -127,7 +127,6 @@ PARTICIPLES = {
     "reach/daemon/fabric: HostLane.closed": "a property, called as that of a file",
     "reach/transport/regions: ClientLane.closed": "a property, called as that of a file",
     "reach/transport/stream: Link.closed": "a property, called as that of a file",
-    "testing/contract: MappedMediumContract.mapped": "a fixture: tests name it as an argument",
     "portus_accelerate/titan: _SaveFuture.done": "overrides that of torch's Future",
 }
 """Methods with a participle for a name, and why."""

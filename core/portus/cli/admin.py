@@ -8,8 +8,9 @@ import msgspec
 import typer
 from typer.core import TyperGroup
 
-from portus.cli.options import AS_JSON, argument, flag, group, option
-from portus.cli.output import BUSY, EXIT_CODES, Row, count_text, reporting, size_text
+from portus.cli import words
+from portus.cli.options import argument, flag, group, option
+from portus.cli.output import BUSY, Output, Row
 from portus.errors import TransportError
 from portus.reach.daemon.admin import (
     Asked,
@@ -37,12 +38,6 @@ class _ShowFirst(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-commands: Final = group(
-    "Administer a storage host on this machine, as its user or as root. "
-    "`portus admin ADDRESS` is short for `portus admin show ADDRESS`.",
-    _ShowFirst,
-)
-
 _HEADS: Final = ("TENANT", ">SIZE", ">FREE", ">QUOTA", ">VERSIONS", ">SAVES", ">PINS", "CLAIMS", "")
 
 _HOST: Final = argument(
@@ -52,107 +47,87 @@ _TENANT: Final = argument("TENANT", "the tenant's name")
 _OFF: Final = flag("--off", "allow saves again")
 
 
-@commands.command("show", epilog=EXIT_CODES)
-def show(host: str = _HOST, as_json: bool = AS_JSON) -> None:
+def show(output: Output, host: str = _HOST) -> None:
     """List tenants with bytes and quotas, and connections.
 
     Of each connection it lists claims and pins.
     """
-    with reporting(as_json) as output:
-        found = _ask(host, Look(), HostStatus)
-        output.document(msgspec.to_builtins(found, builtin_types=()))
-        draining = ", draining: no new saves" if found.draining else ""
-        output.line(f"{found.place} at {', '.join(found.addresses)}{draining}")
-        if found.tenants:
-            output.line()
-            output.table(_HEADS, [_row(each) for each in found.tenants])
-        if found.connections:
-            output.line()
-            rows = [
-                (
-                    each.peer,
-                    each.tenant or "(greeting)",
-                    f"{each.seconds:.0f} s",
-                    str(each.pins),
-                    ", ".join(each.claims),
-                    each.saving,
-                )
-                for each in found.connections
-            ]
-            output.table(("PEER", "TENANT", ">FOR", ">PINS", "CLAIMS", "SAVING"), rows)
+    found = _ask(host, Look(), HostStatus)
+    output.document(msgspec.to_builtins(found, builtin_types=()))
+    draining = ", draining: no new saves" if found.draining else ""
+    output.line(f"{found.place} at {', '.join(found.addresses)}{draining}")
+    if found.tenants:
+        output.line()
+        output.table(_HEADS, [_row(each) for each in found.tenants])
+    rows: list[Row] = []
+    for each in found.connections:
+        claims, seconds = ", ".join(each.claims), f"{each.seconds:.0f} s"
+        tenant = each.tenant or "(greeting)"
+        rows.append((each.peer, tenant, seconds, each.pins, claims, each.saving))
+    if rows:
+        output.line()
+        output.table(("PEER", "TENANT", ">FOR", ">PINS", "CLAIMS", "SAVING"), rows)
 
 
-@commands.command("kick", epilog=EXIT_CODES)
 def kick(
+    output: Output,
     host: str = _HOST,
     who: str = argument("TENANT|PEER", "as `portus admin show` lists them"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Close one connection, or all of a tenant. Saves in flight fail; clients may reconnect."""
-    with reporting(as_json) as output:
-        count = _ask(host, Kick(who), RequestDone).count
-        output.document({"ended": count})
-        output.line(f"{count_text(count, 'connection')} ended")
+    count = _ask(host, Kick(who), RequestDone).count
+    output.document({"ended": count})
+    output.line(f"{words.count(count, 'connection')} ended")
 
 
-@commands.command("read-only", epilog=EXIT_CODES)
 def read_only(
+    output: Output,
     host: str = _HOST,
     tenant: str = _TENANT,
     off: bool = _OFF,
-    as_json: bool = AS_JSON,
 ) -> None:
     """Refuse a tenant's saves and removals, until --off or a restart."""
-    with reporting(as_json) as output:
-        _ask(host, ReadOnly(tenant, not off), RequestDone)
-        output.document({"tenant": tenant, "read_only": not off})
-        output.line(f"{tenant}: {'saves may begin again' if off else 'read-only until --off'}")
+    _ask(host, ReadOnly(tenant, not off), RequestDone)
+    output.document({"tenant": tenant, "read_only": not off})
+    output.line(f"{tenant}: {'saves may begin again' if off else 'read-only until --off'}")
 
 
-@commands.command("drain", epilog=EXIT_CODES)
 def drain(
+    output: Output,
     host: str = _HOST,
     off: bool = _OFF,
     wait_s: float = option("--wait SECONDS", "how long to wait for saves in flight", 60.0, min=0),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Accept no new saves, and wait for those in flight. Then the host can be stopped.
 
     Loads continue. Exit code 75 if saves are still in flight when the time is over.
     """
-    with reporting(as_json) as output:
-        left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
-        output.document({"draining": not off, "saves": left})
-        in_flight = f"no new saves; {count_text(left, 'save')} in flight"
-        output.line("saves may begin again" if off else in_flight)
-        output.code = BUSY if left else 0
+    left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
+    output.document({"draining": not off, "saves": left})
+    in_flight = f"no new saves; {words.count(left, 'save')} in flight"
+    output.line("saves may begin again" if off else in_flight)
+    output.code = BUSY if left else 0
 
 
-@commands.command("reopen", epilog=EXIT_CODES)
-def reopen(host: str = _HOST, tenant: str = _TENANT, as_json: bool = AS_JSON) -> None:
+def reopen(output: Output, host: str = _HOST, tenant: str = _TENANT) -> None:
     """Reopen a pool after a disk error, if it is intact.
 
     The pool refuses writes until then. This reads all of it. Then the host closes the tenant's
     connections, and clients reconnect.
     """
-    with reporting(as_json) as output:
-        size = _ask(host, Reopen(tenant), RequestDone, None).count
-        output.document({"tenant": tenant, "size": size})
-        output.line(
-            f"{tenant}: every byte is intact, and the pool is open again: {size_text(size)}"
-        )
+    size = _ask(host, Reopen(tenant), RequestDone, None).count
+    output.document({"tenant": tenant, "size": size})
+    output.line(f"{tenant}: every byte is intact, and the pool is open again: {words.size(size)}")
 
 
-@commands.command("reload", epilog=EXIT_CODES)
-def reload(host: str = _HOST, as_json: bool = AS_JSON) -> None:
+def reload(output: Output, host: str = _HOST) -> None:
     """Make the host reread secrets, quotas and certificates.
 
     SIGHUP does the same.
     """
-    with reporting(as_json) as output:
-        _ask(host, Reload(), RequestDone)
-        output.document({"reloaded": True})
-        output.line("secrets, quotas and certificates were read again")
+    _ask(host, Reload(), RequestDone)
+    output.document({"reloaded": True})
+    output.line("secrets, quotas and certificates were read again")
 
 
 def _ask(host: str, asked: Asked, kind: type[Kind], wait_s: float | None = 60.0) -> Kind:
@@ -170,14 +145,15 @@ def _row(tenant: Tenant) -> Row:
         state = ["read-only"]
     if tenant.mirror_missing:
         state.append(f"mirror {tenant.mirror_lag_s:.0f} s behind")
-    return (
-        tenant.tenant,
-        size_text(tenant.size),
-        size_text(tenant.free),
-        "-" if tenant.quota is None else size_text(tenant.quota),
-        str(tenant.versions),
-        str(tenant.saves),
-        str(tenant.pins),
-        ", ".join(tenant.claims),
-        "; ".join(state),
-    )
+    size, free = words.size(tenant.size), words.size(tenant.free)
+    quota = "-" if tenant.quota is None else words.size(tenant.quota)
+    counts = tenant.versions, tenant.saves, tenant.pins
+    return tenant.tenant, size, free, quota, *counts, ", ".join(tenant.claims), "; ".join(state)
+
+
+commands: Final = group(
+    "Administer a storage host on this machine, as its user or as root. "
+    "`portus admin ADDRESS` is short for `portus admin show ADDRESS`.",
+    *(show, kick, read_only, drain, reopen, reload),
+    kind=_ShowFirst,
+)

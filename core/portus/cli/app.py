@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from portus import __version__
-from portus.cli.options import flag
+from portus.cli.options import add_command, flag
 from portus.cli.output import EXIT_CODES, reporting
 from portus.errors import mask
 
@@ -53,7 +53,7 @@ class _Modules(Mapping[str, Any]):
         declared = getattr(module, "commands", None)
         if declared is None:
             declared = typer.Typer(add_completion=False, rich_markup_mode=None)
-            declared.command(name, epilog=EXIT_CODES)(module.command)
+            add_command(declared, name, module.command)
         command = typer.main.get_command(declared)
         command.name = name
         return command

@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, Final
 
 from portus.cli.in_place import check_room
-from portus.cli.progress import bar
+from portus.cli.output import counter
 from portus.engine.loading.patterns import Matcher, matcher
 from portus.engine.spec import TensorSpec, VersionInfo
 from portus.errors import CorruptionError, UsageError
 from portus.reach.index.log import read_log
 from portus.reach.leaving import safetensors
 from portus.reach.leaving.export_result import WrittenExport
-from portus.reach.places.base import adding
 from portus.reach.places.version import OpenVersion
 from portus.reach.pools.contents import Storages, tensor_bytes
 
@@ -96,8 +95,7 @@ def _write_safetensors(
     check_room(out, total)
     about = {"model": info.model, "step": info.step, "token": info.token.hex()}
     near = os.path.dirname(os.path.abspath(out))
-    with bar(os.path.basename(out)) as progress:
-        add = adding(progress, total)
+    with counter(os.path.basename(out), total) as add:
         file.write(safetensors.head_of(placed, {"format": "pt", "portus": json.dumps(about)}))
         for each in placed:
             try:

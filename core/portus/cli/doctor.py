@@ -10,17 +10,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import numpy as np
 
-from portus.cli import loopback
+from portus.cli import loopback, words
 from portus.cli.machine import Machine, MachineFinding
-from portus.cli.options import AS_JSON, Texts, argument
-from portus.cli.output import Output, count_text, error_line, reporting, size_text
+from portus.cli.options import Texts, argument
+from portus.cli.output import Output, error_line
 from portus.cli.pools import find_pool, refuse_pointer
 from portus.engine.copying.local import Source, Stop, copy
 from portus.engine.image.image import Image
@@ -66,51 +66,45 @@ class Speeds:
 
 
 def command(
+    output: Output,
     places: Texts = argument(
         "[PLACE...]",
         "pools, directories, DAX devices or addresses of storage hosts to look at; "
         "default: $PORTUS_POOL, else the nearest .portus, and /dev/shm",
         None,
     ),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Say what to change here, and how fast this machine is: verdict first."""
-    with reporting(as_json) as output:
-        run(places or (), output)
-
-
-def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
-    """Look and measure. There may be something to do without an exit code that says so."""
-    pools: list[Place] = []
+    pools: dict[str, MachineFinding] = {}
     to_measure: dict[str, None] = {}
+    elsewhere: dict[str, str] = {}
     failed: dict[str, str] = {}
-    for text in places:
+    shown: list[MachineFinding] = []
+    for text in places or ():
         try:
-            pool, place = _targets(text)
+            pool, directory = _targets(text)
         except PortusError as error:
             failed[mask(text, is_address="://" in text)] = error_line(error)
             continue
-        pools.append(pool)
-        if place is not None:
-            to_measure[place] = None
-    frameworks = list(adapters(entry_points(group=ADAPTERS)))
-    if places:
-        looked_at = [finding for pool in pools for finding in _pools_of(pool)]
-        looked_at = list({each.name: each for each in looked_at}.values())
-    else:
-        looked_at, to_measure = list(pools_here()), dict.fromkeys(_usual_places())
-    machine = [*Machine().findings(), *loopback.loopback_findings()]
-    shown: list[MachineFinding] = []
-    measured = []
-    for place in to_measure:
-        try:
-            speeds = measure(place, size)
-        except PortusError as error:
-            failed[place] = error_line(error)
+        pools.update((each.name, each) for each in _pools_of(pool))
+        if directory is None:
+            elsewhere[pool.path] = _ELSEWHERE
         else:
-            measured.append(speeds)
-            shown += _speed_findings(speeds)
-    found = [*frameworks, *looked_at, *machine]
+            to_measure[directory] = None
+    if not places:
+        pools = {each.name: each for each in pools_here()}
+        to_measure = dict.fromkeys(_usual_places())
+    measured = []
+    for directory in to_measure:
+        try:
+            measured.append(measure(directory, SIZE))
+        except PortusError as error:
+            failed[directory] = error_line(error)
+        else:
+            shown += _speed_findings(measured[-1])
+    frameworks = list(adapters(entry_points(group=ADAPTERS)))
+    machine = [*Machine().findings(), *loopback.loopback_findings()]
+    found = [*frameworks, *pools.values(), *machine]
     advice = [f"{each.topic} {each.name}: {each.advice}" for each in found if each.advice]
     advice += [
         f"{each.place}: a pool there survives its process, but not a power loss"
@@ -118,18 +112,17 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> None:
         if each.volatile
     ]
     advice += [f"place {each}: not measured: {why}" for each, why in failed.items()]
-    output.line(f"{count_text(len(advice), 'thing')} to do:" if advice else "ready: nothing to do")
+    output.line(f"{words.count(len(advice), 'thing')} to do:" if advice else "ready: nothing to do")
     for line in advice:
         output.line(f"- {line}")
     output.line()
-    for each in (*frameworks, *shown, *looked_at, *machine):
-        output.line(f"{each.topic:17} {each.name:16} {each.text}")
-    failed.update((pool.path, _ELSEWHERE) for pool in pools if pool.local_path is None)
+    for finding in (*frameworks, *shown, *pools.values(), *machine):
+        output.line(f"{finding.topic:17} {finding.name:16} {finding.text}")
     output.document(
         {
             "found": [asdict(each) for each in found],
             "places": [asdict(each) for each in measured],
-            "not_measured": dict(failed),
+            "not_measured": {**elsewhere, **failed},
             "advice": advice,
         }
     )
@@ -178,29 +171,27 @@ def measure(place: str, size: int) -> Speeds:
             copy(medium, [Source(source.ctypes.data, size, (extent,))], Stop())
             medium.persist([extent])
 
-        def load() -> None:
-            medium.load(0, target.data)
-
-        def move() -> None:
-            ctypes.memmove(target.ctypes.data, source.ctypes.data, size)
-
-        calls = [load, move, *([save] if info.writable else [])]
-        took_s: dict[Callable[[], None], list[float]] = {call: [] for call in calls}
+        calls: dict[str, Callable[[], object]] = {
+            "load": lambda: medium.load(0, target.data),
+            "memory": lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, size),
+            **({"save": save} if info.writable else {}),
+        }
+        took_s: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + ROUNDS):
-            for call in calls:
+            for name, call in calls.items():
                 start = time.perf_counter()
                 call()
-                took_s[call].append(time.perf_counter() - start)
+                took_s[name].append(time.perf_counter() - start)
         # The first round touches everything for the first time: that is another question.
-        speed = {call: int(size / statistics.median(took_s[call][1:])) for call in calls}
+        speed = {name: int(size / statistics.median(each[1:])) for name, each in took_s.items()}
         return Speeds(
             place=place,
             medium=info.kind.name,
             granularity=info.granularity,
             volatile=info.volatile,
-            save=speed.get(save, 0),
-            load=speed[load],
-            memory=speed[move],
+            save=speed.get("save", 0),
+            load=speed["load"],
+            memory=speed["memory"],
             fresh=_speeds_of_files(place, size, is_spare=False) if info.writable else {},
             spare=_speeds_of_files(place, size, is_spare=True) if info.writable else {},
         )
@@ -316,25 +307,19 @@ def _pool(path: str, pool: OpenPlace) -> MachineFinding:
     of the newest one's size that is."""
     usage = pool.usage()
     free = 0 if usage is None else usage.free
-    text = f"{size_text(free)} free in it"
+    text = f"{words.size(free)} free in it"
     if not is_device(path):
-        outside = _free_on_disk(path)
-        text += f", {size_text(outside)} on its file system"
+        outside = shutil.disk_usage(path).free
+        text += f", {words.size(outside)} on its file system"
         free += outside
     infos = [each.info for each in pool.list()]
     if not infos:
         return MachineFinding("pool", path, f"empty; {text}")
     size = max(infos, key=lambda info: info.commit).size
     fit = free // max(1, size)
-    text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
+    text += f": space for {fit} more checkpoints of {words.size(size)}, the size of the newest"
     advice = "free space, or keep fewer checkpoints: saves need space for two more"
     return MachineFinding("pool", path, text, "" if fit >= 2 else advice)
-
-
-def _free_on_disk(path: str) -> int:
-    """Return the bytes that this user may still write there."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
 
 
 def _usual_places() -> list[str]:
@@ -353,17 +338,17 @@ def _speed_findings(speeds: Speeds) -> Iterator[MachineFinding]:
     place = speeds.place
     for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):
         if found:  # how checkpoint files are written there
-            each = ", ".join(f"{way} {size_text(speed)}/s" for way, speed in found.items())
+            each = ", ".join(f"{way} {words.size(speed)}/s" for way, speed in found.items())
             yield MachineFinding("files", place, f"{name}: {each}; Portus takes the first")
     volatile = ", VOLATILE" if speeds.volatile else ""
-    save = f"save {size_text(speeds.save)}/s, " if speeds.save else ""
+    save = f"save {words.size(speeds.save)}/s, " if speeds.save else ""
     yield MachineFinding(
         "place",
         place,
         f"{speeds.medium}, torn at {speeds.granularity} bytes{volatile}; {save}"
-        f"load {size_text(speeds.load)}/s; memory {size_text(speeds.memory)}/s",
+        f"load {words.size(speeds.load)}/s; memory {words.size(speeds.memory)}/s",
     )
     if os.path.isdir(place):
-        whole = shutil.disk_usage(place).total
-        text = f"{size_text(_free_on_disk(place))} free of {size_text(whole)}"
+        disk = shutil.disk_usage(place)
+        text = f"{words.size(disk.free)} free of {words.size(disk.total)}"
         yield MachineFinding("space", place, text)

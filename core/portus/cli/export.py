@@ -10,15 +10,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Final
 
-from portus.cli import contents, files
+from portus.cli import contents, files, words
 from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
-from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
-from portus.cli.output import Json, Output, count_text, reporting, size_text
-from portus.cli.pools import allow, open_places, version_document
-from portus.cli.progress import bar
+from portus.cli.options import POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
+from portus.cli.output import Json, Output, counter
+from portus.cli.pools import open_places, version_document
 from portus.engine.directory.folder import FOLDER
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.files.reference import read as pointer_at
@@ -28,7 +26,7 @@ from portus.reach.index.place import local_path
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.leaving.export_result import WrittenExport
-from portus.reach.places.base import OpenCheckpoint, adding
+from portus.reach.places.base import OpenCheckpoint
 from portus.reach.places.opening import newest
 from portus.reach.places.version import OpenVersion, open_version
 from portus.reach.pools.resolve import use_reference
@@ -46,7 +44,6 @@ class ExportOptions:
     safetensors only. ``force``: replace what is at ``out``. ``limit``: bytes of the tensors of a
     file, where ``out`` is a directory of weights."""
 
-    target: str
     out: str
     file: str | None = None
     names: Sequence[str] = ()
@@ -77,6 +74,7 @@ class ExportOptions:
 
 
 def command(
+    output: Output,
     target: str = TARGET,
     out: str = argument("OUT", "a .safetensors or .pt file, or a directory"),
     pool: Text = POOL_OR_MIRROR,
@@ -87,7 +85,6 @@ def command(
     shard_size: str = option(
         "--shard-size SIZE", "the most bytes of each file, if OUT is a directory", "5GB"
     ),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Write a version, verified, as the file that it is, byte for byte; or a version or a file as
     safetensors or as a torch file.
@@ -100,42 +97,31 @@ def command(
     memory are written separately. The numpy arrays of a shelf become tensors. A directory gets the
     weights as model.safetensors, or as files of at most --shard-size and an index.
     """
-    with reporting(as_json) as output:
-        options = ExportOptions(
-            target=target,
-            out=out,
-            file=file,
-            names=names or (),
-            strip=strip,
-            force=force,
-            limit=size_of(shard_size),
-        )
-        run(options, pool, output)
-
-
-def run(options: ExportOptions, pool: str | None, output: Output) -> None:
-    """Export what the options say."""
-    local_path(options.out, "OUT")  # raises for a URL
-    path = files.find_files(options.target, pool)
-    if os.path.isdir(options.target) and _has_pointers(options.target):
-        path = options.target
+    options = ExportOptions(
+        out=out,
+        file=file,
+        names=names or (),
+        strip=strip,
+        force=force,
+        limit=size_of(shard_size),
+    )
+    local_path(out, "OUT")  # raises for a URL
+    path = files.find_files(target, pool)
+    if os.path.isdir(target) and _has_pointers(target):
+        path = target
     if path is None:
-        with open_places(pool, options.target) as places:
+        with open_places(pool, target) as places:
             found = newest(places.select())
             title = found.name
             about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
             with found.open() as opened, _explain(options, title):
-                done = (
-                    _write_files(opened, title, options)
-                    if opened.files
-                    else _write_contents(opened, title, options)
-                )
+                write_version = _write_files if opened.files else _write_contents
+                done = write_version(opened, title, options)
     else:
-        allow(pool)
         title, about = path, {"file": os.path.abspath(path)}
+        write = _write_directory if os.path.isdir(path) else _write_file
         with _explain(options, title):
-            written = _write_directory if os.path.isdir(path) else _write_file
-            done = written(path, options)
+            done = write(path, options)
     _show(title, about, done, options, output)
 
 
@@ -161,8 +147,8 @@ def size_of(text: str) -> int:
 def _write(opened: OpenCheckpoint, name: str, path: str) -> int:
     """Write a file of a checkpoint to ``path``, verified and synced; return its size."""
     size = opened.files[name].size
-    with bar(name) as progress:
-        opened.write(name, path, adding(progress, size))
+    with counter(name, size) as add:
+        opened.write(name, path, add)
     return size
 
 
@@ -173,42 +159,38 @@ def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> 
         if options.names or options.strip:
             raise UsageError(f"{title} has several files, and --names is for one of them: --file")
         size = sum(each.size for each in opened.files.values())
-        check_room(options.out, size)
-        out = options.out.rstrip(os.sep)
-        with directory_in_place(out, force=options.force, names=names) as made:
+        with directory_in_place(
+            options.out, force=options.force, names=names, size=size
+        ) as directory:
             for name in names:
-                _write(opened, name, os.path.join(made, name))
+                _write(opened, name, os.path.join(directory, name))
         return WrittenExport(size=size, exact=True)
     name = options.file or names[0]
     if name not in names:
         raise UsageError(f"there is no file {name!r} in {title}; it has {names!r:.500}")
     size = opened.files[name].size
-    is_exact = options.is_exact(name)
-    if is_exact:
-        _refuse_there(options)
-    else:
-        _refuse_kind(options)
-    check_room(options.out, size)
-    if is_exact:
-        with file_in_place(options.out) as temporary:
-            _write(opened, name, temporary)
+    if options.is_exact(name):
+        with file_in_place(options.out, force=options.force, size=size) as out:
+            _write(opened, name, out)
         return WrittenExport(size=size, exact=True)
-    near = os.path.dirname(os.path.abspath(options.out.rstrip(os.sep)))
-    with tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder:
+    near = os.path.dirname(os.path.abspath(options.out))
+    with (
+        _open_out(options, size) as out,
+        tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder,
+    ):
         whole = os.path.join(folder, name)
         _write(opened, name, whole)
-        return _convert(whole, options, title)
+        return _convert(whole, title, options, out)
 
 
 def _write_file(path: str, options: ExportOptions) -> WrittenExport:
     """Write a file, or the one that a pointer leads to."""
     said = pointer_at(path)
     if said is None or not options.is_exact(said.part or ""):
-        _refuse_kind(options)
-        return _convert(path, options, path)
-    _refuse_there(options)
-    with file_in_place(options.out) as temporary:
-        return WrittenExport(size=_copy_led_to(path, options.out, temporary), exact=True)
+        with _open_out(options) as out:
+            return _convert(path, path, options, out)
+    with file_in_place(options.out, force=options.force) as out:
+        return WrittenExport(size=_copy_led_to(path, options.out, out), exact=True)
 
 
 def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
@@ -219,8 +201,7 @@ def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
         raise UsageError(f"{path} is a directory, and --names, --strip and --file are for a file")
     size = 0
     names = [name for name in os.listdir(path) if name != FOLDER]
-    out = options.out.rstrip(os.sep)
-    with directory_in_place(out, force=options.force, names=names) as made:
+    with directory_in_place(options.out, force=options.force, names=names) as made:
         for directory, below, found in os.walk(path):
             below[:] = [name for name in below if name != FOLDER]
             within = os.path.normpath(os.path.join(made, os.path.relpath(directory, path)))
@@ -260,24 +241,39 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
     return use_reference(path, copy)
 
 
-def _convert(path: str, options: ExportOptions, title: str) -> WrittenExport:
-    """Write what ``names`` say of a file, or all of it, as a file of another kind."""
+@contextlib.contextmanager
+def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
+    """Yield where to put what becomes OUT. size: bytes to come. Raises ``UsageError`` for an OUT
+    that nothing can be converted to."""
+    if options.is_directory:
+        with directory_in_place(options.out, force=options.force, size=size) as out:
+            yield out
+        return
+    if options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
+        known = ", ".join((SUFFIX, *TORCH_SUFFIXES))
+        raise UsageError(
+            f"{options.out}: expected a directory, or a name that ends in one of {known}"
+        )
+    if options.is_torch and options.strip:
+        raise UsageError("--strip is for .safetensors files")
+    with file_in_place(options.out, force=options.force, size=size) as out:
+        yield out
+
+
+def _convert(path: str, title: str, options: ExportOptions, out: str) -> WrittenExport:
+    """Write what ``names`` say of a file, or all of it, as a file of another kind to ``out``."""
     from portus.reach.leaving import from_file  # and torch with it
 
-    check_room(options.out.rstrip(os.sep), 0)
-    is_directory = options.is_directory
-    made = partial(directory_in_place, force=options.force) if is_directory else file_in_place
     try:
-        with made(options.out.rstrip(os.sep)) as temporary:
-            return from_file.write(
-                path,
-                temporary,
-                names=options.names,
-                strip=options.strip,
-                is_torch=options.is_torch,
-                limit=options.limit if is_directory else None,
-                only_weights=is_directory and not options.names and not options.strip,
-            )
+        return from_file.write(
+            path,
+            out,
+            names=options.names,
+            strip=options.strip,
+            is_torch=options.is_torch,
+            limit=options.limit if options.is_directory else None,
+            only_weights=options.is_directory and not options.names and not options.strip,
+        )
     except (UsageError, CorruptionError) as error:
         raise type(error)(str(error).replace(path, title)) from error
 
@@ -289,36 +285,15 @@ def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) 
         raise UsageError(
             f"{title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
         )
-    _refuse_kind(options)
-    check_room(options.out, 0)
-    with file_in_place(options.out) as temporary:
+    with _open_out(options) as out:
         return contents.write(
             opened,
             options.out,
-            temporary,
+            out,
             names=options.names,
             strip=options.strip,
             is_torch=options.is_torch,
         )
-
-
-def _refuse_kind(options: ExportOptions) -> None:
-    """Raise ``UsageError`` for an OUT that nothing can be converted to, or that is there."""
-    if options.is_directory:
-        return
-    if options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
-        known = ", ".join((SUFFIX, *TORCH_SUFFIXES))
-        raise UsageError(
-            f"{options.out}: expected a directory, or a name that ends in one of {known}"
-        )
-    _refuse_there(options)
-    if options.is_torch and options.strip:
-        raise UsageError("--strip is for .safetensors files")
-
-
-def _refuse_there(options: ExportOptions) -> None:
-    if os.path.lexists(options.out) and not options.force:
-        raise UsageError(f"{options.out} already exists; --force replaces it")
 
 
 def _show(
@@ -335,14 +310,14 @@ def _show(
         parts = ", ".join(f"the {name} at batch {number}" for name, number in done.batches.items())
         output.note(f"note: this is of several batches, as relaxed mode leaves it: {parts}")
     if done.left_out:
-        text = f"{count_text(len(done.left_out), 'value')} that safetensors cannot hold"
+        text = f"{words.count(len(done.left_out), 'value')} that safetensors cannot hold"
         output.note(f"note: left out {text}: {_list(done.left_out)}")
     if done.no_weights:
-        text = f"{count_text(len(done.no_weights), 'tensor')} that are not weights of the model"
+        text = f"{words.count(len(done.no_weights), 'tensor')} that are not weights of the model"
         text = f"{text}: {_list(done.no_weights)}; use --names for others"
         output.note(f"note: left out {text}")
-    what = "as it was saved" if done.exact else count_text(done.tensors, "tensor")
-    output.line(f"{options.out}: {title}, {what}, {size_text(done.size)}, verified")
+    what = "as it was saved" if done.exact else words.count(done.tensors, "tensor")
+    output.line(f"{options.out}: {title}, {what}, {words.size(done.size)}, verified")
     output.document({**about, "out": os.path.abspath(options.out), **asdict(done)})
 
 

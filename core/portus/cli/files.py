@@ -4,27 +4,17 @@ safetensors files, of pointers to some, and of directories that have some."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from portus.cli.output import (
-    Json,
-    Output,
-    age_text,
-    count_text,
-    fields,
-    moment_text,
-    newest_rows,
-    path_text,
-    size_text,
-)
+from portus.cli import words
+from portus.cli.output import Json, Output, Row, fields, newest_rows
 from portus.cli.pools import nearest
 from portus.engine.settings.keep import Keep
 from portus.errors import UsageError
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
-from portus.reach.places.base import Collection, GarbageOptions, StoredCheckpoint
+from portus.reach.places.base import GarbageOptions, StoredCheckpoint
 from portus.reach.places.directory import (
     CHECKS,
     DirectoryPlace,
@@ -32,7 +22,8 @@ from portus.reach.places.directory import (
     is_checkpoint,
     verification_of,
 )
-from portus.reach.places.opening import Places
+from portus.reach.places.opening import Places, place_named
+from portus.reach.pools.resolve import POOLS
 
 if TYPE_CHECKING:
     from portus.reach.leaving.outline import FileOutline
@@ -46,7 +37,7 @@ def file_document(file: StoredCheckpoint) -> dict[str, Json]:
     assert isinstance(file, StoredFile)
     own = fields(file.info, "size", "time_ns")
     about = {"path": file.path, "step": file.step, "leads_to": file.leads_to or None}
-    return {**about, **own, "time": moment_text(file.info.time_ns)}
+    return {**about, **own, "time": words.moment(file.info.time_ns)}
 
 
 def open_files(path: str) -> Places:
@@ -57,58 +48,46 @@ def open_files(path: str) -> Places:
 
 def find_files(target: str | None, pool: str | None) -> str | None:
     """Return the file, or the directory of files, that a command's target is; None if that is a
-    pool, or something in one. With a pool it is a pointer, or nothing. Without a target: what is
-    around the nearest ``.portus``, if no pool is in it."""
+    pool, or something in one. With a pool it is a pointer, which may lead there then, or nothing.
+    Without a target: what is around the nearest ``.portus``, if no pool is in it."""
     if pool is not None:
-        is_pointer = target and os.path.isfile(target) and pointer_at(target) is not None
-        return target if is_pointer else None
+        if not target or not os.path.isfile(target) or pointer_at(target) is None:
+            return None
+        POOLS.allow(place_named(pool, "--pool"))
+        return target
     if target is None:
         hidden = nearest(os.getcwd())
         if hidden is None or Place.by_variable() is not None or pools_at(Place.parse(hidden)):
             return None
         target = os.path.dirname(hidden)
-        return None if next(files_below(target), None) is None else target
+        return None if next(DirectoryPlace.at(target).find_files(), None) is None else target
     if os.path.isfile(target):
         return target if is_checkpoint(target) else None
     is_hidden = os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY
     if not os.path.isdir(target) or is_hidden or pools_at(Place.parse(target)):
         return None
-    has_any = next(files_below(target), None) or next(_garbage_below(target), None)
+    place = DirectoryPlace.at(target)
+    has_any = next(place.find_files(), None) or next(place.collections(GarbageOptions()), None)
     return None if has_any is None else target
-
-
-def files_below(path: str) -> Iterator[StoredFile]:
-    """Yield the checkpoint files in a directory and those below it, or the one at ``path``. Raises
-    ``MediumError``."""
-    return DirectoryPlace.at(path).find_files()
-
-
-def _garbage_below(path: str) -> Iterator[Collection]:
-    return DirectoryPlace.at(path).collections(GarbageOptions())
 
 
 def ls(path: str, every: bool, output: Output) -> list[Json]:
     """List the files of each directory; return them for machines."""
     by_directory: dict[str, list[StoredFile]] = {}
-    for each in files_below(path):
+    for each in DirectoryPlace.at(path).find_files():
         by_directory.setdefault(os.path.dirname(each.path), []).append(each)
     documents: list[Json] = []
     for directory, files in by_directory.items():
         files.sort(key=lambda each: (each.info.time_ns, each.path))
-        total = size_text(sum(each.info.size for each in files))
+        total = words.size(sum(each.info.size for each in files))
         if documents:
             output.line()
-        output.line(f"{path_text(directory)}: {count_text(len(files), 'checkpoint')}, {total}")
-        rows = [
-            (
-                os.path.basename(each.path),
-                "" if each.step is None else str(each.step),
-                age_text(each.info.time_ns),
-                size_text(each.info.size),
-                f"leads to {each.leads_to}" if each.leads_to else "",
-            )
-            for each in files
-        ]
+        output.line(f"{words.path(directory)}: {words.count(len(files), 'checkpoint')}, {total}")
+        rows: list[Row] = []
+        for each in files:
+            age, size = words.age(each.info.time_ns), words.size(each.info.size)
+            leads = f"leads to {each.leads_to}" if each.leads_to else ""
+            rows.append((os.path.basename(each.path), each.step, age, size, leads))
         most = None if every else NEWEST
         output.table(("FILE", ">STEP", "SAVED", ">SIZE", ""), newest_rows(rows, most))
         documents.append({"path": directory, "files": [file_document(each) for each in files]})
@@ -132,10 +111,10 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
     with place.removal(found) as act:
         act()
     for each in found:
-        output.line(f"{path_text(each.path)}: removed, {size_text(each.info.size)}")
+        output.line(f"{words.path(each.path)}: removed, {words.size(each.info.size)}")
     if keep is not None:
-        size = size_text(sum(each.info.size for each in found))
-        output.line(f"{count_text(len(found), 'file')} removed, {size}")
+        size = words.size(sum(each.info.size for each in found))
+        output.line(f"{words.count(len(found), 'file')} removed, {size}")
     return documents
 
 
@@ -164,10 +143,10 @@ def show(path: str, output: Output) -> None:
     """Show the tensors of one file."""
     from portus.reach.leaving.outline import outline_of  # and torch with it
 
-    [found], outline = files_below(path), outline_of(path)
+    found, outline = StoredFile(DirectoryPlace.at(path).place, path), outline_of(path)
     by = verification_of(path, outline.has_digests)
-    size, age = size_text(found.info.size), age_text(found.info.time_ns)
-    output.line(f"{path_text(path)}: {size}, saved {age}, {CHECKS[by]}")
+    size, age = words.size(found.info.size), words.age(found.info.time_ns)
+    output.line(f"{words.path(path)}: {size}, saved {age}, {CHECKS[by]}")
     if found.leads_to:
         output.line(f"leads to {found.leads_to}")
     output.document({**file_document(found), "verified_by": by, **show_outline(outline, output)})
@@ -178,8 +157,7 @@ def show_outline(outline: FileOutline, output: Output) -> dict[str, Json]:
     if outline.note:
         output.line(f"noted: {outline.note}")
     rows = [
-        (each.name, each.dtype, f"[{', '.join(map(str, each.shape))}]", f"{each.size:,}")
-        for each in outline.tensors
+        (each.name, each.dtype, str(list(each.shape)), f"{each.size:,}") for each in outline.tensors
     ]
     output.table(("NAME", "TYPE", "SHAPE", ">BYTES"), rows)
     if outline.others:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 
-from portus.cli.options import AS_JSON, argument, flag
-from portus.cli.output import Output, reporting, size_text
+from portus.cli import words
+from portus.cli.options import argument, flag
+from portus.cli.output import Output
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import format_device, open_reader
 from portus.reach.media.dax import device_facts
@@ -14,16 +15,10 @@ from portus.reach.media.local import LocalFiles
 
 
 def command(
+    output: Output,
     device: str = argument("DEVICE", "a DAX device, such as /dev/dax0.0"),
     force: bool = flag("--force -f", "overwrite what the device holds"),
-    as_json: bool = AS_JSON,
 ) -> None:
-    """Make an empty pool on a DAX device."""
-    with reporting(as_json) as output:
-        run(device, force=force, output=output)
-
-
-def run(device: str, *, force: bool, output: Output) -> None:
     """Make an empty pool on a DAX device."""
     path = os.path.abspath(device)
     facts = device_facts(path)
@@ -32,14 +27,13 @@ def run(device: str, *, force: bool, output: Output) -> None:
     if not format_device(path, LocalFiles(), force=force):
         raise UsageError(f"{path}: not blank: {_what_is_there(path)}; --force makes it empty")
     volatile = "; VOLATILE: it belongs to no NVDIMM namespace" if facts.volatile else ""
-    output.line(f"{path}: an empty pool of {size_text(facts.size)}{volatile}")
+    output.line(f"{path}: an empty pool of {words.size(facts.size)}{volatile}")
     output.document({"path": path, "size": facts.size, "volatile": facts.volatile})
 
 
 def _what_is_there(path: str) -> str:
     try:
-        reader = open_reader(path)
+        with contextlib.closing(open_reader(path)) as reader:
+            return f"a pool with {len(reader.catalogue().ids())} versions"
     except PortusError as error:
         return str(error)
-    with contextlib.closing(reader):
-        return f"a pool with {len(reader.catalogue().ids())} versions"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
-from portus.cli import files
-from portus.cli.options import AS_JSON, POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
-from portus.cli.output import Json, Output, count_text, reporting, size_text
+from portus.cli import files, words
+from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
+from portus.cli.output import Json, Output
 from portus.cli.pools import open_places, version_document
 from portus.errors import PortusError, UsageError
 from portus.reach.places.base import Collection, Garbage, GarbageOptions, OpenPlace
 
 
 def command(
+    output: Output,
     place: Text = POOL_ARGUMENT,
     pool: Text = POOL_OR_MIRROR,
     missing: Texts = option(
@@ -22,7 +22,6 @@ def command(
     yes: bool = flag("--yes -y", "delete them without asking"),
     empty: bool = flag("--empty", "also remove pool files that end up empty"),
     dry_run: bool = flag("--dry-run", "only show what would be deleted and given back"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Remove what processes that were killed left in a directory of files; of a pool, return free
     space to the disk.
@@ -30,32 +29,17 @@ def command(
     With --missing, first delete versions whose pointers somebody removed. It looks at the files of
     this machine: run it where DIR is mounted.
     """
-    with reporting(as_json) as output:
-        run(place or pool, output, missing=missing or (), yes=yes, empty=empty, dry_run=dry_run)
-
-
-def run(
-    pool: str | None,
-    output: Output,
-    *,
-    missing: Sequence[str] = (),
-    yes: bool = False,
-    empty: bool = False,
-    dry_run: bool = False,
-) -> None:
-    """Collect what ``pool`` names. missing: directories; versions that have their pointers there,
-    or below, and have none any more, are removed. yes: without asking. empty: remove pool files
-    without versions. dry_run: change nothing."""
-    path = None if missing or empty else files.find_files(pool, None)
+    path = None if missing or empty else files.find_files(place or pool, None)
     is_directory = path is not None and os.path.isdir(path)
+    options = GarbageOptions(missing=missing or (), empty=empty)
     documents: list[Json] = []
     parts = OpenPlace.parts
-    with files.open_files(path) if path and is_directory else open_places(pool) as places:
-        for place in places.all():
-            parts = place.parts
-            for part in place.collections(GarbageOptions(missing=missing, empty=empty)):
+    with files.open_files(path) if path and is_directory else open_places(place or pool) as places:
+        for each in places.all():
+            parts = each.parts
+            for part in each.collections(options):
                 try:
-                    documents.append(_collect(place, part, yes, dry_run, output))
+                    documents.append(_collect(each, part, yes, dry_run, output))
                 except PortusError as error:
                     what = f"{part.model}: " if part.model else ""
                     documents.append({**_name(part), "error": output.skip(error, what)})
@@ -72,10 +56,10 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
     title = f"{part.path}: {part.model}" if part.model else part.path
     found = part.look()
     for info in found.gone:
-        name, size = f"{info.model}@{info.step}", size_text(info.size)
+        name, size = f"{info.model}@{info.step}", words.size(info.size)
         output.line(f"{title}: {name}, {size}: no pointer leads to it any more")
     if not dry_run:
-        question = f"Remove {count_text(len(found.gone), 'version')}?"
+        question = f"Remove {words.count(len(found.gone), 'version')}?"
         if found.gone and not yes and not output.ask(question):
             raise UsageError(f"{title}: nothing was removed: use --yes to remove these versions")
         # Looked at again, under the lock that nobody holds while a person is asked.
@@ -93,14 +77,14 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
 
 def _show(title: str, piece: str, found: Garbage, would: str, output: Output) -> None:
     if found.gone:
-        output.line(f"{title}: {count_text(len(found.gone), 'version')} {would}removed")
+        output.line(f"{title}: {words.count(len(found.gone), 'version')} {would}removed")
     if found.is_removed:
         output.line(f"{title}: empty, {would}removed")
     if found.pieces:
-        size = size_text(found.freed)
-        output.line(f"{title}: {count_text(found.pieces, piece)}, {size}, {would}removed")
+        size = words.size(found.freed)
+        output.line(f"{title}: {words.count(found.pieces, piece)}, {size}, {would}removed")
     elif found.freed:
-        size = f"about {size_text(found.freed)} {would}" if would else f"{size_text(found.freed)} "
-        output.line(f"{title}: {size}returned to the file system")
+        size = f"{'about ' if would else ''}{words.size(found.freed)}"
+        output.line(f"{title}: {size} {would}returned to the file system")
     elif not (found.gone or found.is_removed):
         output.line(f"{title}: nothing to do")

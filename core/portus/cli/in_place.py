@@ -9,16 +9,21 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 
-from portus.cli.output import size_text
+from portus.cli import words
 from portus.errors import MediumError, UsageError
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.names import hidden_name
 
 
 @contextlib.contextmanager
-def file_in_place(out: str) -> Iterator[str]:
+def file_in_place(out: str, *, force: bool, size: int = 0) -> Iterator[str]:
     """Yield a path beside ``out``; what is there at the end is synced by then, and becomes ``out``.
-    Raises ``MediumError``; then ``out`` is as it was."""
+
+    size: bytes to come. Raises ``MediumError``, and ``UsageError`` for something at ``out`` without
+    ``force``; then ``out`` is as it was.
+    """
+    _refuse_there(out, force)
+    check_room(out, size)
     with _beside(out) as temporary:
         yield temporary
         os.replace(temporary, out)
@@ -27,20 +32,20 @@ def file_in_place(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def directory_in_place(
-    out: str, *, force: bool, names: Collection[str] | None = None
+    out: str, *, force: bool, names: Collection[str] | None = None, size: int = 0
 ) -> Iterator[str]:
     """Yield a directory beside ``out`` to fill; at the end it is synced, and becomes ``out``.
 
-    names: of what is going to be in it; None: ``model*.safetensors``, and an index. Raises
-    ``MediumError``, and ``UsageError`` for something at ``out`` that has more in it, or without
-    ``force``; then ``out`` is as it was.
+    names: of what is going to be in it; None: ``model*.safetensors``, and an index. size: bytes to
+    come. Raises ``MediumError``, and ``UsageError`` for something at ``out`` that has more in it,
+    or without ``force``; then ``out`` is as it was.
     """
     out = os.path.abspath(out)
     there = os.path.lexists(out)
-    if there and not (force or (os.path.isdir(out) and not os.listdir(out))):
-        raise UsageError(f"{out} already exists; --force replaces it")
+    _refuse_there(out, force or (os.path.isdir(out) and not os.listdir(out)))
     if there and not _is_export(out, names):
         raise UsageError(f"{out} holds more than an export of Portus; remove it yourself")
+    check_room(out, size)
     with _beside(out) as temporary:
         old = f"{temporary}.old"
         try:
@@ -76,6 +81,11 @@ def _beside(out: str) -> Iterator[str]:
             os.unlink(temporary)
 
 
+def _refuse_there(out: str, force: bool) -> None:
+    if os.path.lexists(out) and not force:
+        raise UsageError(f"{out} already exists; --force replaces it")
+
+
 def sync_directory(path: str) -> None:
     """Return when the names in a directory survive power loss."""
     if os.name == "posix":
@@ -90,7 +100,7 @@ def check_room(out: str, size: int) -> None:
         raise UsageError(f"{directory}: there is no such directory")
     free = shutil.disk_usage(directory).free
     if size > free:
-        text = f"{size_text(size)} are needed, but {directory} has {size_text(free)} free"
+        text = f"{words.size(size)} are needed, but {directory} has {words.size(free)} free"
         raise MediumError(errno.ENOSPC, f"{out}: {text}")
 
 

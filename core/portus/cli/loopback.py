@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
+from portus.cli import words
 from portus.cli.machine import MachineFinding
-from portus.cli.output import size_text
 from portus.engine.copying.segments import memory
 from portus.engine.spec import PAGE
 from portus.errors import TransportError
@@ -82,7 +82,7 @@ def _try_port(port: Port, domain: Domain) -> Iterator[MachineFinding]:
     limits, device, count = domain.limits, port.device, len(PLACES)
     address = ipaddress.IPv6Address(port.gid)
     text = f"port {port.number} has {address.ipv4_mapped or address}; at most {limits.regions} "
-    text += f"regions, of {size_text(limits.region_size)} each"
+    text += f"regions, of {words.size(limits.region_size)} each"
     yield MachineFinding("RDMA limits", device, text)
     wrong = sum(_wrong(domain, on_demand=False))
     text = f"{2 * count - wrong} of {2 * count} transfers arrived whole"

@@ -6,21 +6,9 @@ import os
 import shlex
 from typing import Final
 
-from portus.cli import files
-from portus.cli.options import AS_JSON, POOL_ARGUMENT, POOL_OR_MIRROR, Text, flag
-from portus.cli.output import (
-    Json,
-    Output,
-    Row,
-    age_text,
-    count_text,
-    error_line,
-    fields,
-    newest_rows,
-    path_text,
-    reporting,
-    size_text,
-)
+from portus.cli import files, words
+from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, flag
+from portus.cli.output import Json, Output, Row, error_line, fields, newest_rows
 from portus.cli.pools import open_places, table_document, version_document
 from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
@@ -36,45 +24,35 @@ SHOWN: Final = 3
 
 
 def command(
+    output: Output,
     place: Text = POOL_ARGUMENT,
     pool: Text = POOL_OR_MIRROR,
     every: bool = flag("--all -a", "list all versions of each model"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
     their versions, and the directories of the pointers to them."""
-    with reporting(as_json) as output:
-        run(place or pool, every, output)
-
-
-def run(pool: str | None, every: bool, output: Output) -> None:
-    """List what ``pool`` names."""
-    directory = files.find_files(pool, None)
+    directory = files.find_files(place or pool, None)
     if directory is not None:
         listed = files.ls(directory, every, output)
         hidden = os.path.join(directory, DEFAULT_DIRECTORY)
         ended = _show_runs(Place.parse(hidden), output) if os.path.isdir(hidden) else []
         output.document({"directories": listed, "pools": [], "ended": ended})
         return
-    most = None if every else NEWEST
-    documents: list[Json] = []
-    failed: list[Json] = []
-    ended = []
-    with open_places(pool) as places:
-        for place in places.all():
+    documents, failed, ended = list[Json](), list[Json](), list[Json]()
+    with open_places(place or pool) as places:
+        for each in places.all():
             try:
-                documents.append(_show_place(place, most, bool(documents), output))
+                documents.append(_show_place(each, every, bool(documents), output))
             except PortusError as error:
-                failed.append({"path": place.place.path, "error": output.skip(error)})
-    documents += failed
-    if not documents:
+                failed.append({"path": each.place.path, "error": output.skip(error)})
+    if not documents and not failed:
         ended = _show_runs(places.place, output)
         if not ended:
             output.line(f"{places.place}: no pools yet; the first save makes one")
-    output.document({"pools": documents, "ended": ended})
+    output.document({"pools": documents + failed, "ended": ended})
 
 
-def _show_place(place: OpenPlace, most: int | None, is_next: bool, output: Output) -> Json:
+def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) -> Json:
     """Show a place; return it for machines. is_next: after others."""
     skipped: dict[str, PortusError] = {}
     usage, found = place.usage(), place.list(skipped=skipped)
@@ -83,70 +61,52 @@ def _show_place(place: OpenPlace, most: int | None, is_next: bool, output: Outpu
     }
     if is_next:
         output.line()
-    of_models: dict[str, list[StoredCheckpoint]] = {}
+    about: dict[str, Json] = {}
+    if usage is not None:
+        names = ("size", "uuid", "on_disk", "kept", "reclaimable", "free")
+        about = {**fields(usage, *names), "failure": usage.failure or None}
+    by_model: dict[str, list[StoredCheckpoint]] = {}
     for each in found:
-        of_models.setdefault(each.info.model, []).append(each)
+        by_model.setdefault(each.info.model, []).append(each)
+    most = None if every else NEWEST
     versions: list[Row] = []
     filed: list[Row] = []
-    tables = _tables([each for each in found if not each.path], output)
-    for model, own in sorted(of_models.items()):
-        rows = [_row(each, tables.get(id(each))) for each in own if not each.path]
-        versions += newest_rows(rows, most, model, "...") if rows else []
-        rows = [_file_row(each) for each in own if each.path]
-        filed += newest_rows(rows, most, model) if rows else []
+    for model, own in sorted(by_model.items()):
+        tables = [(each, _table(each, output)) for each in own if not each.path]
+        paths = [each for each in own if each.path]
+        versions += newest_rows([_row(*each) for each in tables], most, model, "...")
+        filed += newest_rows([_file_row(each) for each in paths], most, model)
         models[model] = {
             "versions": [
-                {**version_document(each.info), **table_document(tables.get(id(each)))}
-                for each in own
-                if not each.path
+                {**version_document(each.info), **table_document(table)} for each, table in tables
             ],
-            "files": [_file_document(each) for each in own if each.path],
+            "files": [_file_document(each) for each in paths],
             **place.details(model),
         }
-    _show_rows(place.place, usage, found, versions, filed, output)
-    about = {} if usage is None else _usage_document(usage)
-    listed: list[Json] = [{"name": name, **about} for name, about in sorted(models.items())]
-    return {"path": place.place.path, "models": listed, **about}
-
-
-def _show_rows(
-    place: Place,
-    usage: Usage | None,
-    found: list[StoredCheckpoint],
-    versions: list[Row],
-    filed: list[Row],
-    output: Output,
-) -> None:
     sizes = [each.info.size for each in found if not each.path]
-    count = count_text(len(sizes), "version")
+    title = f"{place.place}: {words.count(len(sizes), 'version')}"
     if usage is not None:
-        taken, size = usage.on_disk, usage.size
-        holes = f", {size_text(taken)} on disk" if 0 < taken < size else ""
-        output.line(
-            f"{place}: {count}, file of {size_text(size)}{holes}: kept {size_text(usage.kept)}, "
-            f"reclaimable {size_text(usage.reclaimable)}, free {size_text(usage.free)}"
-        )
+        output.line(f"{title}, {_usage_text(usage)}")
     elif sizes or not filed:
-        output.line(f"{place}: {count}, {size_text(sum(sizes))} or less")
+        output.line(f"{title}, {words.size(sum(sizes))} or less")
     if versions:
-        heads = ("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY")
-        shown = len(heads) if any(row[4] for row in versions) else 4
-        output.table(heads[:shown], [row[:shown] for row in versions])
+        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", ">FILES", "DIRECTORY"), versions)
     if filed:
-        total = size_text(sum(each.info.size for each in found if each.path))
-        output.line(f"{place}: {count_text(len(found) - len(sizes), 'file')}, {total}")
+        total = words.size(sum(each.info.size for each in found if each.path))
+        output.line(f"{place.place}: {words.count(len(found) - len(sizes), 'file')}, {total}")
         output.table(("RUN", "FILE", ">STEP", "SAVED", ">SIZE"), filed)
     if usage is not None and usage.failure:
         output.line(f"the last save that failed: {usage.failure}")
+    listed: list[Json] = [{"name": model, **own} for model, own in sorted(models.items())]
+    return {"path": place.place.path, "models": listed, **about}
 
 
-def _usage_document(usage: Usage) -> dict[str, Json]:
-    """Return how full a pool is, for machines. ``on_disk``: bytes that it takes of its file system;
-    0 if it is on none. ``kept``: that its versions reach. ``reclaimable``: what ``portus gc`` would
-    give back, but for the room that the records of one commit take. ``free``: what saves can use
-    without removing a version, and before it gets longer."""
-    names = ("size", "uuid", "on_disk", "kept", "reclaimable", "free")
-    return {**fields(usage, *names), "failure": usage.failure or None}
+def _usage_text(usage: Usage) -> str:
+    holes = f", {words.size(usage.on_disk)} on disk" if 0 < usage.on_disk < usage.size else ""
+    return (
+        f"file of {words.size(usage.size)}{holes}: kept {words.size(usage.kept)}, reclaimable "
+        f"{words.size(usage.reclaimable)}, free {words.size(usage.free)}"
+    )
 
 
 def _show_runs(place: Place, output: Output) -> list[Json]:
@@ -158,43 +118,39 @@ def _show_runs(place: Place, output: Output) -> list[Json]:
     for name, journals in sorted(found.items()):
         paths = files_of(journals)
         documents.append({"run": name, "files": list[Json](paths)})
-        shown = ", ".join(map(path_text, paths[-SHOWN:]))
+        shown = ", ".join(map(words.path, paths[-SHOWN:]))
         more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
         now = f"its files are {shown}{more}" if paths else "none of its files is there"
         output.line(f"{name}: {now} (portus report {shlex.quote(name)})")
     return documents
 
 
-def _tables(versions: list[StoredCheckpoint], output: Output) -> dict[int, FileTable]:
-    """Return the files of each version, by its ``id()``. A damaged one has none, and it is said;
-    nor has one that was removed meanwhile."""
-    found: dict[int, FileTable] = {}
-    for each in versions:
-        try:
-            table = each.table()
-        except StaleError:
-            continue
-        except CorruptionError as error:
-            output.note(f"portus: {error_line(error)}")
-        else:
-            if table is not None:
-                found[id(each)] = table
-    return found
+def _table(version: StoredCheckpoint, output: Output) -> FileTable | None:
+    """Return the files of a version. A damaged one has none, and it is said; nor has one that was
+    removed meanwhile."""
+    try:
+        return version.table()
+    except StaleError:
+        return None
+    except CorruptionError as error:
+        output.note(f"portus: {error_line(error)}")
+        return None
 
 
 def _row(version: StoredCheckpoint, table: FileTable | None) -> Row:
     info = version.info
-    count = "" if table is None else str(len(table.files))
-    directory = "" if table is None else table.directory and path_text(table.directory)
-    age, size = age_text(info.time_ns), size_text(info.size)
-    return info.model, str(info.step), age, size, count, directory
+    age, size = words.age(info.time_ns), words.size(info.size)
+    if table is None:
+        return info.model, info.step, age, size, None, None
+    directory = table.directory and words.path(table.directory)
+    return info.model, info.step, age, size, len(table.files), directory
 
 
 def _file_row(file: StoredCheckpoint) -> Row:
     info = file.info
     if file.leads_to:
-        return info.model, file.path, "", "", f"leads to {file.leads_to}"
-    return info.model, file.path, str(info.step), age_text(info.time_ns), size_text(info.size)
+        return info.model, file.path, None, "", f"leads to {file.leads_to}"
+    return info.model, file.path, info.step, words.age(info.time_ns), words.size(info.size)
 
 
 def _file_document(file: StoredCheckpoint) -> Json:

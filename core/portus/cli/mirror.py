@@ -8,19 +8,10 @@ from collections.abc import Container, Iterator
 from functools import partial
 from typing import Final
 
-from portus.cli.options import AS_JSON, POOL, Text, argument, group, option
-from portus.cli.output import (
-    EXIT_CODES,
-    FOUND,
-    Json,
-    Row,
-    age_text,
-    count_text,
-    reporting,
-    size_text,
-)
+from portus.cli import words
+from portus.cli.options import POOL, Text, argument, group, option
+from portus.cli.output import FOUND, Json, Output, Row, counter
 from portus.cli.pools import nearest, open_places
-from portus.cli.progress import bar
 from portus.engine.copying.segments import Stop
 from portus.engine.directory.folder import FOLDER
 from portus.engine.loading.open_file import OpenFile, open_file, reads
@@ -48,71 +39,57 @@ from portus.reach.places.version import OpenVersion
 _Versions = dict[bytes, StoredCheckpoint]
 """Versions in the pools of this machine, by their tokens."""
 
-commands: Final = group("Compare a mirror with its pool, or repair the mirror.")
-
 _MIRROR: Final = argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR", None)
 
 
-@commands.command("status", epilog=EXIT_CODES)
-def status(url: Text = _MIRROR, pool: Text = POOL, as_json: bool = AS_JSON) -> None:
+def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
     """Show what is mirrored, by which writer, and what is not yet."""
-    with reporting(as_json) as output:
-        address = _address(url)
-        documents: list[Json] = []
-        rows: list[Row] = []
-        with Mirrors(address) as mirrors, _local(pool) as local:
-            for model in mirrors.models():
-                state = mirrors.of(model).read()
-                own = [each.info for each in local.values() if each.info.model == model]
-                behind = [info.step for info in own if state.version(info.token) is None]
-                newest = state.newest or state.newest_file
-                size = sum(each.size for each in state.versions)  # or less
-                size += sum(each.size for each in state.files)
-                lacks = ""
-                if own:
-                    lacks = "everything is mirrored"
-                if behind:
-                    count = count_text(len(behind), "version")
-                    lacks = f"{count} not mirrored, the newest of step {behind[-1]}"
-                rows.append(
-                    (
-                        model,
-                        "" if newest is None else str(newest.step),
-                        "" if newest is None else age_text(newest.time_ns),
-                        str(len(state.versions) + len(state.files)),
-                        size_text(size),
-                        str(state.term),
-                        state.who,
-                        lacks,
-                    )
-                )
-                documents.append(
-                    {
-                        "name": model,
-                        "newest": None if newest is None else newest.step,
-                        "time_ns": None if newest is None else newest.time_ns,
-                        "versions": len(state.versions),
-                        "files": len(state.files),
-                        "size": size,
-                        "not_mirrored": behind,
-                        **term_of(state),
-                    }
-                )
-        if rows:
-            heads = ("MODEL", ">NEWEST", "SAVED", ">THERE", ">SIZE", ">TERM", "WRITER", "POOL")
-            output.line(f"{address}:")
-            output.table(heads, rows)
-        else:
-            output.line(f"{address}: no mirrors")
-        output.document({"mirror": str(address), "models": documents})
+    address = _address(url)
+    documents: list[Json] = []
+    rows: list[Row] = []
+    with Mirrors(address) as mirrors, _local(pool) as local:
+        for model in mirrors.models():
+            state = mirrors.of(model).read()
+            own = [each.info for each in local.values() if each.info.model == model]
+            behind = [info.step for info in own if state.version(info.token) is None]
+            newest = state.newest or state.newest_file
+            step, time_ns = (newest.step, newest.time_ns) if newest else (None, None)
+            age = None if time_ns is None else words.age(time_ns)
+            count = len(state.versions) + len(state.files)
+            size = sum(each.size for each in state.versions)  # or less
+            size += sum(each.size for each in state.files)
+            lacks = "everything is mirrored" if own else ""
+            if behind:
+                lacks = f"{words.count(len(behind), 'version')} not mirrored"
+                lacks += f", the newest of step {behind[-1]}"
+            writer = state.term, state.who
+            rows.append((model, step, age, count, words.size(size), *writer, lacks))
+            documents.append(
+                {
+                    "name": model,
+                    "newest": step,
+                    "time_ns": time_ns,
+                    "versions": len(state.versions),
+                    "files": len(state.files),
+                    "size": size,
+                    "not_mirrored": behind,
+                    **term_of(state),
+                }
+            )
+    if rows:
+        heads = ("MODEL", ">NEWEST", "SAVED", ">THERE", ">SIZE", ">TERM", "WRITER", "POOL")
+        output.line(f"{address}:")
+        output.table(heads, rows)
+    else:
+        output.line(f"{address}: no mirrors")
+    output.document({"mirror": str(address), "models": documents})
 
 
-@commands.command("repair", epilog=EXIT_CODES)
 def repair(
+    output: Output,
     url: Text = _MIRROR,
     pool: Text = POOL,
     directory: Text = option("--files DIR", "where the run saves its files; default: here"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Verify a mirror, and replace what is damaged or missing.
 
@@ -121,34 +98,33 @@ def repair(
     versions that the pool has, and files that are in both places. Exit code 1 if something stays
     damaged.
     """
-    with reporting(as_json) as output:
-        address = _address(url)
-        root = local_path(directory or os.curdir, "--files")
-        documents: list[Json] = []
-        counts = {"version": 0, "file": 0, "log": 0, "object": 0}
-        with Mirrors(address) as mirrors, _local(pool) as local:
-            models = mirrors.models()
-            if not models:
-                raise UsageError(
-                    f"{address}: there is no mirror to repair; what mirrors there sends all of it "
-                    "when it starts the next time"
-                )
-            for model in models:
-                for kind, result, named, about in _results(mirrors, model, local, root):
-                    counts[kind] += 1
-                    documents.append({"model": model, **about, "result": result})
-                    if result == "damaged":
-                        output.code = FOUND
-                    if result != "whole":
-                        output.line(f"{address}: {named} {_RESULTS[kind][result]}")
-        lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
-        read = [
-            count_text(counts[kind], kind)
-            for kind in ("version", "file")
-            if counts[kind] or kind == "version"
-        ]
-        output.line(f"{address}: {' and '.join(read)} read, {lost} damaged")
-        output.document({"mirror": str(address), "versions": documents})
+    address = _address(url)
+    root = local_path(directory or os.curdir, "--files")
+    documents: list[Json] = []
+    counts = {"version": 0, "file": 0, "log": 0, "object": 0}
+    with Mirrors(address) as mirrors, _local(pool) as local:
+        models = mirrors.models()
+        if not models:
+            raise UsageError(
+                f"{address}: there is no mirror to repair; what mirrors there sends all of it "
+                "when it starts the next time"
+            )
+        for model in models:
+            for kind, result, named, about in _results(mirrors, model, local, root):
+                counts[kind] += 1
+                documents.append({"model": model, **about, "result": result})
+                if result == "damaged":
+                    output.code = FOUND
+                if result != "whole":
+                    output.line(f"{address}: {named} {_RESULTS[kind][result]}")
+    lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
+    read = [
+        words.count(counts[kind], kind)
+        for kind in ("version", "file")
+        if counts[kind] or kind == "version"
+    ]
+    output.line(f"{address}: {' and '.join(read)} read, {lost} damaged")
+    output.document({"mirror": str(address), "versions": documents})
 
 
 def _results(
@@ -171,17 +147,14 @@ def _results(
             yield "version", "sent", f"{model}@{found.info.step}", {"step": found.info.step}
     versions, files = missing(state, ()), [each for each in state.files if not each.link]
     total = sum(each.size for each in versions) + sum(each.size for each in files)
-    done = 0
-    with bar(model) as advanced:
+    with counter(model, total) as add:
         for added in versions:
             result = _repair(mirror, added, local)
-            done += added.size
-            advanced(done, total)
+            add(added.size)
             yield "version", result, f"{model}@{added.step}", {"step": added.step}
         for filed in files:
             result = _repair_file(mirrors.files_of(model), filed, root)
-            done += filed.size
-            advanced(done, total)
+            add(filed.size)
             about: dict[str, Json] = {"step": filed.step, "file": filed.path}
             yield "file", result, f"{model}: {printable(filed.path)}", about
 
@@ -217,7 +190,7 @@ def _repair(mirror: Mirror, added: Added, local: _Versions) -> str:
     if found is None:
         return "damaged"
     try:
-        retry(partial(_mend, mirror, added, found))
+        retry(partial(_send, mirror, found, added))
     except CorruptionError:
         return "damaged"
     return "mended"
@@ -292,23 +265,20 @@ def _others_beside(root: str, path: str, known: Container[str]) -> bool:
     return False
 
 
-def _send(mirror: Mirror, found: StoredCheckpoint) -> None:
+def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None) -> None:
+    """Send a version from the pool, in the place of the damaged one if there is one."""
     claim(mirror, "mirror repair")
     with found.open() as opened:
         assert isinstance(opened, OpenVersion)
-        mirror.copy(opened.reader, opened.entry.info.id, Stop())
+        if damaged is None:
+            mirror.copy(opened.reader, opened.entry.info.id, Stop())
+        else:
+            mirror.mend(damaged, opened.reader, opened.entry.info.id, Stop())
 
 
 def _mend_file(mirrored: MirroredFiles, filed: FileAdded, file: OpenFile) -> bool:
     claim(mirrored, "mirror repair")
     return mirrored.mend_file(filed, file)
-
-
-def _mend(mirror: Mirror, added: Added, found: StoredCheckpoint) -> None:
-    claim(mirror, "mirror repair")
-    with found.open() as opened:
-        assert isinstance(opened, OpenVersion)
-        mirror.mend(added, opened.reader, opened.entry.info.id, Stop())
 
 
 def _address(url: str | None) -> StoreAddress:
@@ -326,3 +296,6 @@ def _local(pool: str | None) -> Iterator[_Versions]:
         return
     with open_places(pool, mirrors=False) as places:
         yield {each.info.token: each for each in places.list()}
+
+
+commands: Final = group("Compare a mirror with its pool, or repair the mirror.", status, repair)

@@ -7,10 +7,8 @@ import io
 import json
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
-from typing import Final, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, Literal
 
 import typer
 
@@ -24,6 +22,9 @@ from portus.errors import (
     UsageError,
     printable,
 )
+
+if TYPE_CHECKING:
+    from portus.reach.places.base import Progress
 
 FOUND: Final = 1
 USAGE: Final = 2
@@ -54,7 +55,7 @@ _CODES: Final[tuple[tuple[type[PortusError], int], ...]] = (
 _WIDE: Final = 1 << 16
 """Columns of what no terminal will cut."""
 
-Row = tuple[str, ...]
+Row = tuple[str | int | None, ...]
 
 Json = None | bool | int | float | str | Sequence["Json"] | dict[str, "Json"]
 
@@ -94,9 +95,9 @@ class Output:
         print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
-    def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table for people. Columns whose head begins with ">" are aligned to the right.
-        Only a terminal cuts rows."""
+    def table(self, heads: Sequence[str], rows: Sequence[Row]) -> None:
+        """Print a table for people. Columns whose head begins with ">" are aligned to the right;
+        those with nothing but None are left out. Only a terminal cuts rows."""
         if self.as_json:
             return
         from rich.console import Console
@@ -104,11 +105,13 @@ class Output:
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for head in heads:
+        shown = [at for at in range(len(heads)) if {row[at] for row in rows} != {None}]
+        for head in (heads[at] for at in shown):
             justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
             table.add_column(head.lstrip(">"), justify=justify, no_wrap=True)
         for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+            cells = ("" if row[at] is None else str(row[at]) for at in shown)
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         if sys.stdout.isatty():
             Console().print(table)
             return
@@ -172,6 +175,36 @@ def _print_no_more() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@contextlib.contextmanager
+def bar(title: str) -> Iterator[Progress]:
+    """Show bytes done of bytes to do on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(printable(title), total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show such a bar; yield a function that takes the bytes of each piece of ``total``."""
+    from portus.reach.places.base import adding
+
+    with bar(title) as progress:
+        yield adding(progress, total)
+
+
 def exit_code(error: PortusError) -> int:
     """Return the exit code of an error."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), FOUND)
@@ -197,38 +230,6 @@ def error_line(error: PortusError) -> str:
     return " ".join(text.split())
 
 
-def size_text(size: float) -> str:
-    """Return a number of bytes for people."""
-    rank = min(6, max(0, int(size).bit_length() - 1) // 10)
-    value, unit = size / 1024**rank, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[rank]
-    return f"{value:.0f} {unit}" if rank == 0 or value >= 100 else f"{value:.1f} {unit}"
-
-
-def age_text(time_ns: int, now_ns: int | None = None) -> str:
-    """Return how long ago a moment was, for people."""
-    passed_s = ((time.time_ns() if now_ns is None else now_ns) - time_ns) / 1e9
-    if passed_s < 0:
-        return "in the future"
-    units = ((60, 1, "s"), (3600, 60, "min"), (2 * 86400, 3600, "h"), (float("inf"), 86400, "days"))
-    unit_s, unit = next((unit_s, unit) for limit_s, unit_s, unit in units if passed_s < limit_s)
-    return f"{passed_s / unit_s:.0f} {unit} ago"
-
-
-def moment_text(time_ns: int) -> str:
-    """Return a moment in local time and ISO 8601."""
-    return datetime.fromtimestamp(time_ns // 10**9).astimezone().isoformat()
-
-
-def count_text(count: int, noun: str) -> str:
-    """Return ``1 version``, ``2 versions``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def path_text(path: str) -> str:
-    """Return a path for people: from the current directory, if that is shorter."""
-    return min(os.path.relpath(path), path, key=len)
-
-
 def newest_rows(rows: Sequence[Row], most: int | None, *before: str) -> list[Row]:
     """Return the last ``most`` of the rows of a table, or all. Above them is a row that counts the
     others, after the cells ``before``."""
@@ -236,4 +237,4 @@ def newest_rows(rows: Sequence[Row], most: int | None, *before: str) -> list[Row
     if not left_out:
         return list(rows)
     older = (*before, f"{left_out} older: --all")
-    return [older + ("",) * (len(rows[0]) - len(older)), *rows[left_out:]]
+    return [older + (None,) * (len(rows[0]) - len(older)), *rows[left_out:]]

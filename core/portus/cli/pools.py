@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from portus.cli.output import Json, fields, moment_text
+from portus.cli import words
+from portus.cli.output import Json, fields
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
 from portus.reach.places.opening import Places, place_and_target, place_named, places_at
-from portus.reach.pools.resolve import POOLS
 
 
 def find_pool(
@@ -48,12 +48,6 @@ def refuse_pointer(place: Place) -> None:
         )
 
 
-def allow(pool: str | None) -> None:
-    """Let pointers lead to the pool that ``--pool`` names, if it names one."""
-    if pool is not None:
-        POOLS.allow(place_named(pool, "--pool"))
-
-
 def nearest(start: str) -> str | None:
     """Return ``.portus`` in ``start`` or in a directory above it; None if there is none."""
     above = map(str, Path(start).parents)
@@ -78,7 +72,7 @@ def version_document(info: VersionInfo) -> dict[str, Json]:
     return {
         **fields(info, "model", "id", "commit", "step", "time_ns", "size", "inexact"),
         "token": info.token.hex(),
-        "time": moment_text(info.time_ns),
+        "time": words.moment(info.time_ns),
         "metrics": dict(info.metrics),
     }
 

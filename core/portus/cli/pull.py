@@ -6,10 +6,10 @@ import contextlib
 import os
 from typing import Final
 
-from portus.cli.options import AS_JSON, Text, argument, option
-from portus.cli.output import Json, Output, count_text, reporting, size_text
+from portus.cli import words
+from portus.cli.options import Text, argument, option
+from portus.cli.output import Json, Output, counter
 from portus.cli.pools import version_document
-from portus.cli.progress import bar
 from portus.engine.directory.folder import FOLDER
 from portus.errors import UsageError
 from portus.reach.files.home import FileHome
@@ -18,31 +18,24 @@ from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors, resolve
-from portus.reach.places.base import adding
 
 _HOW: Final = "portus export takes one version out of a mirror"
 
 
 def command(
+    output: Output,
     mirror: str = argument("MIRROR[/MODEL]", "all models of a mirror, or one"),
     directory: Text = argument(
         "[DIR]", "the run's directory, made if there is none; default: the current directory", None
     ),
     pool: Text = option("--pool -p PATH", "where the pools go; default: .portus in DIR"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Fetch what a run on a machine with an empty disk would fetch.
 
     Of a run that saves files: all files that are not in DIR. Of a pool: all versions; portus export
     writes their files. Started again after an interruption, it resumes.
     """
-    with reporting(as_json) as output:
-        run(mirror, directory, pool, output)
-
-
-def run(url: str, directory: str | None, pool: str | None, output: Output) -> None:
-    """Fetch what the mirror has. pool: where the pools are to be, if not in ``.portus`` below."""
-    address, model = _address_and_model(url)
+    address, model = _address_and_model(mirror)
     root = os.path.abspath(os.path.expanduser(directory or "."))
     if os.path.exists(root) and not os.path.isdir(root):
         raise UsageError(f"{root} is not a directory; name one, or leave DIR out")
@@ -93,7 +86,7 @@ def _pull_files(address: StoreAddress, model: str, root: str, output: Output) ->
         DirectoryMirror(address, model, root=root, checkpoints=root, home=home, wait_s=0)
     ) as mirror:
         paths = mirror.pull()
-    output.line(f"{root}: {model}: {count_text(len(paths), 'file')} from {address}")
+    output.line(f"{root}: {model}: {words.count(len(paths), 'file')} from {address}")
     return {"model": model, "files": [os.path.join(root, each) for each in paths]}
 
 
@@ -113,13 +106,13 @@ def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
             )
         wanted = missing(state, infos)
         total = sum(each.size for each in wanted)
-        with bar(f"{mirror.model} from {mirror.name}") as progress:
-            fetched = fill(mirror, state, writer, wanted, adding(progress, total))
+        with counter(f"{mirror.model} from {mirror.name}", total) as add:
+            fetched = fill(mirror, state, writer, wanted, add)
     finally:
         home.close()
     size = sum(each.size for each in fetched)
     output.line(
-        f"{place}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)} "
+        f"{place}: {mirror.model}: {words.count(len(fetched), 'version')}, {words.size(size)} "
         f"from {mirror.name}"
     )
     numbers = {each.token: n for n, each in enumerate(missing(state, ()), 1)}

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from portus.cli import report_page, report_picture
+from portus.cli import report_page, report_picture, words
 from portus.cli.in_place import file_in_place
-from portus.cli.options import AS_JSON, POOL, Text, argument, option
-from portus.cli.output import Json, Output, fields, moment_text, reporting
+from portus.cli.options import POOL, Text, argument, option
+from portus.cli.output import Json, Output, fields
+from portus.cli.report_charts import by_session, cut, intervals
 from portus.cli.training import (
     WHERE,
     WHY,
     JournaledRun,
-    by_session,
-    highest,
-    intervals,
     parts,
     restart_rows,
-    seconds_text,
     state_text,
     summary,
     training_of,
@@ -33,42 +30,28 @@ _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
 def command(
+    output: Output,
     name: Text = argument(
         "[RUN]", "the run's directory, its pool, one of its checkpoints, or its name", None
     ),
     pool: Text = POOL,
     html: Text = option("--html FILE", "also write an HTML page"),
     png: Text = option("--png FILE", "also write a plot"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Show where the time of a run went, and which steps each restart lost.
 
     Reads the journal beside the pool. The run may be active, killed or finished. The HTML page is
     self-contained; the plot needs matplotlib.
     """
-    with reporting(as_json) as output:
-        run(name, pool, output, page=html, picture=png)
-
-
-def run(
-    name: str | None,
-    pool: str | None,
-    output: Output,
-    *,
-    page: str | None = None,
-    picture: str | None = None,
-) -> None:
-    """Report on the run ``name``; None: the only one there is. page, picture: files to write as
-    well."""
     seen = training_of(name, pool, output)
     made = document(seen)
-    if page is not None:
-        _write(page, report_page.page(seen, made).encode())
-    if picture is not None:
-        _write(picture, report_picture.picture(seen))
+    if html is not None:
+        _write(html, report_page.page(seen, made).encode())
+    if png is not None:
+        _write(png, report_picture.picture(seen))
     _show(seen, output)
     output.document(made)
-    for path in filter(None, (page, picture)):
+    for path in filter(None, (html, png)):
         output.note(f"written: {path}")
 
 
@@ -80,7 +63,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
         "title": seen.title,
         "journals": [each.path for each in seen.journals],
         "running": seen.is_running,
-        "begun": moment_text(its.begun_ns),
+        "begun": words.moment(its.begun_ns),
         "goodput": its.goodput,
         "goodput_while_running": its.goodput_up,
         "overhead": its.overhead,
@@ -97,7 +80,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
         },
         "restarts": [
             {
-                "at": moment_text(each.time_ns),
+                "at": words.moment(each.time_ns),
                 "went_on_from_step": each.resumed_step,
                 "exact": each.is_exact,
                 **fields(each, "lost_steps", "lost_s", "killed", "down_s"),
@@ -130,19 +113,19 @@ def document(seen: JournaledRun) -> dict[str, Json]:
 
 def _show(seen: JournaledRun, output: Output) -> None:
     its = seen.account
-    output.line(f"{seen.title}: begun {moment_text(its.begun_ns)}; {state_text(seen)}")
+    output.line(f"{seen.title}: begun {words.moment(its.begun_ns)}; {state_text(seen)}")
     output.line()
     for name, text in summary(seen):
         output.line(f"{name:8} {text}")
     output.line()
     output.table(
         ("WHERE THE TIME WENT", "", ">SHARE", ">TIME"),
-        [(WHERE[name], *bar(value, its.wall_s), seconds_text(value)) for name, value in parts(its)],
+        [(WHERE[name], *bar(took, its.wall_s), words.seconds(took)) for name, took in parts(its)],
     )
     steps = [[value for _, value in points[:-1]] for points in intervals(its)]
-    _show_course("steps between saves", steps, lambda value: f"{value:.0f}", output)
+    _show_course("steps between saves", steps, output)
     blocked = [[each.line.blocked_s for each in saves] for saves in by_session(its.saves)]
-    _show_course("blocked by a save", blocked, seconds_text, output)
+    _show_course("blocked by a save", blocked, output, is_seconds=True)
     if its.choices:
         newest = its.choices[-1].line
         output.line(f"  now {newest.interval}: {WHY.get(newest.reason, newest.reason)}")
@@ -152,10 +135,11 @@ def _show(seen: JournaledRun, output: Output) -> None:
 
 
 def _show_course(
-    title: str, sessions: list[list[float]], text: Callable[[float], str], output: Output
+    title: str, sessions: list[list[float]], output: Output, *, is_seconds: bool = False
 ) -> None:
     values = [value for session in sessions for value in session]
     if values:
+        text = words.seconds if is_seconds else "{:.0f}".format
         output.line()
         output.line(f"{title}: {text(min(values))} to {text(max(values))}")
         output.line(f"  {sparks(sessions)}")
@@ -175,7 +159,7 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
     if len(sessions) > WIDTH // 4:
         sessions = [[value for session in sessions for value in session]]
     few = [
-        highest(each, max(1, round(WIDTH * len(each) / max(WIDTH, total))), float)
+        [max(part) for part in cut(each, max(1, round(WIDTH * len(each) / max(WIDTH, total))))]
         for each in sessions
     ]
     top = max(value for each in few for value in each) or 1.0
@@ -185,7 +169,7 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
 
 
 def _write(path: str, data: bytes) -> None:
-    with file_in_place(path) as temporary, open(temporary, "wb") as file:
+    with file_in_place(path, force=True) as temporary, open(temporary, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -7,35 +7,19 @@ one. No script, no font, no address of anything else: the page says so in its ow
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from portus.cli.output import Json, moment_text, size_text
-from portus.cli.training import (
-    WHERE,
-    WHY,
-    JournaledRun,
-    by_session,
-    highest,
-    intervals,
-    parts,
-    restart_rows,
-    seconds_text,
-    state_text,
-    summary,
-)
+from portus.cli import words
+from portus.cli.output import Json
+from portus.cli.report_charts import Chart, Line, course_chart, saves_chart, steps_chart
+from portus.cli.training import WHERE, WHY, JournaledRun, parts, restart_rows, state_text, summary
 from portus.companions.journal.account import Account
-
-POINTS_MAX: Final = 1500
-"""Points of a line; of more, the highest of each few."""
 
 ROWS_MAX: Final = 50
 """Rows of a table, the newest; all are in the data at the end of the page."""
-
-Point = tuple[float, float]
 
 _WIDTH: Final = 1000.0
 _HEIGHT: Final = 300.0
@@ -80,8 +64,6 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 .number { text-align: right; }
 """
 
-_COLOR: Final = {name: f"var(--{name})" for name in WHERE}
-
 
 def page(seen: JournaledRun, made: dict[str, Json]) -> str:
     """Return the whole page. made: the document for machines, which is at its end."""
@@ -91,15 +73,15 @@ def page(seen: JournaledRun, made: dict[str, Json]) -> str:
     facts = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in pairs)
     body = [
         f"<h1>{html.escape(seen.title)}</h1>",
-        f'<p class="soft">begun {moment_text(its.begun_ns)}; {html.escape(state_text(seen))}</p>',
+        f'<p class="soft">begun {words.moment(its.begun_ns)}; {html.escape(state_text(seen))}</p>',
         f'<p class="goodput" id="goodput">{its.goodput:.1%}</p>',
         '<p class="soft">goodput: the share of wall time spent on steps that are kept, as long as '
         "these take without saves</p>",
         f"<dl>{facts}</dl>",
         _section("Where the time went", _where(its)),
-        _section("Steps over time, and what restarts lost", _course(its)),
-        f'<div class="pair">{_section("What a save took", _saves(its))}'
-        f"{_section('Steps from one save to the next', _steps(its))}</div>",
+        _chart_section(course_chart(its), its),
+        f'<div class="pair">{_chart_section(saves_chart(its), its)}'
+        f"{_chart_section(steps_chart(its), its)}</div>",
     ]
     if its.restarts:
         heads = ("", "at", "resumed from", "lost", "", "nothing ran for")
@@ -122,82 +104,64 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
 
 
+def _chart_section(chart: Chart, its: Account) -> str:
+    return _section(chart.title, _chart(chart, its))
+
+
 def _where(its: Account) -> str:
     whole = its.wall_s or 1.0
     bars = "".join(
-        f'<div style="flex:{value / whole:.6f} 0 0;background:{_COLOR[name]}"></div>'
+        f'<div style="flex:{value / whole:.6f} 0 0;background:var(--{name})"></div>'
         for name, value in parts(its)
     )
     return f'<div class="bar">{bars}</div>' + _key(
-        (_COLOR[name], f"{WHERE[name]}: {value / whole:.1%}, {seconds_text(value)}")
+        (name, f"{WHERE[name]}: {value / whole:.1%}, {words.seconds(value)}")
         for name, value in parts(its)
     )
 
 
-def _course(its: Account) -> str:
-    """Return steps over time, in red where a restart resumed from an older place."""
-    marks, end = [], max(its.wall_s, 1e-9)
-    top = max([1, *(each.end for each in its.spells)])
-    for spell in its.spells:
-        line = [(spell.begin_s, float(spell.base)), (spell.end_s, float(spell.end))]
-        own = [
-            (each.time_s, float(each.at))
-            for each in its.saves
-            if spell.begin_s <= each.time_s <= spell.end_s and spell.base <= each.at <= spell.end
-        ]
-        marks.append(_line(sorted([*line, *_fewer(own)]), end, top, "var(--kept)"))
-    for before, spell in zip(its.spells, its.spells[1:], strict=False):
-        again = [(spell.begin_s, 0.0), (spell.begin_s, float(top))]
-        marks.append(_line(again, end, top, "var(--line)", width=1))
-        if before.end > spell.base:
-            lost = [(before.end_s, float(before.end)), (before.end_s, float(spell.base))]
-            marks.append(_line(lost, end, top, "var(--lost)", width=3))
-    key = _key((("var(--kept)", "steps"), ("var(--lost)", "lost"), ("var(--line)", "a restart")))
-    return _plot("".join(marks), end, top, lambda value: f"{value:.0f}") + key
-
-
-def _saves(its: Account) -> str:
-    if not its.saves:
-        return '<p class="soft">no version was committed</p>'
-    top = max([*(max(each.line.blocked_s, each.line.copy_s) for each in its.saves), 1e-9])
+def _chart(chart: Chart, its: Account) -> str:
+    """Return lines in a frame, with the ends and the middle of both axes in words."""
+    note = f'<p class="soft">{html.escape(chart.note)}</p>' if chart.note else ""
+    if not chart.lines:
+        return note
     end = max(its.wall_s, 1e-9)
-    marks = ""
-    for saves in by_session(its.saves):
-        most = max(1, POINTS_MAX * len(saves) // len(its.saves))
-        copied = _fewer([(each.time_s, each.line.copy_s) for each in saves], most)
-        blocked = _fewer([(each.time_s, each.line.blocked_s) for each in saves], most)
-        marks += _line(copied, end, top, "var(--saves)") + _line(blocked, end, top, "var(--lost)")
-    key = _key((("var(--lost)", "training was blocked"), ("var(--saves)", "copying and hashing")))
-    median = f"{seconds_text(its.median_blocked_s)} blocked, the median"
-    written = [each.line.copied_bytes for each in its.saves]
-    size = f"; {size_text(max(written))} written at most"
-    note = f'<p class="soft">{html.escape(median + size)}</p>'
-    return _plot(marks, end, top, seconds_text) + key + note
+    top = max([*(value for line in chart.lines for _, value in line.points), 1e-9])
+    marks = "".join(_polyline(line, end, top) for line in chart.lines)
+    up = "".join(f"<span>{html.escape(chart.text(top * share))}</span>" for share in (1, 0.5, 0))
+    along = "".join(
+        f"<span>{html.escape(words.seconds(end * n / 2) if n else '0')}</span>" for n in range(3)
+    )
+    return (
+        f'<div class="plot"><div class="axis up">{up}</div>'
+        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none">{marks}</svg>'
+        f'<div></div><div class="axis">{along}</div></div>'
+        f"{_key(chart.key.items())}{note}"
+    )
 
 
-def _steps(its: Account) -> str:
-    found = intervals(its)
-    if not found:
-        return '<p class="soft">there were fewer than two saves</p>'
-    end, top = max(its.wall_s, 1e-9), max(steps for points in found for _, steps in points)
-    marks = ""
-    for points in found:
-        line: list[Point] = []
-        for (moment, steps), (until, _) in itertools.pairwise(points):
-            line += [(moment, steps), (until, steps)]
-        marks += _line(line, end, top, "var(--saves)")
-    return _plot(marks, end, top, lambda value: f"{value:.0f}")
+def _polyline(line: Line, end: float, top: float) -> str:
+    points = line.points if len(line.points) > 1 else [*line.points, *line.points]
+    placed = " ".join(  # one point alone is not drawn, and two of it are a dot
+        f"{_WIDTH * x / end:.1f},{_HEIGHT * (1 - y / top):.1f}"
+        for x, y in points
+        if math.isfinite(x) and math.isfinite(y)
+    )
+    return (
+        f'<polyline points="{placed}" fill="none" stroke="var(--{line.color})" '
+        f'stroke-width="{line.width}" stroke-linejoin="round" stroke-linecap="round"/>'
+    )
 
 
 def _reasons(its: Account) -> str:
     rows = [
         (
-            seconds_text(each.time_s),
+            words.seconds(each.time_s),
             str(each.at),
             str(line.interval),
             WHY.get(line.reason, line.reason),
-            "" if line.step_s is None else seconds_text(line.step_s),
-            "" if line.cost_s is None else seconds_text(max(0.0, line.cost_s)),
+            "" if line.step_s is None else words.seconds(line.step_s),
+            "" if line.cost_s is None else words.seconds(max(0.0, line.cost_s)),
             f"{line.overhead:.2%} of {line.max_overhead:.2%}",
         )
         for each in its.choices[-ROWS_MAX:]
@@ -217,38 +181,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _key(entries: Iterable[tuple[str, str]]) -> str:
     spans = (
-        f'<span><i style="background:{color}"></i>{html.escape(text)}</span>'
+        f'<span><i style="background:var(--{color})"></i>{html.escape(text)}</span>'
         for color, text in entries
     )
     return f'<div class="key">{"".join(spans)}</div>'
-
-
-def _plot(marks: str, end: float, top: float, text: Callable[[float], str]) -> str:
-    """Return lines in a frame, with the ends and the middle of both axes in words."""
-    up = "".join(f"<span>{html.escape(text(top * share))}</span>" for share in (1, 0.5, 0))
-    along = "".join(
-        f"<span>{html.escape(seconds_text(end * n / 2) if n else '0')}</span>" for n in range(3)
-    )
-    return (
-        f'<div class="plot"><div class="axis up">{up}</div>'
-        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none">{marks}</svg>'
-        f'<div></div><div class="axis">{along}</div></div>'
-    )
-
-
-def _line(points: Sequence[Point], end: float, top: float, color: str, width: int = 2) -> str:
-    if len(points) == 1:  # a dot: one point alone is not drawn
-        points = [*points, *points]
-    placed = " ".join(
-        f"{_WIDTH * x / end:.1f},{_HEIGHT * (1 - y / top):.1f}"
-        for x, y in points
-        if math.isfinite(x) and math.isfinite(y)
-    )
-    return (
-        f'<polyline points="{placed}" fill="none" stroke="{color}" stroke-width="{width}" '
-        'stroke-linejoin="round" stroke-linecap="round"/>'
-    )
-
-
-def _fewer(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
-    return highest(points, most, lambda point: point[1])

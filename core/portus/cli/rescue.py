@@ -6,10 +6,10 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from portus.cli.options import AS_JSON, Text, argument, flag, option
-from portus.cli.output import FOUND, Json, Output, count_text, moment_text, reporting, size_text
+from portus.cli import words
+from portus.cli.options import Text, argument, flag, option
+from portus.cli.output import FOUND, Json, Output, Row, counter
 from portus.cli.pools import version_document
-from portus.cli.progress import bar
 from portus.engine.media.base import Medium
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, UsageError
@@ -23,7 +23,6 @@ from portus.reach.index.rebuild import choose, chunks_of, rebuild
 from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
-from portus.reach.places.base import adding
 
 _FILES = LocalFiles()
 
@@ -43,10 +42,10 @@ class _FoundVersion:
 
 
 def command(
+    output: Output,
     place: str = argument("POOL", "a pool file with any name, or a device"),
     into: Text = option("--into NEW", "write the intact versions to a new pool file"),
     in_place: bool = flag("--in-place", "repair the pool itself; copy it first"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """List the versions that a damaged pool still holds, or rebuild a pool from them.
 
@@ -56,13 +55,6 @@ def command(
     single versions from it. Exit code 1 if nothing is intact, or if a version that the pool lists
     is damaged.
     """
-    with reporting(as_json) as output:
-        run(place, into, in_place, output)
-
-
-def run(place: str, into: str | None, in_place: bool, output: Output) -> None:
-    """List what the pool at ``place`` holds. into: write a new pool file at this path. in_place:
-    repair the pool itself."""
     if into is not None and in_place:
         raise UsageError("--into or --in-place: choose one of them")
     path = _file(place)
@@ -118,21 +110,15 @@ def _look(path: str, medium: Medium) -> list[_FoundVersion]:
 
 
 def _show(path: str, seen: list[_FoundVersion], output: Output) -> None:
-    rows = [
-        (
-            each.info.model,
-            str(each.info.step),
-            moment_text(each.info.time_ns),
-            size_text(each.info.size),
-            "whole" if each.whole else "damaged",
-            "yes" if each.listed else "no",
-        )
-        for each in seen
-    ]
+    rows: list[Row] = []
+    for each in seen:
+        info, whole = each.info, "whole" if each.whole else "damaged"
+        moment, size = words.moment(info.time_ns), words.size(info.size)
+        rows.append((info.model, info.step, moment, size, whole, "yes" if each.listed else "no"))
     if rows:
         output.table(("model", ">step", "saved", ">size", "bytes", "listed"), rows)
-    whole = sum(each.whole for each in seen)
-    output.line(f"{path}: {count_text(len(seen), 'version')} found, {whole} whole")
+    count = sum(each.whole for each in seen)
+    output.line(f"{path}: {words.count(len(seen), 'version')} found, {count} whole")
 
 
 def _some(path: str, medium: Medium, whole: list[RecoverableVersion]) -> list[RecoverableVersion]:
@@ -146,9 +132,8 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
     target = local_path(into, "--into")
     made = _FILES.create(target, medium.size)
     try:
-        with contextlib.closing(made), bar(os.path.basename(target)) as progress:
-            total = sum(each.record.info.size for each in versions)
-            add = adding(progress, total)
+        total = sum(each.record.info.size for each in versions)
+        with contextlib.closing(made), counter(os.path.basename(target), total) as add:
             for chunk in chunks_of(versions, medium.size):
                 made.store(chunk.offset, load(medium, chunk.offset, chunk.length))
                 add(chunk.length)

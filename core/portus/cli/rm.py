@@ -6,10 +6,10 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from portus.cli import files
-from portus.cli.options import AS_JSON, POOL_OR_MIRROR, Text, argument, flag, option
-from portus.cli.output import Json, Output, count_text, reporting, size_text
-from portus.cli.pools import allow, open_places, version_document
+from portus.cli import files, words
+from portus.cli.options import POOL_OR_MIRROR, Text, argument, flag, option
+from portus.cli.output import Json, Output
+from portus.cli.pools import open_places, version_document
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
@@ -26,6 +26,7 @@ from portus.reach.pools.resolve import use_reference
 
 
 def command(
+    output: Output,
     targets: list[str] = argument(
         "MODEL[@STEP]...", "versions, files, pointers, or MIRROR/MODEL[@STEP]"
     ),
@@ -39,28 +40,12 @@ def command(
         "keep only the newest N of a directory, or of a model, or what a policy keeps, "
         "such as last=2,every=1000,within=24h,best=val_loss:min:3",
     ),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Delete a torch file; or versions, and the pointers to them; or a pointer, and its version if
     no other one leads there.
 
     A torch file that a link beside it leads to takes --force.
     """
-    with reporting(as_json) as output:
-        run(targets, pool, yes=yes, force=force, keep=keep, output=output)
-
-
-def run(
-    targets: Sequence[str],
-    pool: str | None,
-    *,
-    yes: bool,
-    force: bool,
-    keep: str | None,
-    output: Output,
-) -> None:
-    """Remove, one target after another. keep: of a model, or of a directory of files, what this
-    says stays, see ``Keep.parse``."""
     kept = None if keep is None else Keep.parse(keep)
     removed: list[Json] = []
     for target in targets:
@@ -68,7 +53,6 @@ def run(
         if path is None:
             removed += _remove_versions(target, pool, yes, force, kept, output)
         elif keep is None and pointer_at(path) is not None:
-            allow(pool)
             removed += _remove_pointer(os.path.abspath(path), output)
         else:
             removed += files.rm(path, output, force=force, keep=kept)
@@ -87,9 +71,9 @@ def _remove_pointer(path: str, output: Output) -> list[Json]:
     output.line(f"{path}: removed")
     if left:
         lead = "leads" if left == 1 else "lead"
-        output.line(f"{name} stays: {count_text(left, 'pointer')} {lead} to it")
+        output.line(f"{name} stays: {words.count(left, 'pointer')} {lead} to it")
     else:
-        output.line(f"removed {name}, {size_text(info.size)} or less")
+        output.line(f"removed {name}, {words.size(info.size)} or less")
     return [version_document(info)] if is_retired else []
 
 
@@ -116,7 +100,7 @@ def _remove_versions(
             found = _in_order(found)
             staying = {id(info) for info in keep.staying([each.info for each in found])}
             found = [each for each in found if id(each.info) not in staying]
-        question = f"Remove {count_text(len(found), 'version')}, all of {name}?"
+        question = f"Remove {words.count(len(found), 'version')}, all of {name}?"
         if is_model and keep is None and not yes and not output.ask(question):
             raise UsageError(f"nothing was removed: use --yes for all of {name}, or {name}@STEP")
         pointers = _remove(places, found)
@@ -124,9 +108,9 @@ def _remove_versions(
     for each in found:
         output.line(f"removed {each.name} (version {each.info.id})")
     if pointers:
-        output.line(f"removed {count_text(pointers, 'pointer')}")
-    size = size_text(sum(each.info.size for each in found))
-    output.line(f"{count_text(len(found), 'version')} removed, {size} or less; {then}")
+        output.line(f"removed {words.count(pointers, 'pointer')}")
+    size = words.size(sum(each.info.size for each in found))
+    output.line(f"{words.count(len(found), 'version')} removed, {size} or less; {then}")
     return [version_document(each.info) for each in found]
 
 

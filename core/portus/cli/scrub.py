@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from portus.cli.options import AS_JSON, POOL, POOL_ARGUMENT, Text, option
-from portus.cli.output import FOUND, ROT, reporting
-from portus.cli.verify import run
+from portus.cli.files import find_files, open_files
+from portus.cli.options import POOL, POOL_ARGUMENT, Text, option
+from portus.cli.output import FOUND, ROT, Output
+from portus.cli.pools import open_places
+from portus.cli.verify import run_checks
 from portus.reach.daemon.pools import parse_rate
 
 
 def command(
+    output: Output,
     place: Text = POOL_ARGUMENT,
     pool: Text = POOL,
     rate: str = option("--rate SIZE/s", "read at most this much per second", "50M/s"),
-    as_json: bool = AS_JSON,
 ) -> None:
     """Read every byte as verify does, but slowly, and from the disk rather than the page cache.
     Exit code 4 if damage was found."""
-    with reporting(as_json) as output:
-        run(None, place or pool, output, bytes_per_s=parse_rate(rate))
-        output.code = ROT if output.code == FOUND else output.code
+    bytes_per_s, pool = parse_rate(rate), place or pool
+    path = find_files(pool, None)
+    with open_places(pool) if path is None else open_files(path) as places:
+        run_checks(places, output, bytes_per_s=bytes_per_s)
+    output.code = ROT if output.code == FOUND else output.code

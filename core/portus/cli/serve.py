@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typer import Exit
+
 from portus.cli.options import Text, Texts, argument, option
-from portus.cli.output import reporting
 from portus.reach.daemon.events import log_to_stderr
 from portus.reach.daemon.main import serve
 from portus.reach.daemon.options import ServeOptions
@@ -46,24 +47,24 @@ def command(
     On SIGHUP it rereads the files of secrets, quotas and certificates. Exit code 3 of this command:
     a connection hung at shutdown and was abandoned.
     """
-    with reporting(False) as output:
-        log_to_stderr()
-        options = ServeOptions(
-            place=place,
-            listen=listen or (),
-            secret_path=secret_file,
-            cert_path=tls_cert,
-            key_path=tls_key,
-            quota=quota,
-            quota_path=quota_file,
-            admin_path=admin_path,
-            metrics=metrics,
-            transport=transport,
-            scrub=scrub,
-            memory=memory,
-            connections=connections,
-            mirror=mirror,
-            replica=replica,
-            mirror_wait=mirror_wait,
-        )
-        output.code = 0 if serve(options) else 3
+    log_to_stderr()
+    options = ServeOptions(
+        place=place,
+        listen=listen or (),
+        secret_path=secret_file,
+        cert_path=tls_cert,
+        key_path=tls_key,
+        quota=quota,
+        quota_path=quota_file,
+        admin_path=admin_path,
+        metrics=metrics,
+        transport=transport,
+        scrub=scrub,
+        memory=memory,
+        connections=connections,
+        mirror=mirror,
+        replica=replica,
+        mirror_wait=mirror_wait,
+    )
+    if not serve(options):
+        raise Exit(3)

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from math import isfinite, prod
-from typing import Final
+from math import prod
 
-from portus.cli import files
+from portus.cli import files, words
 from portus.cli.contents import batches_of
-from portus.cli.options import AS_JSON, POOL_OR_MIRROR, TARGET, Text
-from portus.cli.output import (
-    Json,
-    Output,
-    Row,
-    age_text,
-    count_text,
-    fields,
-    moment_text,
-    reporting,
-    size_text,
-)
-from portus.cli.pools import allow, open_places, table_document, version_document
+from portus.cli.options import POOL_OR_MIRROR, TARGET, Text
+from portus.cli.output import Json, Output, Row
+from portus.cli.pools import open_places, table_document, version_document
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec
@@ -35,24 +24,14 @@ from portus.reach.pools.contents import Storages
 from portus.reach.shards.metadata_file import NAME as METADATA
 from portus.reach.shards.rank_file import DISTCP
 
-_VALUE_MAX: Final = 60
-"""Characters of a value that are shown to people."""
 
-
-def command(target: str = TARGET, pool: Text = POOL_OR_MIRROR, as_json: bool = AS_JSON) -> None:
+def command(output: Output, target: str = TARGET, pool: Text = POOL_OR_MIRROR) -> None:
     """Show what is in a torch file; or the versions of a model, or everything in one version."""
-    with reporting(as_json) as output:
-        run(target, pool, output)
-
-
-def run(target: str, pool: str | None, output: Output) -> None:
-    """Show a file, a model or a version."""
     path = files.find_files(target, pool)
     if path is not None and os.path.isdir(path):
         output.document({"directories": files.ls(path, True, output)})
         return
     if path is not None:
-        allow(pool)
         files.show(path, output)
         return
     with open_places(pool, target) as places:
@@ -71,23 +50,16 @@ def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
     versions: list[Json] = []
     for each in found:
         info, unique, table = each.info, each.unique(), each.table()
-        rows.append(
-            (
-                str(info.step),
-                str(info.id),
-                str(info.commit),
-                age_text(info.time_ns) + (", inexact" if info.inexact else ""),
-                size_text(info.size),
-                "" if unique is None else size_text(unique),
-                "" if table is None else table.directory,
-            )
-        )
+        age = words.age(info.time_ns) + (", inexact" if info.inexact else "")
+        own = None if unique is None else words.size(unique)
+        directory = (table and table.directory) or None
+        size = words.size(info.size)
+        rows.append((info.step, info.id, info.commit, age, size, own, directory))
         versions.append({**_identity(each), "unique": unique, **table_document(table)})
     for path in dict.fromkeys(each.place.path for each in found):
         output.line(f"{model} in {path}")
     heads = (">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "DIRECTORY")
-    shown = [at for at in range(len(heads)) if any(row[at] for row in rows)]
-    output.table([heads[at] for at in shown], [tuple(row[at] for at in shown) for row in rows])
+    output.table(heads, rows)
     output.document({"model": model, "versions": versions})
 
 
@@ -97,7 +69,7 @@ def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
         output.line(f"{found.name} in {found.place}")
         if found.path:
             sizes = {name: file.size for name, file in opened.files.items()}
-            output.table(("FILE", ">SIZE"), [(name, size_text(sizes[name])) for name in sizes])
+            output.table(("FILE", ">SIZE"), [(name, words.size(sizes[name])) for name in sizes])
             return {
                 **_identity(found),
                 "files": [{"name": name, "size": size} for name, size in sizes.items()],
@@ -108,13 +80,13 @@ def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
             directory = None if opened.table is None else opened.table.directory or None
             old = record.storages["born"] < record.info.commit
             shared = int(record.storages["length"][old].sum())
-            told = f" in {count_text(len(record.storages), 'storage')}"
-            told += f", of which {size_text(shared)} shared with older versions" if shared else ""
+            told = f" in {words.count(len(record.storages), 'storage')}"
+            told += f", of which {words.size(shared)} shared with older versions" if shared else ""
             about = {"shared": shared, "unique": unique, "directory": directory}
-        output.line(f"saved   {moment_text(info.time_ns)} ({age_text(info.time_ns)})")
-        output.line(f"size    {size_text(info.size)}{told}")
+        output.line(f"saved   {words.moment(info.time_ns)} ({words.age(info.time_ns)})")
+        output.line(f"size    {words.size(info.size)}{told}")
         if unique is not None:
-            output.line(f"unique  {size_text(unique)}, which no other version has")
+            output.line(f"unique  {words.size(unique)}, which no other version has")
         output.line(f"id      {info.id}, commit {info.commit}, token {info.token.hex()}")
         if info.inexact:
             output.line("inexact another process wrote parts of it during the copy")
@@ -140,7 +112,7 @@ def _show_file(name: str, file: OpenFile, output: Output) -> dict[str, Json]:
     from portus.reach.leaving.outline import outline_in  # and torch with it
 
     output.line()
-    output.line(f"{name}: {size_text(file.size)}")
+    output.line(f"{name}: {words.size(file.size)}")
     document: dict[str, Json] = {"name": name, "size": file.size}
     if name == METADATA or name.endswith(DISTCP):
         return document
@@ -151,70 +123,29 @@ def _show_leaves(
     reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
 ) -> dict[str, Json]:
     """Show what is in a version of a shelf, or of tables."""
-    from portus.reach.pools.restore import contents_of  # and torch with it
+    from portus.reach.leaving.outline import FileOutline, OutlinedTensor, value_text  # torch, too
+    from portus.reach.pools.restore import contents_of
 
     tensors, leaves = contents_of(reader, entry)
     changed = read_log(reader.medium, record)
     batches = batches_of(tensors, Storages(reader, record, changed))
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
-        output.line(f"log     {text}, in {size_text(record.log.extent.length)}")
+        output.line(f"log     {text}, in {words.size(record.log.extent.length)}")
     if batches:
         text = ", ".join(f"{each} of the {name}" for name, each in batches.items())
         output.line(f"batch   {text}")
     output.line()
-    first: dict[int, str] = {}
-    heads = ("NAME", "TYPE", "SHAPE", ">SIZE", "")
-    output.table(heads, [_row(path, each, first) for path, each in leaves])
-    return {
-        "changes": changed.entries,
-        "batches": dict(batches),
-        "tensors": [_tensor_document(spec, record) for spec in tensors],
-        "leaves": [
-            {"name": path, "value": _plain(value)}
-            for path, value in leaves
-            if not isinstance(value, (TensorSpec, ArrayShape))
-        ],
-    }
-
-
-def _row(path: str, value: object, first: dict[int, str]) -> Row:
-    """first: the first name of each storage, of the rows so far."""
-    if isinstance(value, ArrayShape):
-        return path, str(value.dtype), _shape(value.shape), size_text(value.size), ""
-    if not isinstance(value, TensorSpec):
-        return path, type(value).__name__, "", "", _value_text(value)
-    owner = first.setdefault(value.storage, path)
-    tied = f"shares memory with {owner}" if owner != path and value.storage >= 0 else ""
-    size = size_text(_tensor_size(value)) if value.storage >= 0 else "meta"
-    return path, value.dtype, _shape(value.shape), size, tied
-
-
-def _shape(sizes: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, sizes))}]"
-
-
-def _tensor_size(spec: TensorSpec) -> int:
-    """Return the bytes of a tensor, without gaps."""
-    return prod(spec.shape) * ITEM_SIZES.get(spec.dtype, 0)
-
-
-def _tensor_document(spec: TensorSpec, record: VersionRecord) -> dict[str, Json]:
-    born = int(record.storages["born"][spec.storage]) if spec.storage >= 0 else None
-    names = ("name", "dtype", "shape", "strides", "offset", "storage", "requires_grad")
-    others = {"size": _tensor_size(spec), "kind": spec.kind.value, "born": born}
-    return {**fields(spec, *names), **others}
-
-
-def _plain(value: object) -> Json:
-    """A value as JSON has it; what JSON has not, as Python writes it."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    is_json = value is None or type(value) in (bool, int, str)
-    is_json = is_json or (isinstance(value, float) and isfinite(value))
-    return value if is_json else repr(value)  # type: ignore[return-value]
-
-
-def _value_text(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."
+    outlined: list[OutlinedTensor] = []
+    others: list[tuple[str, str]] = []
+    for name, value in leaves:
+        if isinstance(value, ArrayShape):
+            outlined.append(OutlinedTensor(name, str(value.dtype), value.shape, value.size))
+        elif isinstance(value, TensorSpec):
+            size = prod(value.shape) * ITEM_SIZES.get(value.dtype, 0)
+            outlined.append(OutlinedTensor(name, value.dtype, value.shape, size))
+        else:
+            others.append((name, value_text(value)))
+    outline = FileOutline(True, "", tuple(outlined), tuple(others))
+    shown = files.show_outline(outline, output)
+    return {"changes": changed.entries, "batches": dict(batches), **shown}

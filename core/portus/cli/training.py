@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
-from portus.cli.output import Output, age_text, count_text, error_line, moment_text, size_text
+from portus.cli import words
+from portus.cli.output import Output, error_line
 from portus.cli.pools import find_pool, nearest
-from portus.companions.journal.account import Account, CommittedSave, IntervalDecision, account
+from portus.companions.journal.account import Account, account
 from portus.companions.journal.lines import Saved
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import JOURNAL_SUFFIX, journal_directory
@@ -221,53 +221,6 @@ def parts(its: Account) -> list[tuple[str, float]]:
     return list(zip(WHERE, values, strict=True))
 
 
-Points = list[tuple[float, float]]
-
-
-def intervals(its: Account) -> list[Points]:
-    """Return, for each session, points of (moment, steps to the next save) as decided, or else as
-    saves came. A last point repeats the last interval at the session's end, or at its last save."""
-    ends = {
-        each.begun.session: spell.end_s
-        for each, spell in zip(its.sessions, its.spells, strict=True)
-    }
-    found: list[Points] = []
-    for choices in by_session(its.choices):
-        points = [(each.time_s, float(each.line.interval)) for each in choices]
-        end_s = max(ends[choices[0].line.session], points[-1][0])
-        found.append([*points, (end_s, points[-1][1])])
-    if found:
-        return found
-    for saves in by_session(its.saves):
-        gaps = [(a.time_s, float(b.at - a.at)) for a, b in itertools.pairwise(saves)]
-        if gaps:
-            found.append([*gaps, (saves[-1].time_s, gaps[-1][1])])
-    return found
-
-
-Value = TypeVar("Value")
-Placed = TypeVar("Placed", CommittedSave, IntervalDecision)
-
-
-def by_session(placed: Iterable[Placed]) -> list[list[Placed]]:
-    """Return what belongs to each session: nothing is drawn from one to the next."""
-    found: dict[str, list[Placed]] = {}
-    for each in placed:
-        found.setdefault(each.line.session, []).append(each)
-    return list(found.values())
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration for people."""
-    if 0 < seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds / 3600:.3g} h" if seconds < 172_800 else f"{seconds / 86_400:.3g} days"
-
-
 def state_text(seen: JournaledRun) -> str:
     """Return whether a run is active, and when it was seen last."""
     its = seen.account
@@ -275,33 +228,35 @@ def state_text(seen: JournaledRun) -> str:
     time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
     ended = last.ended
     if seen.is_running:
-        return f"runs; its last step ended {age_text(time_ns)}"
+        return f"runs; its last step ended {words.age(time_ns)}"
     how = "ended by itself" if ended is not None and ended.closed else "was killed"
-    return f"{how} {age_text(time_ns)}, at step {its.steps}"
+    return f"{how} {words.age(time_ns)}, at step {its.steps}"
 
 
 def summary(seen: JournaledRun) -> list[tuple[str, str]]:
     """Return the names and texts of the lines above a report."""
     its = seen.account
-    copied, shared = seen.written_bytes, seen.shared_bytes
+    blocked, median = words.seconds(its.blocked_s), words.seconds(its.median_blocked_s)
+    restarts = words.count(len(its.restarts), "restart")
     lines = [
         ("run", seen.name),
-        ("goodput", f"{its.goodput:.1%} of {seconds_text(its.wall_s)}; {its.goodput_up:.1%} of the "
-                    "time in which it ran"),
-        ("steps", f"{its.steps} kept, {its.lost_steps} lost at "
-                  f"{count_text(len(its.restarts), 'restart')}; {its.pending_steps} "
+        ("goodput", f"{its.goodput:.1%} of {words.seconds(its.wall_s)}; {its.goodput_up:.1%} of "
+                    "the time in which it ran"),
+        ("steps", f"{its.steps} kept, {its.lost_steps} lost at {restarts}; {its.pending_steps} "
                   "after the newest version"),
         ("saves", f"{its.committed} committed, {its.failed} failed; they added "
                   f"{its.overhead:.2%} to the time of steps"),
-        ("blocked", f"{seconds_text(its.blocked_s)} in all, {seconds_text(its.median_blocked_s)} a "
-                    f"save (median); copied in {seconds_text(its.copy_s)}"),
-        ("bytes", f"{size_text(copied)} written, {size_text(shared)} found in versions before"),
+        ("blocked", f"{blocked} in all, {median} a save (median); copied in "
+                    f"{words.seconds(its.copy_s)}"),
+        ("bytes", f"{words.size(seen.written_bytes)} written, {words.size(seen.shared_bytes)} "
+                  "found in versions before"),
     ]  # fmt: skip
     if its.earlier:
-        lines.append(("before", f"{count_text(its.earlier, 'earlier training')}, not counted here"))
+        earlier = words.count(its.earlier, "earlier training")
+        lines.append(("before", f"{earlier}, not counted here"))
     damaged = sum(each.damaged for each in seen.journals)
     if damaged:
-        lines.append(("damaged", f"{count_text(damaged, 'line')} of the journal, skipped"))
+        lines.append(("damaged", f"{words.count(damaged, 'line')} of the journal, skipped"))
     return lines
 
 
@@ -310,22 +265,8 @@ def restart_rows(its: Account) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for number, each in list(enumerate(its.restarts, 1))[-RESTARTS_MAX:]:
         origin = "the start" if each.resumed_step is None else f"step {each.resumed_step}"
-        least = "" if each.is_exact else "at least "
-        rows.append(
-            (
-                str(number),
-                moment_text(each.time_ns),
-                origin,
-                f"{least}{count_text(each.lost_steps, 'step')}",
-                seconds_text(each.lost_s) if each.lost_steps else "",
-                seconds_text(each.down_s),
-            )
-        )
+        steps = f"{'' if each.is_exact else 'at least '}{words.count(each.lost_steps, 'step')}"
+        lost = words.seconds(each.lost_s) if each.lost_steps else ""
+        moment, down = words.moment(each.time_ns), words.seconds(each.down_s)
+        rows.append((str(number), moment, origin, steps, lost, down))
     return rows
-
-
-def highest(values: Sequence[Value], most: int, key: Callable[[Value], float]) -> list[Value]:
-    """Return the highest of each few values, if there are more than ``most``."""
-    count = min(most, len(values))
-    bounds = [len(values) * n // count for n in range(count + 1)] if count else []
-    return [max(values[a:b], key=key) for a, b in itertools.pairwise(bounds)]

@@ -25,7 +25,7 @@ import pytest
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, MediumError, UsageError
-from portus.reach.media.pool import Extents, FileSystem, Locks, SparseMedium
+from portus.reach.media.pool import Extents, FileStatus, FileSystem, Locks, SparseMedium
 
 SIZE: Final = 3 * PAGE
 """Bytes of the medium that most tests use."""
@@ -257,82 +257,75 @@ class MappedMediumContract(MediumContract):
     def make(self, size: int) -> MappedMedium:
         """Return a new medium, as in ``MediumContract``."""
 
-    @pytest.fixture
-    def mapped(self) -> Iterator[MappedMedium]:
-        """A medium of ``SIZE`` zero bytes."""
-        medium = self.make(SIZE)
-        yield medium
-        medium.close()
+    def test_it_is_seen_to_be_mapped(self, medium: MappedMedium) -> None:
+        assert isinstance(medium, MappedMedium)
 
-    def test_it_is_seen_to_be_mapped(self, mapped: MappedMedium) -> None:
-        assert isinstance(mapped, MappedMedium)
-
-    def test_bytes_written_at_an_address_are_loaded(self, mapped: MappedMedium) -> None:
+    def test_bytes_written_at_an_address_are_loaded(self, medium: MappedMedium) -> None:
         extent = Extent(PAGE - 2, 5)
-        ctypes.memmove(mapped.address(extent), b"hello", 5)
-        mapped.wrote(extent)
-        assert load(mapped, PAGE - 3, 7) == b"\0hello\0"
-        mapped.persist([extent])
-        assert self.read_behind(mapped, PAGE - 3, 7) == b"\0hello\0"
+        ctypes.memmove(medium.address(extent), b"hello", 5)
+        medium.wrote(extent)
+        assert load(medium, PAGE - 3, 7) == b"\0hello\0"
+        medium.persist([extent])
+        assert self.read_behind(medium, PAGE - 3, 7) == b"\0hello\0"
 
-    def test_stored_bytes_are_at_their_address(self, mapped: MappedMedium) -> None:
-        mapped.store(100, b"hello")
-        assert ctypes.string_at(mapped.address(Extent(100, 5)), 5) == b"hello"
+    def test_stored_bytes_are_at_their_address(self, medium: MappedMedium) -> None:
+        medium.store(100, b"hello")
+        assert ctypes.string_at(medium.address(Extent(100, 5)), 5) == b"hello"
 
-    def test_offsets_and_addresses_go_together(self, mapped: MappedMedium) -> None:
-        first = mapped.address(Extent(0, SIZE))
+    def test_offsets_and_addresses_go_together(self, medium: MappedMedium) -> None:
+        first = medium.address(Extent(0, SIZE))
         assert first % PAGE == 0
-        assert mapped.address(Extent(SIZE - 1, 1)) == first + SIZE - 1
-        assert mapped.address(Extent(SIZE, 0)) == first + SIZE
+        assert medium.address(Extent(SIZE - 1, 1)) == first + SIZE - 1
+        assert medium.address(Extent(SIZE, 0)) == first + SIZE
 
-    def test_an_address_stays_when_the_medium_grows(self, mapped: MappedMedium) -> None:
-        before = mapped.address(Extent(0, SIZE))
+    def test_an_address_stays_when_the_medium_grows(self, medium: MappedMedium) -> None:
+        before = medium.address(Extent(0, SIZE))
         ctypes.memmove(before, b"kept", 4)
         for size in (SIZE + 1, 5 * SIZE + 1, (64 << 20) + 1):
-            mapped.grow(size)
-            assert mapped.address(Extent(0, size)) == before
+            medium.grow(size)
+            assert medium.address(Extent(0, size)) == before
             assert ctypes.string_at(before, 4) == b"kept"
             assert ctypes.string_at(before + size - 1, 1) == b"\0"
             ctypes.memmove(before + size - 2, b"z", 1)
-            mapped.wrote(Extent(size - 2, 1))
-            assert load(mapped, size - 2, 2) == b"z\0"
+            medium.wrote(Extent(size - 2, 1))
+            assert load(medium, size - 2, 2) == b"z\0"
             ctypes.memmove(before + size - 2, b"\0", 1)
 
     def test_much_can_be_written_at_an_address(self) -> None:
         length, piece = 40 << 20, 1 << 20
-        mapped, data = self.make(length), random.Random(2).randbytes(length)
-        address = mapped.address(Extent(0, length))
+        medium, data = self.make(length), random.Random(2).randbytes(length)
+        address = medium.address(Extent(0, length))
         for offset in range(0, length, piece):
             ctypes.memmove(address + offset, data[offset : offset + piece], piece)
-            mapped.wrote(Extent(offset, piece))
-        mapped.persist([Extent(0, length)])
-        assert load(mapped, 0, length) == data
-        assert self.read_behind(mapped, 0, length) == data
-        mapped.expect(Extent(PAGE - 1, length - PAGE))
-        assert load(mapped, 0, length) == data
-        mapped.close()
+            medium.wrote(Extent(offset, piece))
+        medium.persist([Extent(0, length)])
+        assert load(medium, 0, length) == data
+        assert self.read_behind(medium, 0, length) == data
+        medium.expect(Extent(PAGE - 1, length - PAGE))
+        assert load(medium, 0, length) == data
+        medium.close()
 
-    def test_nothing_outside_has_an_address(self, mapped: MappedMedium) -> None:
+    def test_nothing_outside_has_an_address(self, medium: MappedMedium) -> None:
         for extent in (Extent(SIZE, 1), Extent(SIZE - 1, 2), Extent(SIZE + 1, 0)):
             with pytest.raises(UsageError):
-                mapped.address(extent)
-            for tell in (mapped.expect, mapped.wrote):
+                medium.address(extent)
+            for tell in (medium.expect, medium.wrote):
                 with pytest.raises(UsageError):
                     tell(extent)
 
-    def test_a_poisoned_medium_gives_no_address(self, mapped: MappedMedium) -> None:
-        self.break_persist(mapped)
+    def test_a_poisoned_medium_gives_no_address(self, medium: MappedMedium) -> None:
+        self.break_persist(medium)
         with pytest.raises(MediumError):
-            mapped.persist([Extent(0, 1)])
-        for tell in (mapped.address, mapped.expect, mapped.wrote):
+            medium.persist([Extent(0, 1)])
+        for tell in (medium.address, medium.expect, medium.wrote):
             with pytest.raises(MediumError):
                 tell(Extent(0, 1))
 
     def test_a_closed_medium_gives_no_address(self) -> None:
-        mapped = self.make(SIZE)
-        mapped.close()
+        medium = self.make(SIZE)
+        medium.close()
         with pytest.raises(UsageError):
-            mapped.address(Extent(0, 1))
+            medium.address(Extent(0, 1))
 
 
 class SparseMediumContract(MediumContract):
@@ -452,6 +445,12 @@ class FilesContract(abc.ABC):
         """Return the path of ``name`` in the directory."""
         return f"{self.directory()}/{name}"
 
+    def status(self, name: str) -> FileStatus:
+        """Return what ``files()`` says of a file that is there."""
+        found = self.files().status(self.path(name))
+        assert found is not None
+        return found
+
     def test_a_created_file_is_zero_and_there(self) -> None:
         medium = self.files().create(self.path("a"), SIZE + 1)
         assert medium.size == SIZE + 1
@@ -521,16 +520,12 @@ class FilesContract(abc.ABC):
     def test_a_linked_file_has_two_names(self) -> None:
         self.write_behind(self.path("a"), b"data")
         self.files().link(self.path("a"), self.path("b"))
-        first, second = self.files().status(self.path("a")), self.files().status(self.path("b"))
-        assert first is not None
-        assert second is not None
+        first, second = self.status("a"), self.status("b")
         assert first.identity == second.identity
         assert first.links == second.links == 2
         self.files().remove(self.path("a"))
         assert self.read_behind(self.path("b")) == b"data"
-        left = self.files().status(self.path("b"))
-        assert left is not None
-        assert left.links == 1
+        assert self.status("b").links == 1
 
     def test_link_replaces_nothing(self) -> None:
         self.write_behind(self.path("a"), b"data")
@@ -541,14 +536,11 @@ class FilesContract(abc.ABC):
     def test_replace_takes_the_place_of_what_was_there(self) -> None:
         self.write_behind(self.path("a"), b"new")
         self.write_behind(self.path("b"), b"old")
-        before = self.files().status(self.path("a"))
+        identity = self.status("a").identity
         self.files().replace(self.path("a"), self.path("b"))
-        after = self.files().status(self.path("b"))
         assert self.read_behind(self.path("a")) is None
         assert self.read_behind(self.path("b")) == b"new"
-        assert before is not None
-        assert after is not None
-        assert before.identity == after.identity
+        assert self.status("b").identity == identity
 
     def test_remove_takes_the_name_and_is_content_without(self) -> None:
         self.write_behind(self.path("a"), b"data")
@@ -577,9 +569,7 @@ class FilesContract(abc.ABC):
         assert self.files().status(self.path("a")) is None
         self.write_behind(self.path("a"), b"12345")
         self.write_behind(self.path("b"), b"")
-        first, second = self.files().status(self.path("a")), self.files().status(self.path("b"))
-        assert first is not None
-        assert second is not None
+        first, second = self.status("a"), self.status("b")
         assert (first.size, first.links) == (5, 1)
         assert first.identity != second.identity
         assert 0 < first.time_ns <= second.time_ns

@@ -266,26 +266,19 @@ class FileStoreContract(StoreContract):
     def open(self) -> FileStore:
         """Open the place of this test, as in ``StoreContract``."""
 
-    @pytest.fixture
-    def files(self) -> Iterator[FileStore]:
-        """The store of this test."""
-        store = self.open()
-        yield store
-        store.close()
-
     @pytest.mark.parametrize("size", [0, 1, 16 << 20, (35 << 20) + 7])
     def test_a_stream_becomes_one_object_however_it_is_cut(
-        self, files: FileStore, size: int
+        self, store: FileStore, size: int
     ) -> None:
         data = random.Random(3).randbytes(size)
         cuts = [data[at : at + (3 << 20)] for at in range(0, size, 3 << 20)]
-        files.put_stream("a/big=1.ckpt", iter(cuts), size)
+        store.put_stream("a/big=1.ckpt", iter(cuts), size)
         assert self.read_behind("a/big=1.ckpt") == data
-        assert [(each.name, each.size) for each in files.list("")] == [("a/big=1.ckpt", size)]
+        assert [(each.name, each.size) for each in store.list("")] == [("a/big=1.ckpt", size)]
 
     @pytest.mark.parametrize("before", [0, 1, (20 << 20)])
-    def test_a_stream_that_raises_changes_nothing(self, files: FileStore, before: int) -> None:
-        files.put("a", b"as it was")
+    def test_a_stream_that_raises_changes_nothing(self, store: FileStore, before: int) -> None:
+        store.put("a", b"as it was")
 
         def parts() -> Iterator[bytes]:
             yield bytes(before)
@@ -293,28 +286,28 @@ class FileStoreContract(StoreContract):
 
         for name in ("a", "b"):
             with pytest.raises(StaleError, match="it was written to"):
-                files.put_stream(name, parts(), 1 << 30)
+                store.put_stream(name, parts(), 1 << 30)
         assert self.read_behind("a") == b"as it was"
         assert self.read_behind("b") is None
-        assert [each.name for each in files.list("")] == ["a"]
+        assert [each.name for each in store.list("")] == ["a"]
 
     @pytest.mark.parametrize("size", [0, 1, (20 << 20) + 7])
-    def test_a_copy_is_an_object_of_its_own(self, files: FileStore, size: int) -> None:
+    def test_a_copy_is_an_object_of_its_own(self, store: FileStore, size: int) -> None:
         data = random.Random(4).randbytes(size)
-        files.put_stream("a/last.ckpt", [data], size)
-        assert files.copy("a/last.ckpt", "b/before/last.ckpt", size)
+        store.put_stream("a/last.ckpt", [data], size)
+        assert store.copy("a/last.ckpt", "b/before/last.ckpt", size)
         assert self.read_behind("b/before/last.ckpt") == data
-        files.put("a/last.ckpt", b"another")
-        assert self.read_behind("b/before/last.ckpt") == files.get("b/before/last.ckpt") == data
-        files.delete(["a/last.ckpt"])
+        store.put("a/last.ckpt", b"another")
+        assert self.read_behind("b/before/last.ckpt") == store.get("b/before/last.ckpt") == data
+        store.delete(["a/last.ckpt"])
         assert self.read_behind("b/before/last.ckpt") == data
 
-    def test_nothing_is_copied_of_what_is_not_there(self, files: FileStore) -> None:
+    def test_nothing_is_copied_of_what_is_not_there(self, store: FileStore) -> None:
         with pytest.raises(MissingError, match="never"):
-            files.copy("never", "b", 1)
-        assert list(files.list("")) == []
+            store.copy("never", "b", 1)
+        assert list(store.list("")) == []
 
-    def test_a_stream_replaces_all_of_an_object(self, files: FileStore) -> None:
-        files.put_stream("a", [bytes(17 << 20), b"long"], 0)
-        files.put_stream("a", [b"short"], 1 << 40)
-        assert self.read_behind("a") == files.get("a") == b"short"
+    def test_a_stream_replaces_all_of_an_object(self, store: FileStore) -> None:
+        store.put_stream("a", [bytes(17 << 20), b"long"], 0)
+        store.put_stream("a", [b"short"], 1 << 40)
+        assert self.read_behind("a") == store.get("a") == b"short"

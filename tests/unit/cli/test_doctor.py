@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -237,7 +238,7 @@ def test_the_document_holds_what_the_lines_say(tmp_path: Path) -> None:
 def test_it_says_how_many_checkpoints_of_the_newest_size_there_is_room_for(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_free_on_disk", lambda path: 100 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 20))
     with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
         trainer.save({"x": torch.zeros(10 << 18)}, 30).wait()
         inside = portus_json("ls", run.net)["pools"][0]["free"]
@@ -247,7 +248,7 @@ def test_it_says_how_many_checkpoints_of_the_newest_size_there_is_room_for(
     assert f": space for {more} more checkpoints of 10.0" in net.text
     assert not net.advice
     assert "of 1." in other.text
-    monkeypatch.setattr(doctor, "_free_on_disk", lambda path: 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
         trainer.save({"x": torch.zeros(10 << 20)}, 40).wait()
         full = next(iter(doctor.pools_here()))

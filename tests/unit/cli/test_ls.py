@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.cli.output import size_text
+from portus.cli import words
 from portus.companions.shelf import Shelf
 from portus.engine.job.settings import Settings
 from portus.reach.pools.checkpointer import PoolCheckpointer
@@ -183,7 +183,7 @@ def test_it_tells_what_is_kept_what_gc_gives_back_and_what_saves_can_use(run: Ru
     assert before["reclaimable"] == before["on_disk"] - before["kept"]
     run.net.write_bytes(run.net.read_bytes())  # a copy has no holes
     between = portus_json("ls", run.net)["pools"][0]
-    assert f"reclaimable {size_text(between['reclaimable'])}" in portus("ls", run.net).out
+    assert f"reclaimable {words.size(between['reclaimable'])}" in portus("ls", run.net).out
     [collected] = portus_json("gc", run.net)["pools"]
     assert 0 < collected["freed"] <= between["reclaimable"]
     assert between["reclaimable"] - collected["freed"] < 256 << 10, "room for records stays"

@@ -8,14 +8,8 @@ import pytest
 
 from docs._site.commands import PAGE, page
 from portus import errors
-from portus.cli.output import (
-    EXIT_CODES,
-    age_text,
-    error_line,
-    exit_code,
-    moment_text,
-    size_text,
-)
+from portus.cli import words
+from portus.cli.output import EXIT_CODES, Output, error_line, exit_code
 from tests.unit.cli.scene import COMMANDS, call_of, names_of, portus
 
 PLACES = {"ADDRESS", "DEVICE", "POOL", "[PLACE...]"}
@@ -39,7 +33,7 @@ def taking(place: str) -> list[str]:
     ],
 )
 def test_sizes_have_units(size: int, text: str) -> None:
-    assert size_text(size) == text
+    assert words.size(size) == text
 
 
 @pytest.mark.parametrize(
@@ -55,11 +49,19 @@ def test_sizes_have_units(size: int, text: str) -> None:
     ],
 )
 def test_times_are_said_as_ages(passed_s: int, text: str) -> None:
-    assert age_text(0, passed_s * 10**9) == text
+    assert words.age(0, passed_s * 10**9) == text
+
+
+def test_a_table_leaves_out_columns_of_which_nothing_is_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [("a", 1, None, ""), ("b", None, None, "")]
+    Output(as_json=False).table(("NAME", ">STEP", "DIRECTORY", "NOTE"), rows)
+    assert capsys.readouterr().out.splitlines() == ["NAME  STEP  NOTE", "a        1", "b"]
 
 
 def test_a_moment_has_its_zone() -> None:
-    text = moment_text(1_700_000_000_000_000_000)
+    text = words.moment(1_700_000_000_000_000_000)
     assert text.startswith("2023-11-1")
     assert text[-6] in "+-"
     assert text[-3] == ":"

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 import portus
-from portus.cli.export import ExportOptions
-from portus.cli.export import run as export
-from portus.cli.output import Output
+from portus.cli.output import USAGE
 from portus.cli.pools import find_pool
 from portus.errors import UsageError
 from portus.reach.daemon.pools import Pools as HostPools
 from portus.reach.index.place import Place, PlaceKind, local_path
 from portus_accelerate.settings import VARIABLE, from_environment, to_text
 from portus_lightning import PortusIO
+from tests.unit.cli.scene import portus as command
 
 
 @pytest.fixture
@@ -121,8 +120,9 @@ def _by_yaml(url: str) -> Any:
 
 
 def _exported(url: str) -> Any:
-    options = ExportOptions(target="m", out=f"{url}/out.pt")
-    return export(options, None, Output(as_json=False))
+    said = command("export", "m", f"{url}/out.pt")
+    assert said.code == USAGE
+    raise UsageError(said.err)
 
 
 WAYS: dict[str, Callable[[str], Any]] = {

@@ -67,7 +67,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
                 OutlinedTensor(e.name, _NAMES.get(e.dtype, e.dtype), e.shape, e.size)
                 for e in found.tensors
             ),
-            others=tuple((key, _text(value)) for key, value in found.metadata.items()),
+            others=tuple((key, value_text(value)) for key, value in found.metadata.items()),
         )
     assert isinstance(found, TorchFile)
     note = note_of(file, where)
@@ -94,7 +94,9 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
         note="" if note is None else note.decode(errors="replace"),
         tensors=tuple(tensors),
         others=tuple(
-            (name, _text(value)) for name, value in leaves if not isinstance(value, torch.Tensor)
+            (name, value_text(value))
+            for name, value in leaves
+            if not isinstance(value, torch.Tensor)
         ),
     )
 
@@ -146,7 +148,8 @@ def _leaves(value: Any, keys: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
         yield ".".join(map(str, keys)), value
 
 
-def _text(value: object) -> str:
+def value_text(value: object) -> str:
+    """Return a plain value for people, and of others the name of their class."""
     plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
     text = repr(value) if plain else type(value).__name__
     return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."
