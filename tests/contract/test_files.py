@@ -10,7 +10,7 @@ import pytest
 
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.pool import FileSystem
-from portus.testing.contract import FilesContract
+from tests.contract.files import FilesContract
 
 
 class OnDisk(FilesContract):

@@ -2,15 +2,164 @@
 
 from __future__ import annotations
 
+import abc
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from portus.errors import BusyError, UsageError
 from portus.reach.media.lock import FileLocks, LockTable, ProcessLocks
 from portus.reach.media.pool import Locks
-from portus.testing.contract import LocksContract
+from portus.testing.contract import assert_raises
+
+
+class LocksContract(abc.ABC):
+    """Tests of ``Locks``, with several holders in one process."""
+
+    @abc.abstractmethod
+    def open_locks(self, holder: str) -> Locks:
+        """Return a further holder of the locks of this test, whose errors call any ``holder``. The
+        contract closes it."""
+
+    @pytest.fixture
+    def pair(self) -> Iterator[tuple[Locks, Locks]]:
+        """Two holders of the same locks."""
+        first, second = (self.open_locks("pid 7 on host h") for _ in range(2))
+        yield first, second
+        first.close()
+        second.close()
+
+    def test_there_is_one_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        with pytest.raises(BusyError, match="pid 7 on host h"):
+            second.acquire_writer(0)
+        first.release_writer()
+        second.acquire_writer(0)
+        with pytest.raises(BusyError):
+            first.acquire_writer(0)
+
+    def test_others_see_that_there_is_a_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        assert not second.has_writer()
+        first.acquire_writer(0)
+        assert second.has_writer()
+        second.pin(1)
+        assert second.has_writer()
+        first.release_writer()
+        assert not second.has_writer()
+
+    def test_all_pins_of_all_are_listed(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        assert first.pins() == set()
+        for version in (0, 1, 2, 70, 1 << 61):
+            second.pin(version)
+        second.pin(70)
+        first.pin(5)
+        assert first.pins() == {0, 1, 2, 5, 70, 1 << 61}
+        second.unpin(1)
+        second.unpin(70)
+        assert first.pins() == {0, 2, 5, 70, 1 << 61}
+
+    def test_a_writer_stays_the_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        first.acquire_writer(0)
+        second.release_writer()  # It is not the writer: nothing happens.
+        with pytest.raises(BusyError):
+            second.acquire_writer(0)
+        first.release_writer()
+        first.release_writer()
+        second.acquire_writer(0)
+
+    def test_the_wait_for_the_writer_has_an_end(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        begin_s = time.monotonic()
+        with pytest.raises(BusyError):
+            second.acquire_writer(0.05)
+        assert time.monotonic() - begin_s >= 0.05
+
+    def test_who_waits_gets_the_lock_that_is_let_go(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        waiting = threading.Thread(target=second.acquire_writer, args=(60,))
+        waiting.start()
+        first.release_writer()
+        waiting.join()
+        with pytest.raises(BusyError):
+            first.acquire_writer(0)
+
+    def test_close_lets_go_of_all(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        first.pin(3)
+        first.close()
+        first.close()
+        second.acquire_writer(0)
+        assert not second.is_pinned(3)
+        assert_raises(
+            UsageError,
+            lambda: first.acquire_writer(0),
+            lambda: first.pin(3),
+            lambda: first.is_pinned(3),
+        )
+
+    def test_a_pin_is_seen_by_all_and_holds_one_version(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        for holder in pair:
+            holder.pin(5)
+            assert [first.is_pinned(version) for version in (4, 5, 6)] == [False, True, False]
+            assert second.is_pinned(5)
+            holder.unpin(5)
+            assert not first.is_pinned(5)
+            assert not second.is_pinned(5)
+
+    def test_pins_are_counted(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        second.pin(0)
+        second.pin(0)
+        first.pin(0)
+        second.unpin(0)
+        assert first.is_pinned(0)
+        second.unpin(0)
+        assert first.is_pinned(0)
+        first.unpin(0)
+        assert not first.is_pinned(0)
+
+    def test_only_what_is_pinned_is_unpinned(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.pin(1)
+        for version in (1, 2):
+            with pytest.raises(UsageError):
+                second.unpin(version)
+        assert second.is_pinned(1)
+
+    def test_being_asked_takes_nothing(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        assert not first.is_pinned(9)
+        second.pin(9)
+        assert first.is_pinned(9)
+        first.pin(9)
+
+    def test_a_version_that_cannot_be_is_refused(self, pair: tuple[Locks, Locks]) -> None:
+        for version in (-1, 1 << 62):
+            with pytest.raises(UsageError):
+                pair[0].pin(version)
+
+    def test_the_writer_may_pin_and_readers_need_no_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        first.pin(1)
+        second.pin(1)
+        first.release_writer()
+        assert first.is_pinned(1)
 
 
 class HeldLocks(FileLocks):

@@ -16,7 +16,7 @@ from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.bucket import Bucket, BucketTimeouts
 from portus.reach.mirror.store import FileStore, MissingError, Store
-from portus.testing.stores import FileStoreContract
+from tests.contract.stores import FileStoreContract
 from tests.s3.conftest import BUCKET, STRANGER
 from tests.s3.server import Server
 from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy

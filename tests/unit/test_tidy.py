@@ -82,7 +82,6 @@ PLAIN_THREADS = {
     "core/portus/reach/daemon/metrics.py": "nobody waits for it",
     "core/portus/reach/daemon/scrubber.py": "in a process where signals raise nothing",
     "core/portus/reach/daemon/server.py": "in a process where signals raise nothing",
-    "core/portus/testing/contract.py": "a test waits for it",
 }
 """Modules that start threads which are no ``JoinableThread``, and why they may."""
 
@@ -112,7 +111,6 @@ LARGE = {
     "engine/pipeline/run: Save": "the stages of one save, under one lock",
     "reach/protocol/messages": "every message, declared in one place",
     "companions/shelf/shelf: Shelf": "most methods are those of a mapping",
-    "testing/contract": "the contract of a medium, shipped for others to inherit",
     "reach/transport/host": "a client's connections to one host",
     "reach/transport/host: Links": "each request that any connection may take",
     "reach/transport/stream": "one framing: its two ends are read together",
