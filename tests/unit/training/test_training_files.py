@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from portus.engine.directory.folder import FOLDER
 from portus.engine.files.queue import Queue
 from portus.engine.job.settings import Settings
+from portus.engine.paths.face import load
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import JoinedStorages
 from portus.errors import AbandonedError
@@ -23,6 +26,7 @@ from portus.reach.pools.image_draft import lengths_of
 from portus.reach.training.training_files import TrainingFiles
 from tests.moments import at
 from tests.unit.conftest import SMALL_BYTES, Mount
+from tests.unit.paths.programs import SLOW
 
 MIB = 1 << 20
 
@@ -107,3 +111,31 @@ def test_room_is_made_on_a_full_disk(mount: Mount, kind: str) -> None:
             files.save(weights(size), path, 4).wait()
         assert not (small / "1.pt").exists()
         assert (small / "2.pt").exists()
+
+
+HELD = """
+import gc, os, portus
+files = portus.TrainingFiles(portus.Settings())
+files.begin("run", os.path.abspath(".portus"), os.getcwd())
+files.save({"step": 1}, os.path.abspath("1.ckpt"), 1)
+cycle = [files]
+cycle.append(cycle)
+del files
+"""
+
+
+@pytest.mark.parametrize("end", ["", "del cycle", "del cycle; gc.collect()"])
+def test_files_that_nobody_closes_are_closed_at_the_exit_and_say_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A process as users start it: what is left of the modules then is the point.
+    ran = subprocess.run(
+        [sys.executable, "-c", SLOW + HELD + end], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert load("1.ckpt") == {"step": 1}
+    assert sorted(os.listdir()) == [".portus", "1.ckpt"]
+    (journal,) = Path(".portus").rglob("*.lines")
+    assert '"closed":true' in journal.read_text().splitlines()[-1]
+    assert not list(Path(".portus").rglob("*.portus"))
