@@ -47,7 +47,7 @@ def main() -> None:
     targets = [np.zeros_like(each) for each in state]
     device = verbs.devices()[0]
     with serving(DEVDAX) as server:
-        counters, hosted = server._house.counters, server._house.pools.of("default")
+        counters, hosted = server.house.counters, server.house.pools.of("default")
         medium = hosted.writer.medium
         assert isinstance(medium, MappedMedium)
         some = Extent(medium.size - SIZE, SIZE)

@@ -160,7 +160,7 @@ def states(step: int) -> list[Bytes]:
 def test_device_memory_is_pulled_straight_by_the_first_way_that_is_taken(
     server: Server, device: Device
 ) -> None:
-    counters, total = server._house.counters, HERE_SIZE + sum(SIZES)
+    counters, total = server.house.counters, HERE_SIZE + sum(SIZES)
     with pool_on(url(server)) as pool:
         library = Library(device.export)
         regions = with_driver(pool, library)
@@ -190,7 +190,7 @@ def test_device_memory_that_nothing_registers_is_staged_and_the_save_is_whole(
 ) -> None:
     """As the addresses of a GPU are without a driver that helps: nothing is mapped there."""
     nowhere = map_pages(0, device.size, _NO_ACCESS, MAP_PRIVATE | MAP_ANONYMOUS, (-1, 0))
-    counters, on_device = server._house.counters, sum(SIZES)
+    counters, on_device = server.house.counters, sum(SIZES)
     with pool_on(url(server)) as pool, caplog.at_level(logging.WARNING, "portus"):
         regions = with_driver(pool, Library(device.export))
         for step in (1, 2):

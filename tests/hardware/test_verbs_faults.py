@@ -59,7 +59,7 @@ def hear_all(walk: Walk) -> None:
 
 
 def models(server: Server) -> list[str]:
-    catalogue = server._house.pools.of("default").writer.catalogue()
+    catalogue = server.house.pools.of("default").writer.catalogue()
     return sorted(entry.info.model for entry in catalogue.entries())
 
 
@@ -77,7 +77,7 @@ def test_a_client_that_is_killed_at_any_state_leaves_its_version_or_nothing(
             assert (child.wait(), child.rest()) == (-9, ["there"])
         saved(bystander, snapshot_of(other, 8, "other"))  # over the connection that it had
         check_sound(server)
-        hosted = server._house.pools.of("default")
+        hosted = server.house.pools.of("default")
         settled(lambda: not hosted.writer.locks.pins() or None)
         found = models(server).count(MODEL)
         assert found in ((0, 1) if state == "confirming" else (state in COMMITTED,))
@@ -220,7 +220,7 @@ def test_another_version_of_the_protocol_is_refused_before_a_queue_pair_is_made(
         other.setattr("portus.reach.transport.dial.VERSION", said.VERSION + 1)
         with pytest.raises(UsageError, match="upgrade the older"), pool_on(url(server)):
             pass
-    assert server._house.fabric._devices == {}
+    assert server.house.fabric._devices == {}
     check_sound(server)
     assert others_save(server)
 
@@ -344,7 +344,7 @@ def test_who_does_not_have_the_secret_reaches_nothing(
             monkeypatch.setenv("PORTUS_SECRET_FILE", str(wrong))
         with pytest.raises(UsageError, match="secret"), pool_on(url(server)):
             pass
-        assert server._house.fabric._devices == {}, "no queue pair was made for it"
+        assert server.house.fabric._devices == {}, "no queue pair was made for it"
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(right))
         with pool_on(url(server)) as pool:
             assert saved(pool, snapshot_of(state, 1)).bounced_bytes == 0
@@ -379,7 +379,7 @@ def test_a_client_that_says_nothing_after_a_pull_is_ended_and_holds_nobody_up() 
         walk = Walk(url(server))
         try:
             walk.to("pulled")
-            hosted = server._house.pools.of("default")
+            hosted = server.house.pools.of("default")
             assert hosted.saves == 1
             assert others_save(server)
             settled(lambda: hosted.saves == 0 or None)
@@ -439,12 +439,12 @@ def test_a_pool_that_a_failed_persist_poisoned_is_still_restored_from(server: Se
     state = state_of(SIZE, 5)
     with pool_on(url(server)) as pool:
         saved(pool, snapshot_of(state, 1))
-        medium = server._house.pools.of("default").writer.medium
+        medium = server.house.pools.of("default").writer.medium
         medium._poison = "persist: worn out"  # type: ignore[attr-defined]
         with pytest.raises(MediumError, match="worn out"):
             saved(pool, snapshot_of(state, 2))
         targets = [np.zeros_like(each) for each in state]
         assert loaded(pool, targets, 1)
         assert all(np.array_equal(*pair) for pair in zip(state, targets, strict=True))
-        assert server._house.counters["bounced_bytes"] == SIZE
+        assert server.house.counters["bounced_bytes"] == SIZE
         assert steps(pool) == [1]

@@ -90,10 +90,10 @@ def test_a_tenant_is_kicked_and_no_other(server: Server, desk: str) -> None:
         run.save(STATE, 1).wait()
         with client(server, "two") as link:
             assert portus_json("admin", "kick", desk, "one")["ended"] >= 1
-            until(lambda: [each.tenant for each in server.facts()] == ["two"])
+            until(lambda: [each.tenant for each in server.status()] == ["two"])
             link.ask(said.Status())
             run.save(STATE, 2).wait()
-            peer = next(each.peer for each in server.facts() if each.tenant == "two")
+            peer = next(each.peer for each in server.status() if each.tenant == "two")
             assert portus_json("admin", "kick", desk, peer)["ended"] == 1
             with pytest.raises(TransportError):
                 link.ask(said.Status())

@@ -28,6 +28,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.reach.daemon.events import tell
+from portus.reach.daemon.house import ConnectionStatus
 from portus.reach.daemon.options import ServeOptions, reload
 from portus.reach.daemon.pools import HostedPool, free_bytes, used_bytes
 from portus.reach.daemon.server import Server, listen_unix
@@ -113,18 +114,6 @@ class _MirrorReport(TypedDict, total=False):
     mirror_missing: int
     mirror_lag_s: float
     mirror_failure: str
-
-
-class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``tenant``: empty until it is let in. ``seconds``: since it came. ``saving``: MODEL@STEP, or
-    empty."""
-
-    peer: str
-    tenant: str
-    seconds: float
-    claims: list[str]
-    pins: int
-    saving: str
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True, tag="Standing"):
@@ -251,18 +240,7 @@ class AdminSocket:
 
     def _standing(self) -> HostStatus:
         server, pools = self._server, self._server.house.pools
-        found = server.facts()
-        connections = [
-            ConnectionStatus(
-                peer=each.peer,
-                tenant=each.tenant or "",
-                seconds=each.seconds,
-                claims=list(each.claims),
-                pins=each.pins,
-                saving=each.saving,
-            )
-            for each in found
-        ]
+        connections = server.status()
         tenants = []
         for hosted in pools.all():
             own = [each for each in connections if each.tenant == hosted.tenant]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from portus.errors import (
     BusyError,
@@ -66,15 +67,15 @@ def turn_away(house: House, peer: str, why: str, tenant: str | None = None) -> N
     house.strangers.tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Facts about one connection. ``tenant``: None until it is let in. ``claims``: the models that
-    it saves; ``pins``: how many versions it holds; ``saving``: MODEL@STEP, or empty."""
+class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A connection, as it is now. ``tenant``: empty until it is let in. ``seconds``: since it came.
+    ``claims``: the models that it saves; ``pins``: how many versions it holds; ``saving``:
+    MODEL@STEP, or empty."""
 
     peer: str
-    tenant: str | None
+    tenant: str
     seconds: float
-    claims: Sequence[str] = ()
+    claims: list[str] = []
     pins: int = 0
     saving: str = ""
 

@@ -1,7 +1,7 @@
 """The messages, each declared once. What breaks a declaration is a ``ProtocolError``, never worse.
 
-Above each class: its number and name, in which states it is said and which one follows, the limit
-of its body, and the handler of a request.
+Above each class: its number and name, in which states it is said and which one follows. The limits
+of its fields are that of its body.
 
 Columns of numbers travel as bytes: little-endian int64, one after another (``pack_column``).
 Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from portus.errors import TransportError
-from portus.reach.protocol.vocabulary import SMALL, MessageKind, Phase, Vocabulary
+from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
 VERSION: Final = 7
 """The version of the protocol that is spoken. A host refuses a greeting of another one, and names
@@ -92,7 +92,7 @@ Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
 Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 
-@MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED}, body_size_max=512)
+@MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED})
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The client's first words. Its frame, that of a refusal, and these fields stay what they are
     in every version; others may come behind them."""
@@ -118,14 +118,14 @@ class Challenge(Message, frozen=True):
     secret: bool
 
 
-@MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING}, body_size_max=64)
+@MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING})
 class ClientProof(Message, frozen=True):
     """Empty where no secret is shared."""
 
     proof: Proof
 
 
-@MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY}, body_size_max=5 * TEXT_SIZE_MAX)
+@MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY})
 class Welcome(Message, frozen=True):
     """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
     host reaches memory of this client by itself, if it is connected (``Connect``)."""
@@ -151,7 +151,7 @@ class _QueuePair(Message, frozen=True):
     reads: Annotated[int, Meta(ge=0, le=255)]
 
 
-@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.CONNECTING}, handler="connect")
+@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.CONNECTING})
 class Connect(_QueuePair, frozen=True):
     """The client's queue pair for this connection; one before it is gone."""
 
@@ -161,7 +161,7 @@ class Connected(_QueuePair, frozen=True):
     """The host's, which is ready."""
 
 
-@MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED}, handler="claim")
+@MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED})
 class Claim(Message, frozen=True):
     """The client, which says the same 16 bytes on all its connections, asks to be the one that
     saves ``model``, as long as one of them lives."""
@@ -170,13 +170,7 @@ class Claim(Message, frozen=True):
     client: Token
 
 
-@MESSAGES.client(
-    5,
-    "BEGIN",
-    {Phase.READY: Phase.BEGINNING},
-    handler="begin",
-    body_size_max=(8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(5, "BEGIN", {Phase.READY: Phase.BEGINNING})
 class Begin(Message, frozen=True):
     """A save of storages of these lengths; and what a transport needs to reach them by itself, as
     long as the save lives (``handles``, one of each; empty on a stream)."""
@@ -188,13 +182,7 @@ class Begin(Message, frozen=True):
     handles: Handles = b""
 
 
-@MESSAGES.client(
-    6,
-    "OFFER",
-    {Phase.SAVING: Phase.OFFERED},
-    handler="offer",
-    body_size_max=8 * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(6, "OFFER", {Phase.SAVING: Phase.OFFERED})
 class Offer(Message, frozen=True):
     """The client reports that these storages may be pulled now."""
 
@@ -210,7 +198,6 @@ class Pull(Message, frozen=True):
     69,
     "PULLED",
     {Phase.OFFERED: Phase.SAVING, Phase.PULLING: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
-    body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL,
 )
 class Pulled(Message, frozen=True):
     """All of the offer is stored; the digests of its units, as the host found them. ``bounced``:
@@ -220,12 +207,7 @@ class Pulled(Message, frozen=True):
     bounced: Number
 
 
-@MESSAGES.host(
-    84,
-    "FULL",
-    {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
-    body_size_max=5 * TEXT_SIZE_MAX,
-)
+@MESSAGES.host(84, "FULL", {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING})
 class Full(Message, frozen=True):
     """No room for the offer. The save goes on: it may be offered again."""
 
@@ -233,13 +215,7 @@ class Full(Message, frozen=True):
     text: Text
 
 
-@MESSAGES.client(
-    8,
-    "SHARE",
-    {Phase.SAVING: Phase.SHARING},
-    handler="share",
-    body_size_max=8 * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(8, "SHARE", {Phase.SAVING: Phase.SHARING})
 class Share(Message, frozen=True):
     """The client reports that, by its digests, these storages equal those of the version
     ``before``, a token."""
@@ -255,15 +231,7 @@ class Shared(Message, frozen=True):
     same: bool
 
 
-@MESSAGES.client(
-    9,
-    "CONFIRM",
-    {Phase.SAVING: Phase.CONFIRMING},
-    handler="confirm",
-    body_size_max=(
-        DIGEST_SIZE * UNITS_MAX + CONTENTS_SIZE_MAX + KEEP_SIZE_MAX + METRICS_SIZE_MAX + SMALL
-    ),
-)
+@MESSAGES.client(9, "CONFIRM", {Phase.SAVING: Phase.CONFIRMING})
 class Confirm(Message, frozen=True):
     """All storages are pulled or shared, and their digests, which the client found itself, are
     ``digests``: commit. ``before``: the token of a version whose contents may be equal.
@@ -281,7 +249,7 @@ class Confirm(Message, frozen=True):
     metrics: Annotated[bytes, Meta(max_length=METRICS_SIZE_MAX)] = b""
 
 
-@MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY}, body_size_max=(1 << 30) + SMALL)
+@MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY})
 class Committed(Message, frozen=True):
     """The host reports that the version is durable. ``record``: the payload of its record."""
 
@@ -297,7 +265,6 @@ class Committed(Message, frozen=True):
         Phase.PULLING: Phase.ABANDONING,
         Phase.READY: Phase.ABANDONING,
     },
-    handler="abandon",
 )
 class Abandon(Message, frozen=True):
     """The save is given up. Nothing of it is reached any more."""
@@ -308,22 +275,14 @@ class Abandoned(Message, frozen=True):
     """Nothing of it is kept."""
 
 
-@MESSAGES.client(
-    11, "READ", {Phase.READY: Phase.READING}, handler="read", body_size_max=16 * RANGES_MAX + SMALL
-)
+@MESSAGES.client(11, "READ", {Phase.READY: Phase.READING})
 class Read(Message, frozen=True):
     """Bytes of the pool, as pairs of offset and length."""
 
     ranges: Ranges
 
 
-@MESSAGES.client(
-    12,
-    "CHECK",
-    {Phase.READY: Phase.CHECKING},
-    handler="check",
-    body_size_max=16 * RANGES_MAX + 8 * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(12, "CHECK", {Phase.READY: Phase.CHECKING})
 class Check(Message, frozen=True):
     """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
 
@@ -331,22 +290,14 @@ class Check(Message, frozen=True):
     ranges: Ranges
 
 
-@MESSAGES.host(
-    75, "CHECKED", {Phase.CHECKING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
-)
+@MESSAGES.host(75, "CHECKED", {Phase.CHECKING: Phase.READY})
 class Checked(Message, frozen=True):
     """Digests of their units."""
 
     digests: Digests
 
 
-@MESSAGES.client(
-    21,
-    "PUSH",
-    {Phase.READY: Phase.PUSHING},
-    handler="push",
-    body_size_max=16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(21, "PUSH", {Phase.READY: Phase.PUSHING})
 class Push(Message, frozen=True):
     """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
     one handle for each."""
@@ -356,9 +307,7 @@ class Push(Message, frozen=True):
     handles: Handles
 
 
-@MESSAGES.host(
-    79, "PUSHED", {Phase.PUSHING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
-)
+@MESSAGES.host(79, "PUSHED", {Phase.PUSHING: Phase.READY})
 class Pushed(Message, frozen=True):
     """The host reports that all is written, with the digests of its units, as it found them.
     ``bounced``: bytes that went through a buffer of the host."""
@@ -367,49 +316,45 @@ class Pushed(Message, frozen=True):
     bounced: Number
 
 
-@MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED}, handler="pin")
+@MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED})
 class Pin(Message, frozen=True):
     """Keep the space of a version from reuse, as long as this connection lives."""
 
     version: Number
 
 
-@MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED}, handler="unpin")
+@MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED})
 class Unpin(Message, frozen=True):
     """Take one pin back."""
 
     version: Number
 
 
-@MESSAGES.client(
-    16, "RETIRE", {Phase.READY: Phase.ASKED}, handler="retire", body_size_max=16 * IDS_MAX + SMALL
-)
+@MESSAGES.client(16, "RETIRE", {Phase.READY: Phase.ASKED})
 class Retire(Message, frozen=True):
     """Let go of versions, by their tokens, 16 bytes each."""
 
     tokens: Annotated[bytes, Meta(max_length=16 * IDS_MAX)]
 
 
-@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING}, handler="status")
+@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING})
 class Status(Message, frozen=True):
     """How is the pool?"""
 
 
-@MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED}, handler="give_back")
+@MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED})
 class GiveBack(Message, frozen=True):
     """Give the space of the pool that nothing reaches back to the file system."""
 
 
-@MESSAGES.client(
-    25, "NOTE", {Phase.READY: Phase.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX
-)
+@MESSAGES.client(25, "NOTE", {Phase.READY: Phase.ASKED})
 class Note(Message, frozen=True):
     """Put on record which save failed last, when and why, in words."""
 
     text: Text
 
 
-@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED}, handler="settle")
+@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED})
 class Settle(Message, frozen=True):
     """Answer once the replica has the version of this token, too; zeros: once the host leads the
     model."""
@@ -422,13 +367,7 @@ _ObjectName = Annotated[str, Meta(min_length=1, max_length=OBJECT_NAME_SIZE_MAX)
 _Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
 
 
-@MESSAGES.client(
-    27,
-    "PUT",
-    {Phase.READY: Phase.PLACING},
-    handler="put",
-    body_size_max=OBJECT_SIZE_MAX + SMALL,
-)
+@MESSAGES.client(27, "PUT", {Phase.READY: Phase.PLACING})
 class Put(Message, frozen=True):
     """Make ``data`` the object of that name, whole or not at all. ``fresh``: if there is none."""
 
@@ -444,7 +383,7 @@ class Placed(Message, frozen=True):
     made: bool
 
 
-@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING}, handler="get")
+@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING})
 class Get(Message, frozen=True):
     """The client asks for ``length`` bytes of an object from byte ``start`` on; for all of it, if
     ``length`` is 0."""
@@ -454,14 +393,14 @@ class Get(Message, frozen=True):
     length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(82, "OBJECT", {Phase.GETTING: Phase.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL)
+@MESSAGES.host(82, "OBJECT", {Phase.GETTING: Phase.READY})
 class Object(Message, frozen=True):
     """The bytes."""
 
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING}, handler="list")
+@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING})
 class List(Message, frozen=True):
     """The client asks for objects whose names begin with ``prefix`` and come after ``after``."""
 
@@ -469,12 +408,7 @@ class List(Message, frozen=True):
     after: _Prefix
 
 
-@MESSAGES.host(
-    83,
-    "LISTED",
-    {Phase.FINDING: Phase.READY},
-    body_size_max=(OBJECT_NAME_SIZE_MAX + 32) * LISTED_MAX + SMALL,
-)
+@MESSAGES.host(83, "LISTED", {Phase.FINDING: Phase.READY})
 class Listed(Message, frozen=True):
     """The next of them, in the order of their names: bytes, and when they were made, in Unix
     time in microseconds, by the host's clock. Nothing if there are no more."""
@@ -484,13 +418,7 @@ class Listed(Message, frozen=True):
     modified: Ids
 
 
-@MESSAGES.client(
-    30,
-    "DELETE",
-    {Phase.READY: Phase.ASKED},
-    handler="delete",
-    body_size_max=(OBJECT_NAME_SIZE_MAX + 8) * LISTED_MAX + SMALL,
-)
+@MESSAGES.client(30, "DELETE", {Phase.READY: Phase.ASKED})
 class Delete(Message, frozen=True):
     """Remove objects; those that are not there are no error."""
 
@@ -538,7 +466,6 @@ class Begun(Message, frozen=True):
         ),
         Phase.ABANDONING: Phase.ABANDONING,
     },
-    body_size_max=5 * TEXT_SIZE_MAX,
 )
 class Refused(Message, frozen=True):
     """The request was refused, and with it the save that it was part of."""

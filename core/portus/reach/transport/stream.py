@@ -160,6 +160,14 @@ class Link:
         finally:
             self._work = None
 
+    def shake_hands(self, timeout_s: float) -> None:
+        """Begin TLS as a host, if that is spoken; raises as ``send``."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            with self._or_end():
+                self._socket.settimeout(timeout_s)
+                self._socket.do_handshake()
+                _wait_shortly(self._socket)
+
     @property
     def has_hung_up(self) -> bool:
         """True once the other side will say nothing more. Takes nothing of what it said."""

@@ -1,17 +1,21 @@
-"""A client that was let in: what the answers to all of its requests share."""
+"""A client that was let in, what it holds here, and what the answers to its requests share."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 from portus.engine.copying.segments import Column, Sources, Stop
-from portus.errors import UsageError
+from portus.errors import PortusError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import HostLane
 from portus.reach.daemon.house import House
 from portus.reach.daemon.pools import HostedPool
+from portus.reach.daemon.requests.draft import Draft
 from portus.reach.index.records import VersionEntry
 from portus.reach.transport.one_sided import RemoteStorages, TransferResult
 from portus.reach.transport.stream import Link
@@ -23,7 +27,9 @@ _TURN_S: Final = 0.1
 
 
 class Guest:
-    """The client of one connection. ``lane``: the way to its memory, if it is reached by verbs."""
+    """The client of one connection. ``lane``: the way to its memory, if it is reached by verbs.
+    ``claims``: the models that it saves. ``pins``: how often it pinned each version. ``draft``: the
+    save under way. Any thread may look at these."""
 
     def __init__(self, link: Link, hosted: HostedPool, house: House) -> None:
         self.link: Final = link
@@ -33,7 +39,16 @@ class Guest:
         self.patience: Final = house.patience
         self.fabric: Final = house.fabric
         self.lane: HostLane | None = None
+        self.claims: Final[list[str]] = []
+        self.pins: Final[Counter[int]] = Counter()
+        self.draft: Draft | None = None
         self._turns: Final = house.hashing
+
+    @property
+    def saving(self) -> str:
+        """MODEL@STEP, while a save is under way; else empty."""
+        draft = self.draft
+        return "" if draft is None else f"{draft.begin.model}@{draft.begin.step}"
 
     def tell(self, level: int, event: str, text: str, **fields: str | float | None) -> None:
         """Log what this client did, with its name and its tenant."""
@@ -82,6 +97,53 @@ class Guest:
     def find(self, token: bytes) -> VersionEntry | None:
         """The version of that token, if it is in the pool."""
         return self.writer.catalogue().of_token(token)
+
+    def drop(self, why: str) -> None:
+        """End the save that is under way, without a version."""
+        draft, self.draft = self.draft, None
+        if draft is None:
+            return
+        draft.pool.release()
+        self.link.keep(-draft.size)
+        self.hosted.end_save()
+        self.counters.add("abandoned")
+        model, step = draft.begin.model, draft.begin.step
+        self.tell(
+            logging.INFO,
+            "abandoned",
+            f"model {model!r} step {step}: no version: {why}",
+            model=model,
+            step=step,
+            why=why,
+            bytes=int(draft.lengths.sum()),
+            seconds=time.perf_counter() - draft.begun_s,
+        )
+
+    def give_back(self) -> None:
+        """Return the free space of the pool to its file system."""
+        freed = self.fabric.give_back(self.hosted)
+        self.tell(logging.INFO, "gave_back", f"{freed} bytes given back", bytes=freed)
+
+    def end(self, *, goodbye: bool) -> None:
+        """Let go of all that it holds. goodbye: the client ends as it should."""
+        if self.lane is not None:
+            # First: the card must not write to space that the next line gives back (decision 0023).
+            self.lane.close()
+        self.drop("the connection ended")
+        for version in self.pins.elements():
+            self.writer.locks.unpin(version)
+        self.pins.clear()
+        was_last = False
+        while self.claims:
+            model = self.claims.pop()
+            self.hosted.replica.release(model)
+            was_last = self.hosted.disclaim(model, goodbye=goodbye)
+        if was_last:  # until another trainer comes nobody needs the space
+            try:
+                self.give_back()
+            except PortusError as error:
+                text = f"its free space could not be returned: {error}"
+                self.tell(logging.WARNING, "log", text)
 
     def note_change(self, models: Collection[str]) -> None:
         """Tell the mirror and the replica that these models changed."""
