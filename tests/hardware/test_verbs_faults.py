@@ -22,7 +22,7 @@ from portus.reach.index.directory import format_device, open_reader
 from portus.reach.index.findings import Severity
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, pack_column, pack_handles
+from portus.reach.protocol.messages import Said, pack_column, pack_pairs
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import error_of
 from portus.reach.transport.verbs import RegisterError
@@ -272,7 +272,7 @@ def test_a_handle_that_lies_at_a_restore_is_refused_and_others_are_served(
     extents = walk.record.extents
     offsets = np.stack([extents["offset"], extents["length"]], axis=1).reshape(-1)
     handle = PUSHES[lie](walk.region.start, walk.region.remote_key)
-    packed = pack_handles([handle[0]], [handle[1]])
+    packed = pack_pairs([handle[0]], [handle[1]])
     message = said.Push(pack_column([SIZE]), pack_column(offsets.astype(np.int64)), packed)
     error = refusal(walk, message)
     assert isinstance(error, UsageError)
@@ -297,7 +297,7 @@ def test_memory_that_may_only_be_read_is_never_written(server: Server) -> None:
             extents = pool.record(entry).extents[:1]
             size = min(key.length, int(extents["length"][0]))
             ranges = pack_column([int(extents["offset"][0]), size])
-            handle = pack_handles([key.start], [key.remote_key])
+            handle = pack_pairs([key.start], [key.remote_key])
             before = state[0].copy()
             answer = link.ask(said.Push(pack_column([size]), ranges, handle))
             assert isinstance(answer, said.Refused), answer
@@ -357,14 +357,14 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
     with pytest.raises(RegisterError, match="ulimit -l"):
         walk.lane.register(walk.array.ctypes.data, TEN_TERABYTES)
     lengths = pack_column([TEN_TERABYTES])
-    handle = pack_handles([walk.array.ctypes.data], [7])
+    handle = pack_pairs([walk.array.ctypes.data], [7])
     walk.link.send(said.Begin(MODEL, 1, b"t" * 16, lengths, handle))
     answer = walk.link.hear()
-    if isinstance(answer, said.Begun):
+    if isinstance(answer, said.Done):
         full = walk.ask(said.Offer(ONE), said.Full)
         assert isinstance(full, said.Full)
         assert full.errno == errno.ENOSPC
-        walk.ask(said.Abandon(), said.Abandoned)  # until then it may be offered again
+        walk.ask(said.Abandon(), said.Done)  # until then it may be offered again
     else:
         assert isinstance(answer, said.Refused)
         assert isinstance(error_of(answer), MediumError)

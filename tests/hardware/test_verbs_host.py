@@ -32,7 +32,7 @@ from portus.reach.index.findings import Severity
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
-from portus.reach.protocol.messages import pack_column, pack_handles
+from portus.reach.protocol.messages import pack_column, pack_pairs
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
 from tests.contents import table
@@ -363,7 +363,7 @@ def test_a_handle_that_lies_is_refused_and_others_save(server: Server, lie: str)
         region = lane.register(array.ctypes.data, array.nbytes)
         address, key, length = LIES[lie](region.start, region.remote_key, array.nbytes)
         lengths, one = pack_column([length]), pack_column([0])
-        link.ask(said.Begin("liar", 1, b"t" * 16, lengths, pack_handles([address], [key])))
+        link.ask(said.Begin("liar", 1, b"t" * 16, lengths, pack_pairs([address], [key])))
         answer = link.ask(said.Offer(one))
         assert isinstance(answer, said.Refused), answer
         assert answer.fault is said.Fault.USAGE

@@ -19,20 +19,14 @@ from typing import Final, TypeAlias, TypedDict, cast
 
 import msgspec
 
-from portus.errors import (
-    BusyError,
-    CorruptionError,
-    MediumError,
-    PortusError,
-    TransportError,
-    UsageError,
-)
+from portus.errors import MediumError, PortusError, TransportError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.house import ConnectionStatus
 from portus.reach.daemon.options import ServeOptions, reload
 from portus.reach.daemon.pools import HostedPool, free_bytes, used_bytes
 from portus.reach.daemon.server import Server, listen_unix
 from portus.reach.protocol.address import Address, Scheme, is_address, parse
+from portus.reach.protocol.messages import Fault
 
 LINE_MAX: Final = 16 << 20
 """Bytes of an answer."""
@@ -134,18 +128,13 @@ class RequestDone(msgspec.Struct, frozen=True, tag="Done"):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="Refused"):
-    """The host reports that it did not do what was asked. ``kind``: the class of the error."""
+    """The host reports that it did not do what was asked."""
 
-    kind: str
+    fault: Fault
     text: str
 
 
 Answer: TypeAlias = HostStatus | RequestDone | RequestRefused
-
-_KINDS: Final = {
-    each.__name__: each for each in (UsageError, CorruptionError, TransportError, MediumError)
-}
-_BUSY: Final = BusyError.__name__
 
 
 class AdminSocket:
@@ -210,10 +199,10 @@ class AdminSocket:
             asked = msgspec.json.decode(line, type=Asked)
             answer = self._carry_out(asked)
         except msgspec.DecodeError as error:
-            return RequestRefused(UsageError.__name__, f"unknown request: {error}")
+            return RequestRefused(Fault.USAGE, f"unknown request: {error}")
         except PortusError as error:
             text = error.strerror if isinstance(error, MediumError) else None
-            return RequestRefused(type(error).__name__, text or str(error))
+            return RequestRefused(Fault.of(error), text or str(error))
         if not isinstance(asked, Look):
             what = type(asked).__name__.lower()
             tell(logging.WARNING, "admin", f"by the operator: {asked}", request=what)
@@ -328,9 +317,7 @@ def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
         except (OSError, msgspec.DecodeError) as error:
             raise TransportError(f"{path}: no answer: {error}") from error
     if isinstance(answer, RequestRefused):
-        if answer.kind in _KINDS and answer.kind != MediumError.__name__:
-            raise _KINDS[answer.kind](answer.text)
-        raise (BusyError if answer.kind == _BUSY else MediumError)(errno.EIO, answer.text)
+        raise answer.fault.error(errno.EIO, answer.text)
     return answer
 
 

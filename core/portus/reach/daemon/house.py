@@ -9,14 +9,7 @@ from typing import Final
 
 import msgspec
 
-from portus.errors import (
-    BusyError,
-    CorruptionError,
-    MediumError,
-    PortusError,
-    StaleError,
-    UsageError,
-)
+from portus.errors import PortusError
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import RateLimitedLog
 from portus.reach.daemon.fabric import Fabric
@@ -82,14 +75,6 @@ class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def refusal_of(error: PortusError) -> Refused:
     """How a client is told of it."""
-    faults: tuple[tuple[type[PortusError], Fault], ...] = (
-        (BusyError, Fault.BUSY),
-        (MediumError, Fault.MEDIUM),
-        (UsageError, Fault.USAGE),
-        (StaleError, Fault.STALE),
-        (CorruptionError, Fault.CORRUPTION),
-    )
-    fault = next((fault for kind, fault in faults if isinstance(error, kind)), Fault.TRANSPORT)
     number = error.errno if isinstance(error, OSError) else None
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return Refused(fault, number or 0, text[: said.TEXT_SIZE_MAX // 4])
+    return Refused(Fault.of(error), number or 0, text[: said.TEXT_SIZE_MAX // 4])

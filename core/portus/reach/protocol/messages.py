@@ -19,10 +19,18 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from portus.errors import TransportError
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
 from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
-VERSION: Final = 7
+VERSION: Final = 8
 """The version of the protocol that is spoken. A host refuses a greeting of another one, and names
 this."""
 
@@ -71,13 +79,33 @@ MESSAGES: Final = Vocabulary()
 class Fault(enum.Enum):
     """The kind of a refusal, which decides the error that the client raises."""
 
-    USAGE = "usage"
-    MEDIUM = "medium"
     BUSY = "busy"
+    MEDIUM = "medium"
+    USAGE = "usage"
     STALE = "stale"
     CORRUPTION = "corruption"
     TRANSPORT = "transport"
 
+    @classmethod
+    def of(cls, error: PortusError) -> Fault:
+        """Return the kind of an error of the host."""
+        found = (each for each, kind in _ERRORS.items() if isinstance(error, kind))
+        return next(found, cls.TRANSPORT)
+
+    def error(self, number: int, text: str) -> PortusError:
+        """Return the error that a client raises. number: an errno, which some have."""
+        kind = _ERRORS[self]
+        return kind(number, text) if issubclass(kind, MediumError) else kind(text)
+
+
+_ERRORS: Final[dict[Fault, type[PortusError]]] = {
+    Fault.BUSY: BusyError,
+    Fault.MEDIUM: MediumError,
+    Fault.USAGE: UsageError,
+    Fault.STALE: StaleError,
+    Fault.CORRUPTION: CorruptionError,
+    Fault.TRANSPORT: TransportError,
+}
 
 Column = npt.NDArray[np.int64]
 Number = Annotated[int, Meta(ge=0, le=SIZE_MAX)]
@@ -151,12 +179,12 @@ class _QueuePair(Message, frozen=True):
     reads: Annotated[int, Meta(ge=0, le=255)]
 
 
-@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.CONNECTING})
+@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.ASKED})
 class Connect(_QueuePair, frozen=True):
     """The client's queue pair for this connection; one before it is gone."""
 
 
-@MESSAGES.host(78, "CONNECTED", {Phase.CONNECTING: Phase.READY})
+@MESSAGES.host(78, "CONNECTED", {Phase.ASKED: Phase.READY})
 class Connected(_QueuePair, frozen=True):
     """The host's, which is ready."""
 
@@ -196,15 +224,21 @@ class Pull(Message, frozen=True):
 
 @MESSAGES.host(
     69,
-    "PULLED",
-    {Phase.OFFERED: Phase.SAVING, Phase.PULLING: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
+    "HASHED",
+    {
+        Phase.ASKED: Phase.READY,
+        Phase.OFFERED: Phase.SAVING,
+        Phase.PULLING: Phase.SAVING,
+        Phase.ABANDONING: Phase.ABANDONING,
+    },
 )
-class Pulled(Message, frozen=True):
-    """All of the offer is stored; the digests of its units, as the host found them. ``bounced``:
-    bytes that did not come straight into the pool, but through a buffer of the host."""
+class Hashed(Message, frozen=True):
+    """All of the offer is stored, all is pushed, or checked; the digests of its units, as the host
+    found them. ``bounced``: bytes that went through a buffer of the host, not straight between the
+    pool and the client."""
 
     digests: Digests
-    bounced: Number
+    bounced: Number = 0
 
 
 @MESSAGES.host(84, "FULL", {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING})
@@ -270,11 +304,6 @@ class Abandon(Message, frozen=True):
     """The save is given up. Nothing of it is reached any more."""
 
 
-@MESSAGES.host(73, "ABANDONED", {Phase.ABANDONING: Phase.READY})
-class Abandoned(Message, frozen=True):
-    """Nothing of it is kept."""
-
-
 @MESSAGES.client(11, "READ", {Phase.READY: Phase.READING})
 class Read(Message, frozen=True):
     """Bytes of the pool, as pairs of offset and length."""
@@ -282,7 +311,7 @@ class Read(Message, frozen=True):
     ranges: Ranges
 
 
-@MESSAGES.client(12, "CHECK", {Phase.READY: Phase.CHECKING})
+@MESSAGES.client(12, "CHECK", {Phase.READY: Phase.ASKED})
 class Check(Message, frozen=True):
     """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
 
@@ -290,14 +319,7 @@ class Check(Message, frozen=True):
     ranges: Ranges
 
 
-@MESSAGES.host(75, "CHECKED", {Phase.CHECKING: Phase.READY})
-class Checked(Message, frozen=True):
-    """Digests of their units."""
-
-    digests: Digests
-
-
-@MESSAGES.client(21, "PUSH", {Phase.READY: Phase.PUSHING})
+@MESSAGES.client(21, "PUSH", {Phase.READY: Phase.ASKED})
 class Push(Message, frozen=True):
     """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
     one handle for each."""
@@ -305,15 +327,6 @@ class Push(Message, frozen=True):
     lengths: Indices
     ranges: Ranges
     handles: Handles
-
-
-@MESSAGES.host(79, "PUSHED", {Phase.PUSHING: Phase.READY})
-class Pushed(Message, frozen=True):
-    """The host reports that all is written, with the digests of its units, as it found them.
-    ``bounced``: bytes that went through a buffer of the host."""
-
-    digests: Digests
-    bounced: Number
 
 
 @MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED})
@@ -337,7 +350,7 @@ class Retire(Message, frozen=True):
     tokens: Annotated[bytes, Meta(max_length=16 * IDS_MAX)]
 
 
-@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING})
+@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.ASKED})
 class Status(Message, frozen=True):
     """How is the pool?"""
 
@@ -367,7 +380,7 @@ _ObjectName = Annotated[str, Meta(min_length=1, max_length=OBJECT_NAME_SIZE_MAX)
 _Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
 
 
-@MESSAGES.client(27, "PUT", {Phase.READY: Phase.PLACING})
+@MESSAGES.client(27, "PUT", {Phase.READY: Phase.ASKED})
 class Put(Message, frozen=True):
     """Make ``data`` the object of that name, whole or not at all. ``fresh``: if there is none."""
 
@@ -376,14 +389,14 @@ class Put(Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(81, "PLACED", {Phase.PLACING: Phase.READY})
+@MESSAGES.host(81, "PLACED", {Phase.ASKED: Phase.READY})
 class Placed(Message, frozen=True):
     """``made``: it is there, and durable as far as the host can promise; else there was one."""
 
     made: bool
 
 
-@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING})
+@MESSAGES.client(28, "GET", {Phase.READY: Phase.ASKED})
 class Get(Message, frozen=True):
     """The client asks for ``length`` bytes of an object from byte ``start`` on; for all of it, if
     ``length`` is 0."""
@@ -393,14 +406,14 @@ class Get(Message, frozen=True):
     length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(82, "OBJECT", {Phase.GETTING: Phase.READY})
+@MESSAGES.host(82, "OBJECT", {Phase.ASKED: Phase.READY})
 class Object(Message, frozen=True):
     """The bytes."""
 
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING})
+@MESSAGES.client(29, "LIST", {Phase.READY: Phase.ASKED})
 class List(Message, frozen=True):
     """The client asks for objects whose names begin with ``prefix`` and come after ``after``."""
 
@@ -408,7 +421,7 @@ class List(Message, frozen=True):
     after: _Prefix
 
 
-@MESSAGES.host(83, "LISTED", {Phase.FINDING: Phase.READY})
+@MESSAGES.host(83, "LISTED", {Phase.ASKED: Phase.READY})
 class Listed(Message, frozen=True):
     """The next of them, in the order of their names: bytes, and when they were made, in Unix
     time in microseconds, by the host's clock. Nothing if there are no more."""
@@ -425,7 +438,7 @@ class Delete(Message, frozen=True):
     names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
 
 
-@MESSAGES.host(76, "STATE", {Phase.LOOKING: Phase.READY})
+@MESSAGES.host(76, "STATE", {Phase.ASKED: Phase.READY})
 class Standing(Message, frozen=True):
     """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
     that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
@@ -438,14 +451,18 @@ class Standing(Message, frozen=True):
     taken: Number
 
 
-@MESSAGES.host(66, "DONE", {Phase.ASKED: Phase.READY, Phase.READING: Phase.READY})
+@MESSAGES.host(
+    66,
+    "DONE",
+    {
+        Phase.ASKED: Phase.READY,
+        Phase.READING: Phase.READY,
+        Phase.BEGINNING: Phase.SAVING,
+        Phase.ABANDONING: Phase.READY,
+    },
+)
 class Done(Message, frozen=True):
-    """The host reports that the request is done."""
-
-
-@MESSAGES.host(67, "BEGUN", {Phase.BEGINNING: Phase.SAVING})
-class Begun(Message, frozen=True):
-    """Offers may come."""
+    """The host reports that the request is done: a save has begun, or nothing of it is kept."""
 
 
 @MESSAGES.host(
@@ -456,11 +473,8 @@ class Begun(Message, frozen=True):
         Phase.PROVING: Phase.CLOSED,
         **dict.fromkeys(
             (
-                *(Phase.ASKED, Phase.LOOKING),
-                *(Phase.PLACING, Phase.GETTING, Phase.FINDING),
-                *(Phase.READING, Phase.CHECKING, Phase.CONNECTING, Phase.PUSHING),
-                *(Phase.BEGINNING, Phase.OFFERED, Phase.PULLING, Phase.SHARING),
-                Phase.CONFIRMING,
+                *(Phase.ASKED, Phase.READING, Phase.BEGINNING, Phase.OFFERED),
+                *(Phase.PULLING, Phase.SHARING, Phase.CONFIRMING),
             ),
             Phase.READY,
         ),
@@ -531,34 +545,34 @@ def pack_column(numbers: npt.ArrayLike) -> bytes:
 
 def column(data: bytes, what: str) -> Column:
     """Numbers from the wire, none negative or too big. Raises ``ProtocolError``."""
-    if len(data) % 8:
-        raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers")
-    numbers = np.frombuffer(data, "<i8").astype(np.int64)
-    if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) > SIZE_MAX):
-        raise ProtocolError(f"{what}: found a number out of range")
-    # Sums are made of what is checked here, and must not wrap around.
-    if float(numbers.sum(dtype=np.float64)) > SIZE_MAX:
-        raise ProtocolError(f"{what}: the sum of the numbers is too large")
+    [numbers] = _columns(data, 1, what)
     return numbers
 
 
 def ranges(data: bytes, what: str) -> tuple[Column, Column]:
     """Offsets and lengths from the wire. Raises ``ProtocolError``."""
-    if len(data) % 16:
-        raise ProtocolError(f"{what}: {len(data)} bytes are not pairs of numbers")
-    numbers = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
-    offsets, lengths = np.ascontiguousarray(numbers[:, 0]), np.ascontiguousarray(numbers[:, 1])
-    for part in (offsets, lengths):
-        if len(part) and (int(part.min()) < 0 or int(part.max()) > SIZE_MAX // 2):
-            raise ProtocolError(f"{what}: found a number out of range")
-    if float(lengths.sum(dtype=np.float64)) > SIZE_MAX:
-        raise ProtocolError(f"{what}: the sum of the lengths is too large")
+    offsets, lengths = _columns(data, 2, what)
     return offsets, lengths
 
 
-def pack_handles(address: npt.ArrayLike, key: npt.ArrayLike) -> bytes:
-    """Handles for the wire, of storages with these addresses and keys."""
-    return np.stack([np.asarray(address, "<i8"), np.asarray(key, "<i8")], axis=1).tobytes()
+def _columns(data: bytes, count: int, what: str) -> list[Column]:
+    """``count`` columns, the last of which can be summed."""
+    if len(data) % (8 * count):
+        raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers, or {count}")
+    rows = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, count)
+    found = [np.ascontiguousarray(each) for each in rows.T]
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) > SIZE_MAX // 2):
+        raise ProtocolError(f"{what}: found a number out of range")
+    # Sums are made of what is checked here, and must not wrap around.
+    if float(found[-1].sum(dtype=np.float64)) > SIZE_MAX:
+        raise ProtocolError(f"{what}: the sum of the numbers is too large")
+    return found
+
+
+def pack_pairs(left: npt.ArrayLike, right: npt.ArrayLike) -> bytes:
+    """Two columns for the wire, row by row: ranges of these offsets and lengths, or handles with
+    these addresses and keys."""
+    return np.stack([np.asarray(left, "<i8"), np.asarray(right, "<i8")], axis=1).tobytes()
 
 
 def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:

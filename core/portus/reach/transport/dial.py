@@ -9,18 +9,9 @@ import ssl
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
-from portus.errors import (
-    BusyError,
-    CorruptionError,
-    MediumError,
-    PortusError,
-    StaleError,
-    TransportError,
-    UsageError,
-    printable,
-)
+from portus.errors import PortusError, TransportError, UsageError, printable
 from portus.reach.protocol.address import Address, Scheme, Transport
 from portus.reach.protocol.messages import (
     MAGIC,
@@ -31,6 +22,7 @@ from portus.reach.protocol.messages import (
     Fault,
     Full,
     Hello,
+    Message,
     ProtocolError,
     Refused,
     Said,
@@ -43,6 +35,8 @@ from portus.reach.protocol.proof import (
     proof_of_host,
 )
 from portus.reach.transport.stream import Link
+
+Expected = TypeVar("Expected", bound=Message)
 
 SECRET_VARIABLE: Final = "PORTUS_SECRET_FILE"
 AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
@@ -130,6 +124,13 @@ def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[
         return link, welcome
 
 
+def expect(answer: Said, kind: type[Expected], at: str = "") -> Expected:
+    """``answer``, if it is of that kind. Raises as ``error_of`` says."""
+    if not isinstance(answer, kind):
+        raise error_of(answer, at)
+    return answer
+
+
 def error_of(answer: Said, at: str = "") -> PortusError:
     """The error that a refusal stands for; for any other message, that it was not expected. at:
     what the text begins with.
@@ -142,16 +143,7 @@ def error_of(answer: Said, at: str = "") -> PortusError:
     if not isinstance(answer, Refused):
         return ProtocolError(f"{answer.kind.name} was not expected")
     text = f"{at}the storage host says: {printable(answer.text)}"
-    if answer.fault in (Fault.MEDIUM, Fault.BUSY):
-        kind = BusyError if answer.fault is Fault.BUSY else MediumError
-        return kind(answer.errno, text)
-    kinds: dict[Fault, type[PortusError]] = {
-        Fault.USAGE: UsageError,
-        Fault.STALE: StaleError,
-        Fault.CORRUPTION: CorruptionError,
-        Fault.TRANSPORT: TransportError,
-    }
-    return kinds[answer.fault](text)
+    return answer.fault.error(answer.errno, text)
 
 
 def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
@@ -159,15 +151,14 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     # A host that its replica refuses passes this on to its trainers: they must hear which it was.
     at = f"{address}: "
     try:
-        answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
+        heard = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
     except TransportError as error:
         raise TransportError(
             f"{error}, in answer to a greeting: is this the port of `portus serve`, of the "
             "same Portus, and does it accept more connections? If it has --tls-cert, use "
             f"{Scheme.TLS.value}://"
         ) from error
-    if not isinstance(answer, Challenge):
-        raise error_of(answer, at)
+    answer = expect(heard, Challenge, at)
     secret = credentials.secret
     if answer.secret and secret is None:
         raise UsageError(
@@ -176,9 +167,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     proof = b""
     if secret is not None:
         proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
-    welcome = link.ask(ClientProof(proof), OPENING_S)
-    if not isinstance(welcome, Welcome):
-        raise error_of(welcome, at)
+    welcome = expect(link.ask(ClientProof(proof), OPENING_S), Welcome, at)
     if secret is not None:
         # The host proves itself, too: anybody could listen at this port.
         expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)

@@ -38,7 +38,7 @@ def check_ranges(guest: Guest, message: said.Check) -> Said:
     if moved.size > size:
         raise UsageError(f"check: {moved.size} bytes, of a pool of {size}")
     with guest.hashing() as stop:
-        return said.Checked(check(guest.writer.medium, moved, stop).tobytes())
+        return said.Hashed(check(guest.writer.medium, moved, stop).tobytes())
 
 
 def push(guest: Guest, message: said.Push) -> Said:
@@ -51,7 +51,7 @@ def push(guest: Guest, message: said.Push) -> Said:
     done = guest.transfer(lane.push, remote, moved)
     guest.counters.add("read_bytes", moved.size)
     guest.counters.took("read", time.perf_counter() - start)
-    return said.Pushed(done.digests.tobytes(), done.bounced)
+    return said.Hashed(done.digests.tobytes(), done.bounced)
 
 
 def pin(guest: Guest, message: said.Pin) -> Said:

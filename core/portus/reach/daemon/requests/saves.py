@@ -111,7 +111,7 @@ def begin(guest: Guest, message: said.Begin) -> Said:
     except BaseException:
         guest.hosted.end_save()
         raise
-    return said.Begun()
+    return said.Done()
 
 
 def offer(guest: Guest, message: said.Offer) -> Said:
@@ -135,8 +135,8 @@ def offer(guest: Guest, message: said.Offer) -> Said:
         draft.pool.note(reserved, digests)
     except UnexpectedMessageError:  # by an abandonment: the table lets nothing else through
         guest.drop("the client abandoned it")
-        return said.Abandoned()
-    return said.Pulled(digests.tobytes(), bounced)
+        return said.Done()
+    return said.Hashed(digests.tobytes(), bounced)
 
 
 def share(guest: Guest, message: said.Share) -> Said:
@@ -232,7 +232,7 @@ def confirm(guest: Guest, message: said.Confirm) -> Said:
 def abandon(guest: Guest, message: said.Abandon) -> Said:
     """Give the save up."""
     guest.drop("the client abandoned it")
-    return said.Abandoned()
+    return said.Done()
 
 
 def settle(guest: Guest, message: said.Settle) -> Said:
