@@ -114,7 +114,6 @@ LARGE = {
     "companions/shelf/shelf: Shelf": "most methods are those of a mapping",
     "testing/contract": "the contract of a medium, shipped for others to inherit",
     "reach/transport/host": "a client's connections to one host",
-    "reach/transport/host: Links": "each request that any connection may take",
     "reach/transport/stream": "one framing: its two ends are read together",
     "reach/transport/stream: Link": "one connection's frames, deadlines and stops",
     "reach/transport/verbs": "the one module that knows pyverbs",

@@ -10,7 +10,6 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 
 from portus.engine.copying.local import copy
-from portus.engine.copying.segments import Digests, Sources, Stop
+from portus.engine.copying.segments import Column, Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest
 from portus.errors import (
     BusyError,
@@ -48,7 +47,7 @@ from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
 from portus.reach.transport.budget import FREE
 from portus.reach.transport.dial import Credentials, dial, error_of, read_secret
-from portus.reach.transport.one_sided import RemoteStorages, TransferResult
+from portus.reach.transport.one_sided import TransferResult
 from portus.reach.transport.stream import Link
 from tests.contents import table
 from tests.hosts import serving, url
@@ -533,11 +532,10 @@ class Lane:
         self.pulled: list[list[int]] = []
         self._medium = server.house.pools.of("default").writer.medium
 
-    def pull(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
-        self.pulled.append(remote.key.tolist())
-        return TransferResult(
-            copy(self._medium, replace(moved, address=remote.address), Stop()), 0, 0.0
-        )
+    def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult:
+        assert is_pull
+        self.pulled.append(key.tolist())
+        return TransferResult(copy(self._medium, moved, Stop()), 0, 0.0)
 
     def close(self) -> None:
         self.closed = True

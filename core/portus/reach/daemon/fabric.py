@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from portus.engine.copying.segments import Sources
+from portus.engine.copying.segments import Column, Sources
 from portus.engine.media.base import MappedMedium
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon.events import tell
@@ -22,13 +22,11 @@ from portus.reach.transport.one_sided import (
     DirectLanding,
     Landing,
     PoolRegions,
-    RemoteStorages,
     RingLanding,
     Rings,
     TransferResult,
     is_pinnable,
-    pull,
-    push,
+    transfer,
 )
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import (
@@ -184,16 +182,11 @@ class HostLane:
         """True when it is of no more use: a transfer failed."""
         return self._pair.closed
 
-    def pull(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
-        """See ``onesided.pull``. Raises ``UnexpectedMessageError`` and ``EndedError`` too: when the
-        client says something meanwhile, or goes."""
+    def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult:
+        """See ``one_sided.transfer``. Raises ``UnexpectedMessageError`` and ``EndedError`` too:
+        when the client says something meanwhile, or goes."""
         with self._landing() as landing:
-            return pull(self._pair, landing, remote, moved, self._link)
-
-    def push(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
-        """See ``onesided.push``; raises as ``pull``."""
-        with self._landing() as landing:
-            return push(self._pair, landing, remote, moved, self._link)
+            return transfer(self._pair, landing, moved, key, self._link, is_pull=is_pull)
 
     def close(self) -> None:
         """End all reads and writes."""

@@ -70,14 +70,15 @@ class ConnectionBudget:
         """True if this one has passing memory, and others wait for some."""
         return self.passing > 0 and self._budget._waiting > 0
 
-    def could(self, size: int) -> None:
-        """Raise ``UsageError`` if so many passing bytes are more than a connection may have."""
-        budget, wanted = self._budget, self._charge(self.staying) + size
-        if wanted > budget.connection_max:
-            raise UsageError(
-                f"this needs {wanted} bytes of the host's memory, of which a connection may "
-                f"have {budget.connection_max} at most: raise `portus serve --memory`"
-            )
+    def excess(self, size: int) -> UsageError | None:
+        """What to say if ``size`` more passing bytes are more than a connection may have."""
+        budget, wanted = self._budget, self._charge(self.staying) + self.passing + size
+        if wanted <= budget.connection_max:
+            return None
+        return UsageError(
+            f"this needs {wanted} bytes of the host's memory, of which a connection may "
+            f"have {budget.connection_max} at most: raise `portus serve --memory`"
+        )
 
     def take(self, size: int, timeout_s: float) -> bool:
         """Take ``size`` more bytes that pass; False if they were not free within ``timeout_s``."""

@@ -7,7 +7,6 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -178,7 +177,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
 
 def _connect(address: Address, credentials: Credentials) -> socket.socket:
     context = _trusting(credentials.authority_path) if address.scheme is Scheme.TLS else None
-    with _as_transport_error(address):
+    try:
         if address.scheme is Scheme.UNIX:
             return _connect_unix(address.path)
         plain = socket.create_connection((address.host, address.port), GREETING_S)
@@ -189,6 +188,20 @@ def _connect(address: Address, credentials: Credentials) -> socket.socket:
         except BaseException:
             plain.close()
             raise
+    except ssl.CertificateError as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names the certificates to trust"
+        ) from error
+    except ssl.SSLError as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. For a storage host without --tls-cert, use "
+            f"{Scheme.TCP.value}://"
+        ) from error
+    except OSError as error:
+        raise TransportError(
+            f"{address}: no storage host answers ({error.strerror or error}); is `portus serve` "
+            f"running there?"
+        ) from error
 
 
 def _trusting(path: str | None) -> ssl.SSLContext:
@@ -211,23 +224,3 @@ def _connect_unix(path: str) -> socket.socket:
         plain.close()
         raise
     return plain
-
-
-@contextlib.contextmanager
-def _as_transport_error(address: Address) -> Iterator[None]:
-    try:
-        yield
-    except ssl.CertificateError as error:
-        raise UsageError(
-            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names the certificates to trust"
-        ) from error
-    except ssl.SSLError as error:
-        raise UsageError(
-            f"{address}: TLS failed: {error}. For a storage host without --tls-cert, use "
-            f"{Scheme.TCP.value}://"
-        ) from error
-    except OSError as error:
-        raise TransportError(
-            f"{address}: no storage host answers ({error.strerror or error}); is `portus serve` "
-            f"running there?"
-        ) from error

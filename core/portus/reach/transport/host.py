@@ -134,8 +134,12 @@ class Links:
         self.welcome: Welcome
         self.give_back(self._dial())
         if self._wish is Transport.VERBS:
-            with self._or_closed(), self.lend() as link:
-                self.lane(link)
+            try:
+                with self.lend() as link:
+                    self.lane(link)
+            except BaseException:
+                self.close()
+                raise
 
     def borrow(self) -> Link:
         """A connection that is ready, for one thread. Raises as the constructor.
@@ -282,14 +286,6 @@ class Links:
             pair.close()
             raise
         return ClientLane(domain, pair)
-
-    @contextlib.contextmanager
-    def _or_closed(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def _dial(self) -> Link:
         if self._over.is_set():

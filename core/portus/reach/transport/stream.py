@@ -21,6 +21,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -40,7 +41,7 @@ from portus.engine.copying.segments import (
 )
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
-from portus.errors import PortusError, TransportError, UsageError
+from portus.errors import PortusError, TransportError
 from portus.reach.protocol.connection import Connection, Event, Payload, SkippedMessage
 from portus.reach.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
 from portus.reach.protocol.vocabulary import MessageKind
@@ -375,7 +376,7 @@ class Link:
             done += self._receive_some(target[done:], socket.MSG_WAITALL)
 
     def _receive_some(self, target: memoryview, flags: int, limit_s: float | None = None) -> int:
-        wait = _Wait(self, limit_s)
+        since_s = time.monotonic()
         while True:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
@@ -384,7 +385,7 @@ class Link:
                 else:
                     count = self._socket.recv_into(target, 0, flags)
             except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
-                wait.again()
+                self.pause(since_s, limit_s)
                 continue
             if count == 0:
                 raise EndedError(f"{self.name}: the connection ended")
@@ -392,19 +393,19 @@ class Link:
 
     def _put(self, data: memoryview) -> None:
         done, began_s = 0, time.monotonic()
-        wait = _Wait(self)
+        since_s = began_s
         while done < len(data):
             try:
                 count = self._socket.send(data[done:])
             except (BlockingIOError, TimeoutError, ssl.SSLWantWriteError):
-                wait.again()
+                self.pause(since_s)
                 continue
             done += count
-            took_s = time.monotonic() - began_s
+            since_s = time.monotonic()
+            took_s = since_s - began_s
             # On average: a byte now and then must not count as progress for ever.
             if took_s > self.silence_s + done / _BYTES_S_MIN:
                 raise SilentError(f"{self.name}: it took {done} bytes in {took_s:.0f} s")
-            wait = _Wait(self)
 
     def room(self, size: int) -> None:
         """Memory for work on the message that was received last, until ``give_back``. Raises as
@@ -419,10 +420,8 @@ class Link:
         """Bytes of a buffer for payload: so many if there is memory at once, and few if not."""
         if self.account is None or size <= FREE:
             return size
-        with contextlib.suppress(UsageError):
-            self.account.could(self.account.passing + size)
-            if self.account.take(size, 0):
-                return size
+        if self.account.excess(size) is None and self.account.take(size, 0):
+            return size
         return FREE
 
     def give_back(self) -> None:
@@ -439,21 +438,13 @@ class Link:
     def _body_taken(self, account: ConnectionBudget, size: int, left: int) -> PortusError | None:
         """Take memory for a part of a body, twice: decoding copies it. ``left``: bytes still to
         come. Return the error if there is too little."""
-        try:
-            account.could(account.passing + 2 * left)
-        except UsageError as error:
-            return error
-        return self._take(account, 2 * size)
+        return account.excess(2 * left) or self._take(account, 2 * size)
 
     def _take(self, account: ConnectionBudget, size: int) -> PortusError | None:
         """Memory that passes; what to say if there is none."""
-        try:
-            account.could(account.passing + size)
-        except UsageError as error:
-            return error
         since_s, began_s = time.monotonic(), self._began_s
         self._began_s = math.inf  # this wait is not the other side's doing
-        why: PortusError | None = None
+        why: PortusError | None = account.excess(size)
         while why is None and not account.take(size, _POLL_S):
             with self._or_end():
                 self.pause(since_s, math.inf)
@@ -528,18 +519,6 @@ class _Work(Stop):
         super().check()
 
 
-class _Wait:
-    """A wait in small steps."""
-
-    def __init__(self, link: Link, limit_s: float | None = None) -> None:
-        self._link: Final = link
-        self._limit_s: Final = limit_s
-        self._since_s: Final = time.monotonic()
-
-    def again(self) -> None:
-        self._link.pause(self._since_s, self._limit_s)
-
-
 def give(
     link: Link, segments: Segments, digests: Digests, stop: Stop, crcs: Crcs | None = None
 ) -> None:
@@ -566,7 +545,8 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
         stop.check()
         if _is_small(batch):
             link.fill(scratch.data[: batch.size], None)
-            best_engine().move(_as_laid(batch, scratch), batch.address, digests, stop)
+            there = replace(batch, address=_lay_out(batch, scratch))
+            best_engine().move(there, batch.address, digests, stop)
             continue
         hasher = _Hasher(digests)
         for unit, address, _, length in _rows(batch):
@@ -672,13 +652,6 @@ def _lay_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
     """Addresses for the segments, end to end in ``scratch``."""
     places: Column = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
     return places
-
-
-def _as_laid(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
-    """Return the same segments as they lie in ``scratch``, end to end."""
-    return Segments(
-        address=_lay_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
-    )
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int, int]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import ipaddress
 import logging
 import os
@@ -369,47 +370,39 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all)
 
 
+_PYVERBS: Final = {
+    "addr": ("GID", "AHAttr", "GlobalRoute"),
+    "cq": ("CQ",),
+    "device": ("Context",),
+    "mr": ("MR", "DmaBufMR"),
+    "pd": ("PD",),
+    "pyverbs_error": ("PyverbsError",),
+    "qp": ("QP", "QPAttr", "QPCap", "QPInitAttr"),
+    "wr": ("SGE", "SendWR"),
+}
+"""What is used of each module of pyverbs."""
+
+
 @functools.cache
 def _load() -> SimpleNamespace:
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:
-        from pyverbs.addr import GID, AHAttr, GlobalRoute
-        from pyverbs.cq import CQ
-        from pyverbs.device import Context
-        from pyverbs.mr import MR, DmaBufMR
-        from pyverbs.pd import PD
-        from pyverbs.pyverbs_error import PyverbsError
-        from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
-        from pyverbs.wr import SGE, SendWR
-
+        found = {
+            name: getattr(importlib.import_module(f"pyverbs.{module}"), name)
+            for module, names in _PYVERBS.items()
+            for name in names
+        }
         try:
-            import pyverbs.enums as constants
+            found["constants"] = importlib.import_module("pyverbs.enums")
         except ImportError:
-            import pyverbs.libibverbs_enums as constants
+            found["constants"] = importlib.import_module("pyverbs.libibverbs_enums")
     finally:
         # It sets logging up for the whole process, which is not its to do; nor ours.
         for each in [each for each in root.handlers if each not in before]:
             root.removeHandler(each)
         root.setLevel(level)
-    return SimpleNamespace(
-        GID=GID,
-        AHAttr=AHAttr,
-        GlobalRoute=GlobalRoute,
-        CQ=CQ,
-        DmaBufMR=DmaBufMR,
-        MR=MR,
-        PD=PD,
-        Context=Context,
-        QP=QP,
-        QPAttr=QPAttr,
-        QPCap=QPCap,
-        SGE=SGE,
-        QPInitAttr=QPInitAttr,
-        SendWR=SendWR,
-        constants=constants,
-        PyverbsError=PyverbsError,
-    )
+    return SimpleNamespace(**found)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import numpy as np
 from portus.engine.copying.segments import Column
 from portus.errors import UsageError
 from portus.reach.protocol import messages as said
-from portus.reach.transport.one_sided import RemoteStorages
 from portus.reach.versions.pool_draft import PoolDraft
 
 
@@ -18,14 +17,19 @@ class Draft:
     """A save from its ``begin`` to its commit."""
 
     def __init__(
-        self, pool: PoolDraft, lengths: Column, remote: RemoteStorages, begin: said.Begin, size: int
+        self,
+        pool: PoolDraft,
+        lengths: Column,
+        handles: tuple[Column, Column],
+        begin: said.Begin,
+        size: int,
     ) -> None:
-        """remote: where its storages are with the client. size: bytes of memory that are kept for
-        it."""
+        """handles: address and key of each storage with the client. size: bytes of memory that are
+        kept for it."""
         self.size = size
         self.pool: Final = pool
         self.lengths: Final = lengths
-        self.remote: Final = remote
+        self.address, self.key = handles
         self.begin: Final = begin
         self.claimed: Final = np.zeros(len(lengths), np.bool_)
         self.shared_bytes = 0

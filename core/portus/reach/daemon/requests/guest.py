@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from portus.engine.copying.segments import Column, Sources, Stop
@@ -17,7 +17,7 @@ from portus.reach.daemon.house import House
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.requests.draft import Draft
 from portus.reach.index.records import VersionEntry
-from portus.reach.transport.one_sided import RemoteStorages, TransferResult
+from portus.reach.transport.one_sided import TransferResult
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import WorkError
 
@@ -76,15 +76,15 @@ class Guest:
                 turns.callback(turn.release)
             yield stop
 
-    def transfer(
-        self,
-        move: Callable[[RemoteStorages, Sources], TransferResult],
-        remote: RemoteStorages,
-        moved: Sources,
-    ) -> TransferResult:
-        """Move bytes by verbs with ``move``, and count them and the time on the wire."""
+    def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult | None:
+        """Move storages by verbs, and count them. None if the client is not connected so, or has
+        said of one of them no place. See ``one_sided.transfer``."""
+        lane = self.lane
+        has_place = (moved.address > 0) | (key > 0)  # a dmabuf begins at the address 0
+        if lane is None or lane.closed or not (has_place | (moved.length == 0)).all():
+            return None
         try:
-            done = move(remote, moved)
+            done = lane.transfer(moved, key, is_pull=is_pull)
         except WorkError as error:
             if error.denied:
                 raise UsageError(f"a region cannot be reached: {error}") from error
@@ -150,9 +150,3 @@ class Guest:
         self.hosted.replica.note_change(models)
         if self.hosted.mirror is not None:
             self.hosted.mirror.note_change(models)
-
-
-def is_reached(remote: RemoteStorages, lengths: Column) -> bool:
-    """True if each storage that has bytes has a handle."""
-    has_one = (remote.address > 0) | (remote.key > 0)  # a dmabuf begins at the address 0
-    return bool((has_one | (lengths == 0)).all())

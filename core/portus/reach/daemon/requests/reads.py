@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -10,10 +11,9 @@ import numpy as np
 from portus.engine.copying.local import check
 from portus.engine.copying.segments import Column, Sources
 from portus.errors import UsageError
-from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
+from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, ranges
-from portus.reach.transport.one_sided import RemoteStorages
 from portus.reach.transport.stream import give_from
 
 PINS_MAX: Final = said.IDS_MAX
@@ -44,11 +44,10 @@ def check_ranges(guest: Guest, message: said.Check) -> Said:
 def push(guest: Guest, message: said.Push) -> Said:
     """Write what the pool holds into the client's memory."""
     start, moved = time.perf_counter(), _sources(guest, message)
-    remote = RemoteStorages(*handles(message.handles, len(moved.length), "push"))
-    lane = guest.lane
-    if lane is None or lane.closed or not is_reached(remote, moved.length):
+    address, key = handles(message.handles, len(moved.length), "push")
+    done = guest.transfer(replace(moved, address=address), key, is_pull=False)
+    if done is None:
         raise UsageError("push: not connected by verbs, or storages without a handle")
-    done = guest.transfer(lane.push, remote, moved)
     guest.counters.add("read_bytes", moved.size)
     guest.counters.took("read", time.perf_counter() - start)
     return said.Hashed(done.digests.tobytes(), done.bounced)

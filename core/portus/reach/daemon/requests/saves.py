@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -25,13 +26,12 @@ from portus.engine.settings.keep import Keep, check_metrics
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.daemon.house import refusal_of
 from portus.reach.daemon.requests.draft import Draft
-from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest, is_reached
+from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest
 from portus.reach.format.layout import HEADER
 from portus.reach.index.file_table import decode_table
 from portus.reach.index.records import Pointer, VersionRecord, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, unpack_map
-from portus.reach.transport.one_sided import RemoteStorages
 from portus.reach.transport.stream import UnexpectedMessageError, drain, take_into
 from portus.reach.transport.verbs import Endpoint
 from portus.reach.versions.parts import sources
@@ -93,7 +93,7 @@ def begin(guest: Guest, message: said.Begin) -> Said:
     guest.hosted.replica.require(message.model)
     lengths = column(message.lengths, "lengths")
     guest.link.room(_STORAGE_BEGUN * len(lengths))
-    remote = RemoteStorages(*handles(message.handles, len(lengths), "handles"))
+    places = handles(message.handles, len(lengths), "handles")
     size_max = guest.writer.max_bytes
     if size_max is not None and int(lengths.sum()) > size_max:
         raise MediumError(
@@ -107,7 +107,7 @@ def begin(guest: Guest, message: said.Begin) -> Said:
     try:
         with guest.keep_memory(size):
             pool = PoolDraft(guest.writer, lengths)
-            guest.draft = Draft(pool, lengths, remote, message, size)
+            guest.draft = Draft(pool, lengths, places, message, size)
     except BaseException:
         guest.hosted.end_save()
         raise
@@ -120,8 +120,6 @@ def offer(guest: Guest, message: said.Offer) -> Said:
     indices = column(message.indices, "indices")
     guest.link.room(STORAGE_MOVED * len(indices))
     draft.claim(indices)
-    lengths = draft.lengths[indices]
-    remote = RemoteStorages(draft.remote.address[indices], draft.remote.key[indices])
     try:
         reserved = draft.pool.reserve(indices, np.zeros(len(indices), np.int64))
     except MediumError as error:
@@ -131,7 +129,7 @@ def offer(guest: Guest, message: said.Offer) -> Said:
         draft.claimed[indices] = False
         return _full(guest, error)
     try:
-        digests, bounced = _move(guest, remote, lengths, reserved.target)
+        digests, bounced = _move(guest, draft, indices, reserved.target)
         draft.pool.note(reserved, digests)
     except UnexpectedMessageError:  # by an abandonment: the table lets nothing else through
         guest.drop("the client abandoned it")
@@ -251,16 +249,15 @@ def _full(guest: Guest, error: MediumError) -> said.Full:
     return said.Full(refusal.errno, refusal.text)
 
 
-def _move(
-    guest: Guest, remote: RemoteStorages, lengths: Column, moved: Sources
-) -> tuple[Digests, int]:
+def _move(guest: Guest, draft: Draft, indices: Column, moved: Sources) -> tuple[Digests, int]:
     """Bring the bytes of an offer to where they stay; return their digests, and how many bytes
     went through a buffer."""
-    lane, start = guest.lane, time.perf_counter()
+    start = time.perf_counter()
     try:
-        if lane is None or lane.closed or not is_reached(remote, lengths):
+        there = replace(moved, address=draft.address[indices])
+        done = guest.transfer(there, draft.key[indices], is_pull=True)
+        if done is None:
             return _pull(guest, moved), moved.size
-        done = guest.transfer(lane.pull, remote, moved)
         guest.counters.add("pulled_bytes", moved.size)
         return done.digests, done.bounced
     finally:
