@@ -70,6 +70,19 @@ def is_private(address: Address) -> bool:
         return False
 
 
+def is_here(host: str) -> bool:
+    """True if it is an address of this machine: only these can be listened at."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as plain:
+            plain.bind(address)
+            return True
+    return False
+
+
 def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
     """Listen. Raises ``MediumError`` if the system refuses."""
     try:
