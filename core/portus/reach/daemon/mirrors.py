@@ -15,12 +15,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from portus.engine.spec import VersionInfo
 from portus.errors import MediumError, TransportError, UsageError
+from portus.reach.daemon.copies import Copies
 from portus.reach.daemon.events import tell
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.address import StoreAddress
@@ -92,7 +91,7 @@ class TenantMirrors:
             each.close(max(0.0, until_s - time.monotonic()))
 
 
-class TenantMirror:
+class TenantMirror(Copies[Copier]):
     """The mirror of one tenant's pool. Thread-safe."""
 
     def __init__(
@@ -103,16 +102,12 @@ class TenantMirror:
         turns: threading.Semaphore,
     ) -> None:
         """turns: one is taken while a model is copied."""
+        super().__init__(tenant, writer)
         self.name: Final = str(address)
-        self._tenant: Final = tenant
-        self._writer: Final = writer
         self._turns: Final = turns
         self._store: Final[Store] = open_store(address)
         self._key: Final = key_from_environment()
-        self._guard: Final = threading.Lock()
-        self._copiers: Final[dict[str, Copier]] = {}
         self._refused: Final[dict[str, str]] = {}
-        writer.yields.append(self._yield_space)
 
     def join(self) -> None:
         """See ``TenantMirrors.attach``."""
@@ -152,34 +147,14 @@ class TenantMirror:
                 self._copiers[model] = self._make_copier(model)
                 self._copiers[model].wake()
 
-    def note_change(self, changed: Collection[str]) -> None:
-        """Something of these models was committed, or let go of, or what holds it."""
-        for model in changed:
-            copier = self._copiers.get(model)
-            if copier is not None:
-                copier.wake()
-
-    def missing(self) -> list[VersionInfo]:
-        """The versions that are in the pool alone."""
-        return [info for copier in self._all() for info in copier.backlog()]
-
-    @property
-    def lag_s(self) -> float:
-        """Seconds since the first of them was saved; 0 if there is none."""
-        return lag_s(self.missing())
-
     @property
     def failure(self) -> str:
         """Why it is behind; empty if nothing is wrong."""
-        failures = [*self._refused.values(), *(copier.failure for copier in self._all())]
-        return next(filter(None, failures), "")
+        return next(iter(self._refused.values()), super().failure)
 
     def close(self, wait_s: float) -> None:
         """Wait for what is not there, ``wait_s`` seconds at most, and end."""
-        until_s = time.monotonic() + wait_s
-        copiers = self._all()
-        for copier in copiers:
-            copier.finish(max(0.0, until_s - time.monotonic()))
+        copiers = self._finish(wait_s)
         for copier in copiers:
             copier.end()
         self._store.close()
@@ -187,20 +162,6 @@ class TenantMirror:
             copier.wait_for_end()
         self._writer.yields.remove(self._yield_space)
 
-    def _all(self) -> list[Copier]:
-        with self._guard:
-            return list(self._copiers.values())
-
     def _make_copier(self, model: str, newest: int | None = None) -> Copier:
         joined = JoinedPool(model, self._writer)
         return Copier(self._store, self.name, joined, turn=self._turns, newest=newest)
-
-    def _yield_space(self) -> bool:
-        ended = [copier.yield_space() for copier in self._all()]
-        return any(ended)
-
-
-def lag_s(missing: Collection[VersionInfo]) -> float:
-    """Seconds since the first of these versions was saved; 0 if there is none."""
-    first_ns = min((info.time_ns for info in missing), default=None)
-    return 0.0 if first_ns is None else max(0.0, time.time() - first_ns / 1e9)

@@ -87,8 +87,10 @@ class HostedPool:
         """Held while one of its clients has the pool hashed."""
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
-        self._saves = 0
-        self._standstill = ""
+        self.saves = 0
+        """Saves under way."""
+        self.standstill = ""
+        """Why no save may begin; empty if one may."""
         self._parting = False
         """True once a client that had claims said goodbye, and none has claimed anything since."""
 
@@ -111,43 +113,28 @@ class HostedPool:
             "host to serve what is at that path",
         )
 
-    @property
-    def saves(self) -> int:
-        """Saves under way."""
-        return self._saves
-
-    @property
-    def standstill(self) -> str:
-        """Why no save may begin; empty if one may."""
-        return self._standstill
-
-    @standstill.setter
-    def standstill(self, why: str) -> None:
-        with self._changed:
-            self._standstill = why
-
     def refuse(self) -> None:
         """Raise ``BusyError`` if nothing is to change."""
-        if self._standstill:
-            raise BusyError(errno.EAGAIN, self._standstill)
+        if self.standstill:
+            raise BusyError(errno.EAGAIN, self.standstill)
 
     def began(self) -> None:
         """Count one more save. Raises ``BusyError`` if none may begin."""
         with self._changed:
             self.refuse()
-            self._saves += 1
+            self.saves += 1
 
     def end_save(self) -> None:
         """Count one save less."""
         with self._changed:
-            self._saves -= 1
+            self.saves -= 1
             self._changed.notify_all()
 
     def quiet(self, timeout_s: float) -> int:
         """How many saves are under way when there is none, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._saves, max(0.0, timeout_s))
-            return self._saves
+            self._changed.wait_for(lambda: not self.saves, max(0.0, timeout_s))
+            return self.saves
 
     def claim(self, model: str, client: bytes, timeout_s: float) -> None:
         """Count one more connection of ``client``, which alone saves ``model``. Waits for another

@@ -259,8 +259,7 @@ class Server:
         self.house.places.leave(served.place)
         with self._guard:
             self._served.pop(served, None)
-        if served.link.account is not None:
-            served.link.account.close()
+        served.link.account.close()
 
 
 def listen_unix(path: str) -> socket.socket:

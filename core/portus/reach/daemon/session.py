@@ -119,8 +119,7 @@ class ServedConnection:
             self._turn_away(why, hello.tenant)
             return None
         self._tenant = hello.tenant
-        if link.account is not None:
-            link.account.tenant = hello.tenant
+        link.account.tenant = hello.tenant
         try:
             # After the proof: strangers must not take the places of those who know a secret.
             house.places.prove(self.place, hello.tenant)
@@ -159,7 +158,7 @@ class ServedConnection:
         try:
             link.silence_s = patience.silent_s
             while not goodbye:
-                link.give_back()
+                link.account.give_back()
                 self.place.note_answer()
                 # Who has claimed a model may stay idle: a training may save once a day. Keepalive
                 # notices a client that vanished.

@@ -38,10 +38,11 @@ MAGIC: Final = "portus"
 UNIT: Final = 16 << 20
 """Bytes of a storage under one digest; as in the format, which this floor does not know."""
 DIGEST_SIZE: Final = 16
+TOKEN_SIZE: Final = 16
 HANDLE_SIZE: Final = 16
 """Bytes of the handle of a storage: its address and its key, two numbers; zeros if it has none."""
 
-NONCE_SIZE: Final = 16
+NONCE_SIZE: Final = TOKEN_SIZE
 PROOF_SIZE: Final = 32
 TENANT_SIZE_MAX: Final = 64
 NAME_SIZE_MAX: Final = 200
@@ -109,8 +110,7 @@ _ERRORS: Final[dict[Fault, type[PortusError]]] = {
 
 Column = npt.NDArray[np.int64]
 Number = Annotated[int, Meta(ge=0, le=SIZE_MAX)]
-Nonce = Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
-Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Token = Annotated[bytes, Meta(min_length=TOKEN_SIZE, max_length=TOKEN_SIZE)]
 Proof = Annotated[bytes, Meta(max_length=PROOF_SIZE)]
 Text = Annotated[str, Meta(max_length=TEXT_SIZE_MAX)]
 Indices = Annotated[bytes, Meta(max_length=8 * STORAGES_MAX)]
@@ -129,7 +129,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     magic: Annotated[str, Meta(max_length=16)]
     version: Number
     tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
-    nonce: Nonce
+    nonce: Token
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -142,7 +142,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Challenge(Message, frozen=True):
     """``secret``: the host wants a proof."""
 
-    nonce: Nonce
+    nonce: Token
     secret: bool
 
 

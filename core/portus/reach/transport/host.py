@@ -383,33 +383,28 @@ class Links:
             return found
 
     def _claim_at(self, at: int) -> Link:
+        """A connection to that host that is greeted, and has the claim. Raises ``TransportError``
+        too if the host has not what counts of the model."""
         link, welcome = self._let_in(self._hosts[at])
         self._of[link] = (at, welcome)
         try:
-            if at == 1 and self._claim is not None:
-                self._require_log(link, self._claim.model)
-            self._claim_on(link)
-            if self._durable > 1 and not self._was_in:
-                self._require_term(link)
+            if self._claim is not None:
+                if at == 1 and not expect(link.ask(said.List(self._log, "")), said.Listed).names:
+                    # Then the first host alone can tell what there is to go on from.
+                    raise TransportError(
+                        f"{link.name} keeps no replica of model {self._claim.model!r}: is the "
+                        "first host served with --replica?"
+                    )
+                self._claim_on(link, self._claim)
+                if self._durable > 1 and not self._was_in:
+                    # What a host has that does not lead the model may not be the newest, and
+                    # nothing that it commits would count.
+                    settle = said.Settle(self._claim.model, bytes(16))
+                    expect(link.ask(settle, SILENCE_S), said.Done)
         except BaseException:
             link.close()
             raise
         return link
-
-    def _require_log(self, link: Link, model: str) -> None:
-        """Raise ``TransportError`` if the second host knows nothing of the model: then the first
-        one alone can tell what there is to go on from."""
-        if not expect(link.ask(said.List(self._log, "")), said.Listed).names:
-            raise TransportError(
-                f"{link.name} keeps no replica of model {model!r}: is the first host served with "
-                "--replica?"
-            )
-
-    def _require_term(self, link: Link) -> None:
-        """Raise ``TransportError`` if the host does not lead the model: what it has may not be the
-        newest, and nothing that it commits would count."""
-        assert self._claim is not None
-        expect(link.ask(said.Settle(self._claim.model, bytes(16)), SILENCE_S), said.Done)
 
     def _let_in(self, address: Address) -> tuple[Link, Welcome]:
         """A connection that is greeted. Who is refused may have an old secret: it is read again."""
@@ -424,21 +419,15 @@ class Links:
         _log.info("%s: accepted with the new secret in %s", address, fresh.secret_path)
         return dialled
 
-    def _claim_on(self, link: Link) -> None:
-        if self._claim is None:
-            return
+    def _claim_on(self, link: Link, claim: said.Claim) -> None:
         try:
-            expect(link.ask(self._claim, self._claim_s), said.Done)
+            expect(link.ask(claim, self._claim_s), said.Done)
         except SilentError as error:
             if self._claim_s is None:
                 raise
-            name = self._claim.model
             raise BusyError(
-                errno.EAGAIN, f"{self.address}: another client saves model {name!r}"
+                errno.EAGAIN, f"{self.address}: another client saves model {claim.model!r}"
             ) from error
-        except BaseException:
-            link.close()
-            raise
 
 
 class HostMedium(ReadOnlyMedium):

@@ -45,7 +45,7 @@ from portus.errors import PortusError, TransportError
 from portus.reach.protocol.connection import Connection, Event, Payload, SkippedMessage
 from portus.reach.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
 from portus.reach.protocol.vocabulary import MessageKind
-from portus.reach.transport.budget import FREE, ConnectionBudget
+from portus.reach.transport.budget import FREE, UNLIMITED, Budget, ConnectionBudget
 
 PIECE: Final = 1 << 20
 """Bytes of payload for one call of the system, and between two looks at the stop."""
@@ -114,14 +114,14 @@ class Link:
         silence_s: float,
         account: ConnectionBudget | None = None,
     ) -> None:
-        """account: the memory that the other side makes this one hold; None: no limit."""
+        """account: of the memory that the other side makes this one hold; None: no limit."""
         self.connection: Final = Connection(is_client=is_client)
         self.name: Final = name
         self.silence_s = silence_s
         self.taken = 0
         self.hash_s = 0.0
         self._socket: Final = link
-        self.account: Final = account
+        self.account: Final = account or Budget(UNLIMITED).account()
         self._began_s = math.inf
         self._came = 0
         self._stop: Stop | None = None
@@ -195,9 +195,9 @@ class Link:
             why: PortusError | None = None
             while (event := self.connection.feed(data)) is None:
                 wanted, left = self.connection.wanted_bytes, self.connection.body_left
-                if self.account is not None and why is None and room < wanted and left > FREE:
+                if why is None and room < wanted and left > FREE:
                     # As it arrives: a header that announces much takes no memory yet.
-                    why = self._body_taken(self.account, wanted - room, left - room)
+                    why = self._body_taken(wanted - room, left - room)
                     room = wanted
                     if why is not None:
                         # Read and discarded, so that the refusal can be sent; a cut connection
@@ -411,47 +411,33 @@ class Link:
         """Memory for work on the message that was received last, until ``give_back``. Raises as
         ``send``, ``TransportError`` when there was none for long, and ``UsageError`` if it is more
         than there may be; then the link is whole."""
-        if self.account is not None and size > FREE:
-            why = self._take(self.account, size)
-            if why is not None:
-                raise why
+        why = self._take(size) if size > FREE else None
+        if why is not None:
+            raise why
 
     def scratch(self, size: int) -> int:
         """Bytes of a buffer for payload: so many if there is memory at once, and few if not."""
-        if self.account is None or size <= FREE:
-            return size
-        if self.account.excess(size) is None and self.account.take(size, 0):
+        if size <= FREE or (self.account.excess(size) is None and self.account.take(size, 0)):
             return size
         return FREE
 
-    def give_back(self) -> None:
-        """The last message was answered, and what it took is given back."""
-        if self.account is not None:
-            self.account.give_back()
-
-    def keep(self, size: int) -> None:
-        """Memory that stays, as long as the link; less, if it is negative. Raises
-        ``TransportError``."""
-        if self.account is not None:
-            self.account.keep(size)
-
-    def _body_taken(self, account: ConnectionBudget, size: int, left: int) -> PortusError | None:
+    def _body_taken(self, size: int, left: int) -> PortusError | None:
         """Take memory for a part of a body, twice: decoding copies it. ``left``: bytes still to
         come. Return the error if there is too little."""
-        return account.excess(2 * left) or self._take(account, 2 * size)
+        return self.account.excess(2 * left) or self._take(2 * size)
 
-    def _take(self, account: ConnectionBudget, size: int) -> PortusError | None:
+    def _take(self, size: int) -> PortusError | None:
         """Memory that passes; what to say if there is none."""
         since_s, began_s = time.monotonic(), self._began_s
         self._began_s = math.inf  # this wait is not the other side's doing
-        why: PortusError | None = account.excess(size)
-        while why is None and not account.take(size, _POLL_S):
+        why: PortusError | None = self.account.excess(size)
+        while why is None and not self.account.take(size, _POLL_S):
             with self._or_end():
                 self.pause(since_s, math.inf)
                 if self.has_hung_up:
                     raise EndedError(f"{self.name}: the connection ended")
             if time.monotonic() - since_s > self.silence_s:
-                why = account.busy(size)
+                why = self.account.busy(size)
         self._began_s = began_s + time.monotonic() - since_s
         return why
 
@@ -460,10 +446,7 @@ class Link:
         took_s, came = time.monotonic() - self._began_s, self._came
         if took_s > self.silence_s + came / _BYTES_S_MIN:
             raise SilentError(f"{self.name}: {came} bytes took {took_s:.0f} s")
-        account = self.account
-        if took_s < _WANTED_S + came / _WANTED_BYTES_S_MIN or account is None:
-            return
-        if account.is_wanted:
+        if took_s > _WANTED_S + came / _WANTED_BYTES_S_MIN and self.account.is_wanted:
             raise SilentError(
                 f"{self.name}: {came} bytes took {took_s:.0f} s, and others wait for the memory"
             )

@@ -101,7 +101,7 @@ def port_for(host: str) -> Port:
 def ports() -> list[Port]:
     """Every active port of this machine, with the address that is used first."""
     found: dict[tuple[str, int], Port] = {}
-    for name in sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []:
+    for name in _devices():
         for port in _ports(name):
             found.setdefault((port.device, port.number), port)
     return list(found.values())
@@ -289,17 +289,13 @@ class QueuePair:
 
     def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
         """Post: fetch ``length`` bytes at ``source`` there to ``target`` here."""
-        self._post(self._verbs.constants.IBV_WR_RDMA_READ, target, local_key, length).set_wr_rdma(
-            remote_key, source
-        )
-        self._send()
+        operation = self._verbs.constants.IBV_WR_RDMA_READ
+        self._post(operation, target, local_key, length, source, remote_key)
 
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
         """Post: put ``length`` bytes at ``source`` here to ``target`` there."""
-        self._post(self._verbs.constants.IBV_WR_RDMA_WRITE, source, local_key, length).set_wr_rdma(
-            remote_key, target
-        )
-        self._send()
+        operation = self._verbs.constants.IBV_WR_RDMA_WRITE
+        self._post(operation, source, local_key, length, target, remote_key)
 
     def poll(self) -> int:
         """How many requests were carried out since the last call; they are in order. Raises
@@ -324,20 +320,20 @@ class QueuePair:
                 with contextlib.suppress(TransportError), _as_transport_error("close"):
                     each.close()
 
-    def _post(self, operation: int, local: int, local_key: int, length: int) -> Any:
+    def _post(
+        self, operation: int, local: int, local_key: int, length: int, remote: int, remote_key: int
+    ) -> None:
         if self.closed:
             raise TransportError("the queue pair is closed")
-        self._request = self._verbs.SendWR(
+        request = self._verbs.SendWR(
             opcode=operation,
             num_sge=1,
             sg=[self._verbs.SGE(local, length, local_key)],
             send_flags=self._verbs.constants.IBV_SEND_SIGNALED,
         )
-        return self._request
-
-    def _send(self) -> None:
+        request.set_wr_rdma(remote_key, remote)
         with _as_transport_error("post a request"):
-            self._pair.post_send(self._request)
+            self._pair.post_send(request)
 
     def _work_error(self, status: int) -> WorkError:
         e = self._verbs.constants
@@ -420,7 +416,7 @@ _FOUND: Final[dict[tuple[str, str], Port]] = {}
 
 
 def _port_for(named: str, host: str) -> Port:
-    names = sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []
+    names = _devices()
     if not names:
         raise TransportError("this machine has no RDMA device")
     if named and named not in names:
@@ -441,6 +437,10 @@ def _port_for(named: str, host: str) -> Port:
         f"no RDMA device of {', '.join(names)} has an active port with the address {host}; "
         f"{DEVICE_VARIABLE} names another one"
     )
+
+
+def _devices() -> list[str]:
+    return sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []
 
 
 def _ports(device: str) -> list[Port]:

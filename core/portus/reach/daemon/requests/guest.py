@@ -58,11 +58,11 @@ class Guest:
     @contextlib.contextmanager
     def keep_memory(self, size: int) -> Iterator[None]:
         """Memory that stays for what is made in here."""
-        self.link.keep(size)
+        self.link.account.keep(size)
         try:
             yield
         except BaseException:
-            self.link.keep(-size)
+            self.link.account.keep(-size)
             raise
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class Guest:
         if draft is None:
             return
         draft.pool.release()
-        self.link.keep(-draft.size)
+        self.link.account.keep(-draft.size)
         self.hosted.end_save()
         self.counters.add("abandoned")
         model, step = draft.begin.model, draft.begin.step

@@ -71,7 +71,7 @@ def unpin(guest: Guest, message: said.Unpin) -> Said:
     guest.pins[message.version] -= 1
     if not guest.pins[message.version]:
         del guest.pins[message.version]
-        guest.link.keep(-_PIN)
+        guest.link.account.keep(-_PIN)
     return said.Done()
 
 

@@ -200,7 +200,7 @@ def confirm(guest: Guest, message: said.Confirm) -> Said:
     # Once more: if the pool was exchanged meanwhile, nobody will find this version.
     guest.hosted.look()
     guest.draft = None
-    guest.link.keep(-draft.size)
+    guest.link.account.keep(-draft.size)
     guest.hosted.end_save()
     guest.note_change({begin.model})
     guest.hosted.replica.note_commit(begin.model, begin.token)
@@ -328,7 +328,7 @@ def _draft_of(guest: Guest) -> Draft:
     the end of the save."""
     draft = guest.draft
     assert draft is not None, "the table lets no such message through"
-    guest.link.keep(_PART)
+    guest.link.account.keep(_PART)
     draft.size += _PART
     return draft
 
