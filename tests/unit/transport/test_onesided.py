@@ -59,12 +59,14 @@ class Card:
         self._chance = random.Random(seed)
         self._fail_at = fail_at
         self._queue: deque[tuple[int, int, int]] = deque()
+        self.keys: list[tuple[int, int, int]] = []
+        """Where storages of the other side are, their lengths, and their keys."""
 
     def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
-        self._post(target, source, length, (target, local_key), remote_key)
+        self._post(target, source, length, (target, local_key), (source, remote_key))
 
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
-        self._post(target, source, length, (source, local_key), remote_key)
+        self._post(target, source, length, (source, local_key), (target, remote_key))
 
     def poll(self) -> int:
         assert not self.closed
@@ -79,10 +81,11 @@ class Card:
         self.closed = True
 
     def _post(
-        self, target: int, source: int, length: int, local: tuple[int, int], remote_key: int
+        self, target: int, source: int, length: int, local: tuple[int, int], remote: tuple[int, int]
     ) -> None:
         assert not self.closed
-        assert remote_key == KEY
+        [key] = {key for at, size, key in self.keys if at <= remote[0] < at + size}
+        assert remote[1] == key
         start, size = self._registry.live[local[1]]
         assert start <= local[0], "it begins before its region"
         assert local[0] + length <= start + size, "it leaves its region"
@@ -179,8 +182,11 @@ def push(card: Card, landing: Landing, moved: Sources, place: Column, link: Link
 def move(
     card: Card, landing: Landing, moved: Sources, place: Column, link: Link, *, is_pull: bool
 ) -> TransferResult:
+    key = np.where(moved.length < SMALL, KEY, KEY + 1 + np.arange(len(place)))
+    columns = (place.tolist(), moved.length.tolist(), key.tolist())
+    card.keys = list(zip(*columns, strict=True))
     there = replace(moved, address=place)
-    return transfer(card, landing, there, np.full(len(place), KEY), link, is_pull=is_pull)
+    return transfer(card, landing, there, key, link, is_pull=is_pull)
 
 
 class Host:
