@@ -446,5 +446,5 @@ def test_a_pool_that_a_failed_persist_poisoned_is_still_restored_from(server: Se
         targets = [np.zeros_like(each) for each in state]
         assert loaded(pool, targets, 1)
         assert all(np.array_equal(*pair) for pair in zip(state, targets, strict=True))
-        assert server.house.counters["bounced_bytes"] == SIZE
+        assert server.house.counters.counts["bounced_bytes"] == SIZE
         assert steps(pool) == [1]

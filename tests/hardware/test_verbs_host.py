@@ -89,7 +89,7 @@ def test_a_state_is_pulled_straight_into_a_device_and_written_back(server: Serve
     counters = server.house.counters
     with pool_on(url(server)) as pool:
         assert saved(pool, snapshot_of(state, 1)).bounced_bytes == 0
-        assert counters["verbs_bytes"] == counters["pulled_bytes"] == SIZE
+        assert counters.counts["verbs_bytes"] == counters.counts["pulled_bytes"] == SIZE
         assert pool.links.verbs is not None
         regions = {each.region.remote_key for each in pool.links.verbs._known.values()}
         assert len(regions) == TENSORS
@@ -101,8 +101,8 @@ def test_a_state_is_pulled_straight_into_a_device_and_written_back(server: Serve
         targets = [np.zeros_like(each) for each in state]
         assert loaded(pool, targets, 2)
         assert all(np.array_equal(*pair) for pair in zip(state, targets, strict=True))
-        assert counters["verbs_bytes"] == 3 * SIZE, "it was written back by verbs"
-        assert counters["bounced_bytes"] == 0
+        assert counters.counts["verbs_bytes"] == 3 * SIZE, "it was written back by verbs"
+        assert counters.counts["bounced_bytes"] == 0
     check_sound(server)
 
 
@@ -113,7 +113,7 @@ def test_a_state_of_all_sizes_comes_back(server: Server) -> None:
     with pool_on(url(server)) as pool:
         stats = saved(pool, snapshot_of(state, 1))
         assert stats.bounced_bytes == sum(size for size in sizes if size < 16384)
-        assert server.house.counters["bounced_bytes"] == 0
+        assert server.house.counters.counts["bounced_bytes"] == 0
         assert holds(pool, state, 1)
     check_sound(server)
 
@@ -124,7 +124,7 @@ def test_a_file_system_with_dax_is_reached_through_the_ring(tmp_path: Path) -> N
     with serving(place, patience=PATIENCE) as server, pool_on(url(server)) as pool:
         stats = saved(pool, snapshot_of(state, 1))
         assert stats.bounced_bytes == stats.copied_bytes == RING
-        assert server.house.counters["bounced_bytes"] == RING
+        assert server.house.counters.counts["bounced_bytes"] == RING
         assert holds(pool, state, 1)
         check_sound(server)
 
@@ -432,7 +432,7 @@ def test_every_version_of_what_another_process_writes_all_the_time_loads(
             snapshot = replace(snapshot_of(state, step), late=late, exposed=np.array([3]))
             assert saved(pool, snapshot).bounced_bytes == SOME
             assert loaded(pool, [np.zeros_like(each) for each in state], step)
-        assert server.house.counters["pulled_bytes"] == 20 * 2 * SOME
+        assert server.house.counters.counts["pulled_bytes"] == 20 * 2 * SOME
     check_sound(server)
 
 

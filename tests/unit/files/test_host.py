@@ -335,7 +335,7 @@ def test_a_flip_in_what_is_read_is_never_handed_out(
         checkpointer.save(state(1), 1).wait()
     chance = random.Random(seed)
     refused = 0
-    connections = server.house.counters["connections"]
+    connections = server.house.counters.counts["connections"]
     for _ in range(FLIPS // 2):
         with portus.open(address(link)) as pool:
             link.damage_at = link.relayed + chance.randrange(300_000)
@@ -346,7 +346,7 @@ def test_a_flip_in_what_is_read_is_never_handed_out(
             except PortusError:
                 refused += 1
             link.damage_at = None
-    again = server.house.counters["connections"] - connections - FLIPS
+    again = server.house.counters.counts["connections"] - connections - FLIPS
     assert refused + again > FLIPS // 6, "what is refused is read again, over another connection"
 
 

@@ -75,9 +75,6 @@ class Counters:
         with self._guard:
             self.rot[tenant] = count
 
-    def __getitem__(self, name: str) -> float:
-        return self.counts[name]
-
     def now(self) -> Counters:
         """Return a copy of all as they are at one moment."""
         copied = Counters()

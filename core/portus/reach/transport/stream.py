@@ -541,7 +541,6 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
 def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
     """Payload straight into a pool, where it has addresses; the digests of what arrived there."""
     scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
-    landing = _Landing(medium, scratch.data)
     for batch in segments.batches(len(scratch)):
         if _is_small(batch) and batch.size <= len(scratch):
             link.fill(scratch.data[: batch.size], None)
@@ -550,7 +549,7 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
             continue
         hasher = _Hasher(digests)
         for unit, _, offset, length in _rows(batch):
-            for place in landing.places(offset, length):
+            for place in _places(medium, scratch.data, offset, length):
                 link.fill(place, hasher.of(unit))
             hasher.note()
 
@@ -604,26 +603,20 @@ class _Hasher:
             self._crcs[self._row] = self._crc
 
 
-class _Landing:
-    """Where payload is received: the pool's own addresses, or a buffer that is stored then."""
-
-    def __init__(self, medium: Medium, scratch: memoryview) -> None:
-        self._medium: Final = medium
-        self._scratch: Final = scratch
-
-    def places(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Memory for the bytes at ``offset``; each is stored when the next one is asked for."""
-        if isinstance(self._medium, MappedMedium):
-            run = Extent(offset, length)
-            try:
-                yield memory(self._medium.address(run), length)
-            finally:
-                self._medium.wrote(run)
-            return
-        for start in range(0, length, len(self._scratch)):
-            piece = self._scratch[: min(len(self._scratch), length - start)]
-            yield piece
-            self._medium.store(offset + start, piece)
+def _places(medium: Medium, scratch: memoryview, offset: int, length: int) -> Iterator[memoryview]:
+    """Memory for the bytes of a pool at ``offset``: its own addresses, or a buffer, which is stored
+    when the next one is asked for."""
+    if isinstance(medium, MappedMedium):
+        run = Extent(offset, length)
+        try:
+            yield memory(medium.address(run), length)
+        finally:
+            medium.wrote(run)
+        return
+    for start in range(0, length, len(scratch)):
+        piece = scratch[: length - start]
+        yield piece
+        medium.store(offset + start, piece)
 
 
 def _is_small(batch: Segments) -> bool:
