@@ -870,9 +870,12 @@ def test_what_changed_of_a_catalogue_is_read_in_one_request(
         send(link, message)
 
     def saved(*models: int) -> None:
+        before = server.connections()
         for number in models:
             with PoolCheckpointer(url(server), f"m{number}") as checkpointer:
                 checkpointer.save({}, number).wait()
+        # The host gives space back after the goodbye, which is a commit, too.
+        until(lambda: server.connections() <= before)
 
     saved(*range(12))
     with contextlib.closing(HostPool(url(server))) as pool:
