@@ -160,7 +160,7 @@ def prepare(options: ServeOptions) -> Server:
     fabric = Fabric(Transport.of(options.transport, "--transport"))
     mirrors = None
     if options.mirror:
-        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"), options.mirror_wait)
+        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"))
     other = (
         None
         if options.replica is None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from dataclasses import replace
 from typing import Final
 
@@ -29,23 +28,17 @@ from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import Store, UnwritableError
 from portus.reach.protocol.address import is_tenant
 
-WAIT_S: Final = 60.0
-"""The longest that the end of a host waits for its mirror, if it is not told otherwise."""
-
 _ABREAST: Final = 4
 """Models that are copied at once."""
 
 
 class TenantMirrors:
-    """The mirrors of all tenants of a host. Thread-safe."""
+    """Where the pools of a host are mirrored. Thread-safe."""
 
-    def __init__(self, address: StoreAddress, wait_s: float = WAIT_S) -> None:
-        """Asks nobody. wait_s: the longest that ``close`` waits."""
+    def __init__(self, address: StoreAddress) -> None:
+        """Asks nobody."""
         self.address: Final = address
-        self._wait_s: Final = wait_s
         self._turns: Final = threading.BoundedSemaphore(_ABREAST)
-        self._guard: Final = threading.Lock()
-        self._open: Final[list[TenantMirror]] = []
 
     def tenants(self) -> list[str]:
         """Return the tenants that have something in the store. Raises what the store raises."""
@@ -68,27 +61,7 @@ class TenantMirrors:
         except BaseException:
             mirror.close(0)
             raise
-        with self._guard:
-            self._open.append(mirror)
         return mirror
-
-    def let_go(self, mirror: TenantMirror) -> None:
-        """Stop mirroring a pool that is being closed, without waiting until all is mirrored."""
-        with self._guard:
-            if mirror not in self._open:
-                return  # closed, with all others
-            self._open.remove(mirror)
-        mirror.close(0)
-
-    def close(self) -> None:
-        """Wait, after the last commit, until all is mirrored, for some seconds at most, and log
-        what is not. The pools are still open."""
-        until_s = time.monotonic() + self._wait_s
-        with self._guard:
-            opened = list(self._open)
-            self._open.clear()
-        for each in opened:
-            each.close(max(0.0, until_s - time.monotonic()))
 
 
 class TenantMirror(Copies[Copier]):

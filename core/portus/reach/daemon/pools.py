@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
-from portus.reach.daemon.mirrors import WAIT_S, TenantMirror, TenantMirrors
+from portus.reach.daemon.mirrors import TenantMirror, TenantMirrors
 from portus.reach.daemon.objects import MEMORY, Objects
 from portus.reach.daemon.replicas import OtherHost, Replica
 from portus.reach.format.layout import DATA_START
@@ -41,6 +41,10 @@ from portus.reach.media.memory import Memory
 from portus.reach.protocol.address import TENANT, check_tenant, is_tenant
 
 TENANTS_MAX: Final = 1024
+WAIT_S: Final = 60.0
+"""The longest that the end of a host waits for its mirror or replica, if it is not told otherwise.
+"""
+
 BUSY_S: Final = 10.0
 """The longest wait for another writer to let go of a pool."""
 
@@ -98,6 +102,15 @@ class HostedPool:
     def copier(self) -> TenantMirror | Replica | None:
         """What copies it to somewhere else; None if nothing does."""
         return self.mirror or (self.replica if self.replica.name else None)
+
+    def close(self, wait_s: float) -> None:
+        """Let go of it, when it is copied to where it is to be copied, or ``wait_s`` seconds are
+        over."""
+        until_s = time.monotonic() + wait_s
+        if self.mirror is not None:
+            self.mirror.close(wait_s)
+        self.replica.close(max(0.0, until_s - time.monotonic()))
+        self.writer.close()
 
     def look(self) -> None:
         """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
@@ -243,6 +256,8 @@ class Pools:
                 hosted.mirror = self._mirrors.attach(hosted.tenant, hosted.writer)
             hosted.replica = Replica(hosted.tenant, hosted.writer, hosted.objects, self._other)
         except BaseException:
+            if hosted.mirror is not None:
+                hosted.mirror.close(0)
             hosted.writer.close()
             raise
 
@@ -351,11 +366,7 @@ class Pools:
             yield hosted
             with self._guard:
                 del self._open[tenant]
-            hosted.replica.close()
-            if self._mirrors is not None and hosted.mirror is not None:
-                mirror, hosted.mirror = hosted.mirror, None
-                self._mirrors.let_go(mirror)
-            hosted.writer.close()
+            hosted.close(0)
             # After a failed sync the cache may hold pages that the disk has not; the next writer
             # must not go by them.
             files.forget(hosted.path)
@@ -374,15 +385,12 @@ class Pools:
         return self._memory if quota is None else min(self._memory, quota)
 
     def close(self) -> None:
-        """Let go of all, and of the mirror, which is waited for. Nobody may use them any more."""
-        if self._mirrors is not None:
-            self._mirrors.close()
+        """Let go of all. Mirror and replica are waited for. Nobody may use them any more."""
         with self._guard:
             opened, self._open = self._open, {}
         until_s = time.monotonic() + self._mirror_wait_s
         for hosted in opened.values():
-            hosted.replica.close(max(0.0, until_s - time.monotonic()))
-            hosted.writer.close()
+            hosted.close(max(0.0, until_s - time.monotonic()))
         if self._lock is not None:
             self._lock.close()
 
