@@ -47,7 +47,7 @@ def receive_by_link(connected: socket.socket, size: int, file: str) -> None:
         link.connection.state = Phase.PULLING
         link.fill(target, None)
         medium.wrote(whole)
-        link.send(said.Pulled(GOT * 16, size))
+        link.send(said.Hashed(GOT * 16, size))
 
 
 def give_plain(connected: socket.socket, views: list[memoryview]) -> None:
@@ -63,7 +63,7 @@ def give_by_link(link: Link, views: list[memoryview], frame: int) -> None:
     for view in views:
         for start in range(0, len(view), frame):
             link.send_payload(said.DATA, view[start : start + frame], None)
-    assert isinstance(link.hear(), said.Pulled)
+    assert isinstance(link.hear(), said.Hashed)
 
 
 def main() -> None:

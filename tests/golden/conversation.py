@@ -55,26 +55,26 @@ def talk(link: Link) -> None:
     def send() -> None:
         link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
         answer = link.hear()
-        assert isinstance(answer, said.Pulled), answer
+        assert isinstance(answer, said.Hashed), answer
         assert answer.digests == DIGESTS
 
     ask(said.Hello(said.MAGIC, said.VERSION, "default", NONCE), said.Challenge)
     ask(said.ClientProof(b""), said.Welcome)
     ask(said.Claim("model", CLIENT))
-    ask(said.Begin("model", 10, FIRST, LENGTHS), said.Begun)
+    ask(said.Begin("model", 10, FIRST, LENGTHS), said.Done)
     ask(said.Offer(ALL), said.Pull)
     send()
     keep, metrics = pack_map({"last": 2, "best": ("loss", "min", 1)}), pack_map({"loss": 0.5})
     confirm = said.Confirm(DIGESTS, bytes(16), CONTENTS, keep, metrics=metrics)
     first = committed(ask(confirm, said.Committed))
-    ask(said.Begin("model", 11, SECOND, LENGTHS), said.Begun)
+    ask(said.Begin("model", 11, SECOND, LENGTHS), said.Done)
     assert ask(said.Share(FIRST, pack_column([0, 1])), said.Shared) == said.Shared(True)
     ask(said.Offer(pack_column([2])), said.Pull)
     link.send_payload(said.DATA, memoryview(DATA[2]), None)
-    assert isinstance(link.hear(), said.Pulled)
+    assert isinstance(link.hear(), said.Hashed)
     committed(ask(said.Confirm(DIGESTS, FIRST, CONTENTS, b"", True), said.Committed))
-    ask(said.Begin("model", 12, GIVEN_UP, LENGTHS), said.Begun)
-    ask(said.Abandon(), said.Abandoned)
+    ask(said.Begin("model", 12, GIVEN_UP, LENGTHS), said.Done)
+    ask(said.Abandon(), said.Done)
     refused = ask(said.Begin("model", 12, FIRST, LENGTHS), said.Refused)
     assert isinstance(refused, said.Refused)
     assert refused.fault is Fault.USAGE
@@ -84,7 +84,7 @@ def talk(link: Link) -> None:
     link.fill(memoryview(page), None)
     assert any(page)
     assert link.receive() == said.Done()
-    ask(said.Check(pack_column([0]), b""), said.Checked)
+    ask(said.Check(pack_column([0]), b""), said.Hashed)
     ask(said.Unpin(first))
     ask(said.Retire(FIRST))
     ask(said.Note("a save failed"))

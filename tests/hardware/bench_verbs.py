@@ -47,7 +47,7 @@ def main() -> None:
     targets = [np.zeros_like(each) for each in state]
     device = verbs.devices()[0]
     with serving(DEVDAX) as server:
-        counters, hosted = server._house.counters, server._house.pools.of("default")
+        counters, hosted = server.house.counters, server.house.pools.of("default")
         medium = hosted.writer.medium
         assert isinstance(medium, MappedMedium)
         some = Extent(medium.size - SIZE, SIZE)
@@ -58,11 +58,11 @@ def main() -> None:
         pool = HostPool(url(server), "run")
         assert saved(pool, snapshot_of(state, 0)).bounced_bytes == 0  # registers
         for step in range(1, ROUNDS + 1):
-            before = {name: counters[name] for name in COUNTED}
+            before = {name: counters.counts[name] for name in COUNTED}
             flushed_s = hosted.writer.persist_s
             stats = saved(pool, replace(snapshot_of(state, step), keep=Keep(last=1)))
             note("flush", hosted.writer.persist_s - flushed_s)
-            after = {name: counters[name] for name in COUNTED}
+            after = {name: counters.counts[name] for name in COUNTED}
             assert after["bounced_bytes"] == 0
             note("pull, wire", after["wire_seconds"] - before["wire_seconds"])
             note("pull, wire and hash", after["pull_seconds"] - before["pull_seconds"])
@@ -75,9 +75,9 @@ def main() -> None:
             begin_s = time.perf_counter()
             xxhash.xxh3_128(memory(medium.address(some), SIZE)).digest()
             note("hash of 64 MiB", time.perf_counter() - begin_s)
-            before = {name: counters[name] for name in COUNTED}
+            before = {name: counters.counts[name] for name in COUNTED}
             assert loaded(pool, targets, step)
-            note("push, wire", counters["wire_seconds"] - before["wire_seconds"])
+            note("push, wire", counters.counts["wire_seconds"] - before["wire_seconds"])
             note("ib_write_bw", perftest("ib_write_bw", device))
         pool.close()
     medians = {name: statistics.median(times) for name, times in took_s.items()}

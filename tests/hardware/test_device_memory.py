@@ -160,7 +160,7 @@ def states(step: int) -> list[Bytes]:
 def test_device_memory_is_pulled_straight_by_the_first_way_that_is_taken(
     server: Server, device: Device
 ) -> None:
-    counters, total = server._house.counters, HERE_SIZE + sum(SIZES)
+    counters, total = server.house.counters, HERE_SIZE + sum(SIZES)
     with pool_on(url(server)) as pool:
         library = Library(device.export)
         regions = with_driver(pool, library)
@@ -169,7 +169,7 @@ def test_device_memory_is_pulled_straight_by_the_first_way_that_is_taken(
         feeds = fed_at(device.start, state[1:])
         stats = saved(pool, snapshot_on(feeds, state, 1))
         assert stats.bounced_bytes == SIZES[0] + SIZES[3], "the small ones alone"
-        assert counters["verbs_bytes"] == counters["pulled_bytes"] == total
+        assert counters.counts["verbs_bytes"] == counters.counts["pulled_bytes"] == total
         assert regions.way(0) is way
         assert library.ranges, "a dmabuf was made, and offered"
         asked, keys = len(library.ranges), keys_of(regions)
@@ -180,7 +180,7 @@ def test_device_memory_is_pulled_straight_by_the_first_way_that_is_taken(
         saved(pool, snapshot_on(feeds, [state[0], *again[1:]], 2))
         assert keys_of(regions) == keys
         assert len(library.ranges) == asked
-        assert counters["verbs_bytes"] == 2 * total
+        assert counters.counts["verbs_bytes"] == 2 * total
         assert [holds(pool, states(step), step) for step in (1, 2)] == [True, True]
     check_sound(server)
 
@@ -190,7 +190,7 @@ def test_device_memory_that_nothing_registers_is_staged_and_the_save_is_whole(
 ) -> None:
     """As the addresses of a GPU are without a driver that helps: nothing is mapped there."""
     nowhere = map_pages(0, device.size, _NO_ACCESS, MAP_PRIVATE | MAP_ANONYMOUS, (-1, 0))
-    counters, on_device = server._house.counters, sum(SIZES)
+    counters, on_device = server.house.counters, sum(SIZES)
     with pool_on(url(server)) as pool, caplog.at_level(logging.WARNING, "portus"):
         regions = with_driver(pool, Library(device.export))
         for step in (1, 2):
@@ -198,8 +198,8 @@ def test_device_memory_that_nothing_registers_is_staged_and_the_save_is_whole(
             feeds = fed_at(nowhere, state[1:], Unreachable)
             stats = saved(pool, snapshot_on(feeds, state, step))
             assert stats.bounced_bytes == on_device
-            assert counters["verbs_bytes"] == step * HERE_SIZE, "what is here goes as before"
-            assert counters["pulled_bytes"] == step * (HERE_SIZE + on_device)
+            assert counters.counts["verbs_bytes"] == step * HERE_SIZE, "what is here goes as before"
+            assert counters.counts["pulled_bytes"] == step * (HERE_SIZE + on_device)
         assert regions.staged_devices() == [0]
         assert [holds(pool, states(step), step) for step in (1, 2)] == [True, True]
     [line] = [each for each in caplog.messages if "pinned memory" in each]

@@ -123,12 +123,12 @@ def test_a_training_saves_to_a_host_by_verbs_and_is_restored_in_place(
         assert first == [], "no step was fenced yet: all was copied inside the call"
         assert len(later[0]) == 2
         assert later[0] == later[1] == later[2], "weights and momenta stay registered"
-        before = server._house.counters["verbs_bytes"]
+        before = server.house.counters.counts["verbs_bytes"]
         with portus.open(url(server)) as view:
             view.restore_into(state())
         assert torch.equal(model.weight, weight)
-        assert server._house.counters["verbs_bytes"] - before >= 2 * weight.nbytes
-        assert server._house.counters["bounced_bytes"] == 0
+        assert server.house.counters.counts["verbs_bytes"] - before >= 2 * weight.nbytes
+        assert server.house.counters.counts["bounced_bytes"] == 0
 
 
 def _said(name: str) -> int:

@@ -22,7 +22,7 @@ from portus.reach.index.directory import format_device, open_reader
 from portus.reach.index.findings import Severity
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, pack_column, pack_handles
+from portus.reach.protocol.messages import Said, pack_column, pack_pairs
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import error_of
 from portus.reach.transport.verbs import RegisterError
@@ -59,7 +59,7 @@ def hear_all(walk: Walk) -> None:
 
 
 def models(server: Server) -> list[str]:
-    catalogue = server._house.pools.of("default").writer.catalogue()
+    catalogue = server.house.pools.of("default").writer.catalogue()
     return sorted(entry.info.model for entry in catalogue.entries())
 
 
@@ -77,7 +77,7 @@ def test_a_client_that_is_killed_at_any_state_leaves_its_version_or_nothing(
             assert (child.wait(), child.rest()) == (-9, ["there"])
         saved(bystander, snapshot_of(other, 8, "other"))  # over the connection that it had
         check_sound(server)
-        hosted = server._house.pools.of("default")
+        hosted = server.house.pools.of("default")
         settled(lambda: not hosted.writer.locks.pins() or None)
         found = models(server).count(MODEL)
         assert found in ((0, 1) if state == "confirming" else (state in COMMITTED,))
@@ -220,7 +220,7 @@ def test_another_version_of_the_protocol_is_refused_before_a_queue_pair_is_made(
         other.setattr("portus.reach.transport.dial.VERSION", said.VERSION + 1)
         with pytest.raises(UsageError, match="upgrade the older"), pool_on(url(server)):
             pass
-    assert server._house.fabric._devices == {}
+    assert server.house.fabric._devices == {}
     check_sound(server)
     assert others_save(server)
 
@@ -272,7 +272,7 @@ def test_a_handle_that_lies_at_a_restore_is_refused_and_others_are_served(
     extents = walk.record.extents
     offsets = np.stack([extents["offset"], extents["length"]], axis=1).reshape(-1)
     handle = PUSHES[lie](walk.region.start, walk.region.remote_key)
-    packed = pack_handles([handle[0]], [handle[1]])
+    packed = pack_pairs([handle[0]], [handle[1]])
     message = said.Push(pack_column([SIZE]), pack_column(offsets.astype(np.int64)), packed)
     error = refusal(walk, message)
     assert isinstance(error, UsageError)
@@ -297,7 +297,7 @@ def test_memory_that_may_only_be_read_is_never_written(server: Server) -> None:
             extents = pool.record(entry).extents[:1]
             size = min(key.length, int(extents["length"][0]))
             ranges = pack_column([int(extents["offset"][0]), size])
-            handle = pack_handles([key.start], [key.remote_key])
+            handle = pack_pairs([key.start], [key.remote_key])
             before = state[0].copy()
             answer = link.ask(said.Push(pack_column([size]), ranges, handle))
             assert isinstance(answer, said.Refused), answer
@@ -344,7 +344,7 @@ def test_who_does_not_have_the_secret_reaches_nothing(
             monkeypatch.setenv("PORTUS_SECRET_FILE", str(wrong))
         with pytest.raises(UsageError, match="secret"), pool_on(url(server)):
             pass
-        assert server._house.fabric._devices == {}, "no queue pair was made for it"
+        assert server.house.fabric._devices == {}, "no queue pair was made for it"
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(right))
         with pool_on(url(server)) as pool:
             assert saved(pool, snapshot_of(state, 1)).bounced_bytes == 0
@@ -357,14 +357,14 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
     with pytest.raises(RegisterError, match="ulimit -l"):
         walk.lane.register(walk.array.ctypes.data, TEN_TERABYTES)
     lengths = pack_column([TEN_TERABYTES])
-    handle = pack_handles([walk.array.ctypes.data], [7])
+    handle = pack_pairs([walk.array.ctypes.data], [7])
     walk.link.send(said.Begin(MODEL, 1, b"t" * 16, lengths, handle))
     answer = walk.link.hear()
-    if isinstance(answer, said.Begun):
+    if isinstance(answer, said.Done):
         full = walk.ask(said.Offer(ONE), said.Full)
         assert isinstance(full, said.Full)
         assert full.errno == errno.ENOSPC
-        walk.ask(said.Abandon(), said.Abandoned)  # until then it may be offered again
+        walk.ask(said.Abandon(), said.Done)  # until then it may be offered again
     else:
         assert isinstance(answer, said.Refused)
         assert isinstance(error_of(answer), MediumError)
@@ -379,7 +379,7 @@ def test_a_client_that_says_nothing_after_a_pull_is_ended_and_holds_nobody_up() 
         walk = Walk(url(server))
         try:
             walk.to("pulled")
-            hosted = server._house.pools.of("default")
+            hosted = server.house.pools.of("default")
             assert hosted.saves == 1
             assert others_save(server)
             settled(lambda: hosted.saves == 0 or None)
@@ -439,12 +439,12 @@ def test_a_pool_that_a_failed_persist_poisoned_is_still_restored_from(server: Se
     state = state_of(SIZE, 5)
     with pool_on(url(server)) as pool:
         saved(pool, snapshot_of(state, 1))
-        medium = server._house.pools.of("default").writer.medium
+        medium = server.house.pools.of("default").writer.medium
         medium._poison = "persist: worn out"  # type: ignore[attr-defined]
         with pytest.raises(MediumError, match="worn out"):
             saved(pool, snapshot_of(state, 2))
         targets = [np.zeros_like(each) for each in state]
         assert loaded(pool, targets, 1)
         assert all(np.array_equal(*pair) for pair in zip(state, targets, strict=True))
-        assert server._house.counters["bounced_bytes"] == SIZE
+        assert server.house.counters.counts["bounced_bytes"] == SIZE
         assert steps(pool) == [1]

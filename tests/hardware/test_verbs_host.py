@@ -32,7 +32,7 @@ from portus.reach.index.findings import Severity
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
-from portus.reach.protocol.messages import pack_column, pack_handles
+from portus.reach.protocol.messages import pack_column, pack_pairs
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
 from tests.contents import table
@@ -65,7 +65,7 @@ def pool_on(address: str, model: str = "run") -> Iterator[HostPool]:
 
 def check_sound(server: Server) -> None:
     """Nothing is half-made, and the host is at no save any more."""
-    hosted = server._house.pools.of("default")
+    hosted = server.house.pools.of("default")
     until = time.monotonic() + WAIT_S_MAX
     while hosted.saves and time.monotonic() < until:
         time.sleep(0.01)
@@ -86,10 +86,10 @@ def others_save(server: Server) -> bool:
 
 def test_a_state_is_pulled_straight_into_a_device_and_written_back(server: Server) -> None:
     state = state_of(SIZE, TENSORS)
-    counters = server._house.counters
+    counters = server.house.counters
     with pool_on(url(server)) as pool:
         assert saved(pool, snapshot_of(state, 1)).bounced_bytes == 0
-        assert counters["verbs_bytes"] == counters["pulled_bytes"] == SIZE
+        assert counters.counts["verbs_bytes"] == counters.counts["pulled_bytes"] == SIZE
         assert pool.links.verbs is not None
         regions = {each.region.remote_key for each in pool.links.verbs._known.values()}
         assert len(regions) == TENSORS
@@ -101,8 +101,8 @@ def test_a_state_is_pulled_straight_into_a_device_and_written_back(server: Serve
         targets = [np.zeros_like(each) for each in state]
         assert loaded(pool, targets, 2)
         assert all(np.array_equal(*pair) for pair in zip(state, targets, strict=True))
-        assert counters["verbs_bytes"] == 3 * SIZE, "it was written back by verbs"
-        assert counters["bounced_bytes"] == 0
+        assert counters.counts["verbs_bytes"] == 3 * SIZE, "it was written back by verbs"
+        assert counters.counts["bounced_bytes"] == 0
     check_sound(server)
 
 
@@ -113,7 +113,7 @@ def test_a_state_of_all_sizes_comes_back(server: Server) -> None:
     with pool_on(url(server)) as pool:
         stats = saved(pool, snapshot_of(state, 1))
         assert stats.bounced_bytes == sum(size for size in sizes if size < 16384)
-        assert server._house.counters["bounced_bytes"] == 0
+        assert server.house.counters.counts["bounced_bytes"] == 0
         assert holds(pool, state, 1)
     check_sound(server)
 
@@ -124,7 +124,7 @@ def test_a_file_system_with_dax_is_reached_through_the_ring(tmp_path: Path) -> N
     with serving(place, patience=PATIENCE) as server, pool_on(url(server)) as pool:
         stats = saved(pool, snapshot_of(state, 1))
         assert stats.bounced_bytes == stats.copied_bytes == RING
-        assert server._house.counters["bounced_bytes"] == RING
+        assert server.house.counters.counts["bounced_bytes"] == RING
         assert holds(pool, state, 1)
         check_sound(server)
 
@@ -299,7 +299,7 @@ def settled(found: Callable[[], T | None]) -> T:
 
 def test_a_client_that_is_killed_in_a_pull_leaves_nothing_and_others_go_on(server: Server) -> None:
     command = [sys.executable, "-m", "tests.hardware.states", url(server), "64"]
-    hosted = server._house.pools.of("default")
+    hosted = server.house.pools.of("default")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         for line in trainer.stdout:
@@ -363,7 +363,7 @@ def test_a_handle_that_lies_is_refused_and_others_save(server: Server, lie: str)
         region = lane.register(array.ctypes.data, array.nbytes)
         address, key, length = LIES[lie](region.start, region.remote_key, array.nbytes)
         lengths, one = pack_column([length]), pack_column([0])
-        link.ask(said.Begin("liar", 1, b"t" * 16, lengths, pack_handles([address], [key])))
+        link.ask(said.Begin("liar", 1, b"t" * 16, lengths, pack_pairs([address], [key])))
         answer = link.ask(said.Offer(one))
         assert isinstance(answer, said.Refused), answer
         assert answer.fault is said.Fault.USAGE
@@ -432,7 +432,7 @@ def test_every_version_of_what_another_process_writes_all_the_time_loads(
             snapshot = replace(snapshot_of(state, step), late=late, exposed=np.array([3]))
             assert saved(pool, snapshot).bounced_bytes == SOME
             assert loaded(pool, [np.zeros_like(each) for each in state], step)
-        assert server._house.counters["pulled_bytes"] == 20 * 2 * SOME
+        assert server.house.counters.counts["pulled_bytes"] == 20 * 2 * SOME
     check_sound(server)
 
 

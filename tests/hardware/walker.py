@@ -17,7 +17,7 @@ from portus.engine.format.checksum import UNIT, digest
 from portus.reach.index.records import VersionRecord, decode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, parse
-from portus.reach.protocol.messages import Said, pack_column, pack_handles
+from portus.reach.protocol.messages import Said, pack_column, pack_pairs
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
 from portus.reach.transport.regions import ClientLane
@@ -106,14 +106,14 @@ class Walk:
         self.region = self.lane.register(self.array.ctypes.data, SIZE)
 
     def _begun(self) -> None:
-        handle = pack_handles([self.region.start], [self.region.remote_key])
-        self.ask(said.Begin(MODEL, 1, b"t" * 16, pack_column([SIZE]), handle), said.Begun)
+        handle = pack_pairs([self.region.start], [self.region.remote_key])
+        self.ask(said.Begin(MODEL, 1, b"t" * 16, pack_column([SIZE]), handle), said.Done)
 
     def _offered(self) -> None:
         self.link.send(said.Offer(pack_column([0])))
 
     def _pulled(self) -> None:
-        self.hear(said.Pulled)
+        self.hear(said.Hashed)
 
     def _confirming(self) -> None:
         starts = range(0, SIZE, UNIT)
@@ -133,7 +133,7 @@ class Walk:
         self._abandoning_a_pull()
 
     def _abandoned(self) -> None:
-        self.hear(said.Abandoned)
+        self.hear(said.Done)
 
     def _pinned(self) -> None:
         self.ask(said.Pin(self.record.info.id), said.Done)
@@ -142,12 +142,12 @@ class Walk:
         extents = share(self.record, np.arange(1)).extents
         moved = sources(np.array([self.region.start]), np.array([SIZE]), extents)
         ranges = np.stack([moved.extent_offset, moved.extent_length], axis=1).reshape(-1)
-        handle = pack_handles([self.region.start], [self.region.remote_key])
+        handle = pack_pairs([self.region.start], [self.region.remote_key])
         self.array[:] = 0
         self.link.send(said.Push(pack_column([SIZE]), pack_column(ranges), handle))
 
     def _pushed(self) -> None:
-        self.hear(said.Pushed)
+        self.hear(said.Hashed)
 
 
 def warm_up() -> None:

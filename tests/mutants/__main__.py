@@ -70,10 +70,6 @@ RUN_S_MIN: Final = 60.0
 """...that long at least."""
 
 EQUIVALENT: Final[dict[str, str]] = {
-    'protocol/messages.py: 79, "PUSHED", {Phase.PUSHING: Phase.READY}, '
-    "body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL -> "
-    '79, "PUSHED", {Phase.PUSHING: Phase.READY}, '
-    "body_size_max=DIGEST_SIZE * UNITS_MAX | SMALL": "powers of two: their sum has the same bits",
     "protocol/connection.py: if kind.from_client == self._is_client: -> "
     "if kind.from_client is self._is_client:": "there is one True and one False",
     "index/check_version.py: BATCH: Final = 64 << 20 -> BATCH: Final = 64 << 21": "how many bytes "

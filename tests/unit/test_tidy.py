@@ -112,7 +112,6 @@ LARGE = {
     "reach/protocol/messages": "every message, declared in one place",
     "companions/shelf/shelf: Shelf": "most methods are those of a mapping",
     "reach/transport/host": "a client's connections to one host",
-    "reach/transport/host: Links": "each request that any connection may take",
     "reach/transport/stream": "one framing: its two ends are read together",
     "reach/transport/stream: Link": "one connection's frames, deadlines and stops",
     "reach/transport/verbs": "the one module that knows pyverbs",

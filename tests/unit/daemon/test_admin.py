@@ -91,10 +91,10 @@ def test_a_tenant_is_kicked_and_no_other(server: Server, desk: str) -> None:
         run.save(STATE, 1).wait()
         with client(server, "two") as link:
             assert portus_json("admin", "kick", desk, "one")["ended"] >= 1
-            until(lambda: [each.tenant for each in server.facts()] == ["two"])
+            until(lambda: [each.tenant for each in server.status()] == ["two"])
             link.ask(said.Status())
             run.save(STATE, 2).wait()
-            peer = next(each.peer for each in server.facts() if each.tenant == "two")
+            peer = next(each.peer for each in server.status() if each.tenant == "two")
             assert portus_json("admin", "kick", desk, peer)["ended"] == 1
             with pytest.raises(TransportError):
                 link.ask(said.Status())
@@ -146,7 +146,7 @@ def test_a_drain_waits_for_saves_under_way_and_lets_none_begin(server: Server, d
         waiting = threading.Thread(target=command, args=("admin", "drain", desk), daemon=True)
         waiting.start()
         link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
-        assert isinstance(link.hear(), said.Pulled)
+        assert isinstance(link.hear(), said.Hashed)
         confirm(link)
         waiting.join(30)
         assert not waiting.is_alive()
@@ -154,7 +154,7 @@ def test_a_drain_waits_for_saves_under_way_and_lets_none_begin(server: Server, d
         assert portus_json("admin", desk)["draining"]
         assert portus_json("admin", "drain", desk, "--off") == {"draining": False, "saves": 0}
         answer = second.ask(said.Begin("other", 1, b"o" * 16, LENGTHS))
-        assert isinstance(answer, said.Begun)
+        assert isinstance(answer, said.Done)
 
 
 def page(server: Server, path: str) -> tuple[str, str]:
@@ -251,7 +251,7 @@ def test_the_socket_is_the_operators_alone_and_what_is_not_known_is_refused(
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.connect(desk)
             asking.sendall(line)
-            assert b'"kind":"UsageError"' in asking.recv(1000)
+            assert b'"fault":"usage"' in asking.recv(1000)
     with pytest.raises(UsageError, match="no storage host of this machine"):
         ask(str(tmp_path / "nobody.sock"), Look())
     with pytest.raises(UsageError, match="another machine"):

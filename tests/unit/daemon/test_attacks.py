@@ -125,7 +125,7 @@ def begins(link: Link) -> None:
     link.ask(said.Begin(model, 1, os.urandom(16), pack_column([0] * MANY), handles))
     if link.connection.state.value == "saving":
         for _ in range(100):
-            if not isinstance(link.ask(said.Offer(b"")), said.Pulled):
+            if not isinstance(link.ask(said.Offer(b"")), said.Hashed):
                 return
 
 

@@ -138,7 +138,7 @@ def test_a_host_needs_no_torch(tmp_path: Path) -> None:
         "from portus.reach.daemon.main import prepare\n"
         "from portus.reach.daemon.options import ServeOptions\n"
         "server = prepare(ServeOptions(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
-        "server.start(); server._house.pools.of('default'); assert server.stop()\n"
+        "server.start(); server.house.pools.of('default'); assert server.stop()\n"
         "import portus.cli.main, portus.cli.app\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
@@ -415,7 +415,7 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
 def test_who_begins_no_tls_is_ended_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.reach.daemon.server.GREETING_S", 0.2)
+    monkeypatch.setattr("portus.reach.daemon.session.GREETING_S", 0.2)
     cert, key = certificate(tmp_path)
     options = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
     server = prepare(options)

@@ -97,7 +97,7 @@ def test_unix_sockets_have_no_address(coming: Coming) -> None:
 def test_one_that_nobody_uses_ends_for_another_of_who_has_most(coming: Coming) -> None:
     few = [coming.proven("x", "few", waits=True) for _ in range(4)]
     many = [coming.proven(f"{number % 3}", "many", waits=True) for number in range(12)]
-    many[1].works()
+    many[1].waits = False
     coming.proven("y", "new")
     assert [bool(each.why) for each in many] == [True, *[False] * 11], "the longest unused"
     coming.proven("z", "newer")

@@ -13,9 +13,10 @@ import pytest
 import portus
 import portus.dcp
 from portus.errors import UsageError
-from portus.reach.daemon.requests.router import Requests
+from portus.reach.daemon.requests.guest import Guest
+from portus.reach.daemon.session import ServedConnection
 from portus.reach.index.place import Place, PlaceKind
-from portus.reach.protocol.messages import Said
+from portus.reach.protocol.messages import Message
 from tests.hosts import Host, serving, url
 from tests.unit.dcp.running import run
 
@@ -41,13 +42,13 @@ def test_ranks_are_spread_over_hosts_and_their_shards_loaded_by_other_numbers_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: Counter[str] = Counter()
-    answer = Requests.answer
+    answer = ServedConnection._answer
 
-    def heard(requests: Requests, message: Said) -> None:
+    def heard(served: ServedConnection, guest: Guest, message: Message) -> None:
         asked[message.kind.name] += 1
-        answer(requests, message)
+        answer(served, guest, message)
 
-    monkeypatch.setattr(Requests, "answer", heard)
+    monkeypatch.setattr(ServedConnection, "_answer", heard)
     with serving(tmp_path / "a") as first, serving(tmp_path / "b") as second:
         a, b = url(first), url(second)
         run(tmp_path, "hosts_save:4:fsdp:5", PORTUS_POOL=f"{a},{b}")

@@ -32,9 +32,10 @@ from portus.errors import (
     UsageError,
 )
 from portus.reach.daemon.house import ClientTimeouts
-from portus.reach.daemon.requests.router import Requests
-from portus.reach.daemon.requests.saves import SaveRequests
+from portus.reach.daemon.requests import saves
+from portus.reach.daemon.requests.guest import Guest
 from portus.reach.daemon.server import Server
+from portus.reach.daemon.session import ServedConnection
 from portus.reach.files.host import HostPool, _HostAccess
 from portus.reach.index.check import check
 from portus.reach.index.place import Place
@@ -42,7 +43,7 @@ from portus.reach.index.records import VersionRecord
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme
-from portus.reach.protocol.messages import Said
+from portus.reach.protocol.messages import Message
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.training.training_files import TrainingFiles
 from portus.reach.transport import stream
@@ -80,13 +81,13 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What every host of this process is asked for."""
     asked: list[str] = []
-    answer = Requests.answer
+    answer = ServedConnection._answer
 
-    def heard(requests: Requests, message: Said) -> None:
+    def heard(served: ServedConnection, guest: Guest, message: Message) -> None:
         asked.append(message.kind.name)
-        answer(requests, message)
+        answer(served, guest, message)
 
-    monkeypatch.setattr(Requests, "answer", heard)
+    monkeypatch.setattr(ServedConnection, "_answer", heard)
     return asked
 
 
@@ -209,7 +210,7 @@ def attacked(link: LossyLink, server: Server, attack: str, numbers: list[int]) -
                 assert same(pool.load(), state(newest.step))
             assert newest.step == step or not reported
         saved_at_last(checkpointer, step + 1)
-    assert check(server._house.pools.of("default").writer) == []
+    assert check(server.house.pools.of("default").writer) == []
     return saved, lost
 
 
@@ -319,8 +320,8 @@ def test_a_save_ends_at_the_first_answer_that_is_not_what_was_sent(
         if where == "on the way":
             link.damage_at = link.relayed + len(array) // 2
         else:  # of the host, behind the digest of the frame
-            pull = SaveRequests._pull
-            monkeypatch.setattr(SaveRequests, "_pull", lambda *each: pull(*each) ^ 1)
+            pull = saves._pull
+            monkeypatch.setattr(saves, "_pull", lambda *each: pull(*each) ^ 1)
         with pytest.raises(TransportError, match=why):
             draft.copy(np.arange(1), snapshot.address, Stop())
         draft.release()
@@ -334,7 +335,7 @@ def test_a_flip_in_what_is_read_is_never_handed_out(
         checkpointer.save(state(1), 1).wait()
     chance = random.Random(seed)
     refused = 0
-    connections = server.house.counters["connections"]
+    connections = server.house.counters.counts["connections"]
     for _ in range(FLIPS // 2):
         with portus.open(address(link)) as pool:
             link.damage_at = link.relayed + chance.randrange(300_000)
@@ -345,7 +346,7 @@ def test_a_flip_in_what_is_read_is_never_handed_out(
             except PortusError:
                 refused += 1
             link.damage_at = None
-    again = server.house.counters["connections"] - connections - FLIPS
+    again = server.house.counters.counts["connections"] - connections - FLIPS
     assert refused + again > FLIPS // 6, "what is refused is read again, over another connection"
 
 
@@ -366,7 +367,7 @@ def test_a_fence_that_expires_in_a_slow_pull_abandons_and_training_goes_on(
         assert checkpointer.steps() == [1]
         loaded: Any = checkpointer.load()
         assert torch.equal(loaded["model"]["weight"], kept)
-        hosted = server._house.pools.of("default")
+        hosted = server.house.pools.of("default")
         until = time.monotonic() + 10
         while hosted.saves and time.monotonic() < until:
             time.sleep(0.01)
@@ -563,7 +564,7 @@ def test_a_host_is_waited_for_in_a_commit_as_long_as_it_answers_others(
     server: Server, link: LossyLink, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who works says as little as who hangs."""
-    writer = server._house.pools.of("default").writer
+    writer = server.house.pools.of("default").writer
     writer.release(writer.reserve(64 << 20))
     with PoolCheckpointer(address(link)) as checkpointer:
         checkpointer.save(state(0), 0).wait(60)
@@ -707,7 +708,7 @@ def test_many_clients_save_at_once_and_each_has_its_own(server: Server) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert check(server._house.pools.of("default").writer) == []
+    assert check(server.house.pools.of("default").writer) == []
 
 
 def test_a_quota_ends_saves_and_not_the_training(
@@ -751,7 +752,7 @@ def test_ls_tells_which_save_failed_last_and_why(tmp_path: Path, place: str, why
         if why == "cut off":
             link.cut_after = 0
         elif why == "the disk is gone":
-            server._house.pools.of("default").writer.medium.poison(why)
+            server.house.pools.of("default").writer.medium.poison(why)
         handle = checkpointer.save({"x": torch.ones((16 << 20) if why == "needs space" else 4)}, 40)
         with pytest.raises(PortusError) as failed:
             handle.wait(60)
@@ -820,7 +821,7 @@ def test_what_rotted_on_the_host_is_not_shared_but_sent_again(
             handle = checkpointer.save({"frozen": frozen, "x": torch.tensor([step])}, step)
             handle.wait()
         assert handle.stats.shared_bytes == frozen.nbytes
-        writer = server._house.pools.of("default").writer
+        writer = server.house.pools.of("default").writer
         found = list(writer.catalogue().entries())[-1]
         record = writer.record(found)
         extent = record.storage_extents(int(np.argmax(record.storages["length"])))[0]
@@ -869,9 +870,12 @@ def test_what_changed_of_a_catalogue_is_read_in_one_request(
         send(link, message)
 
     def saved(*models: int) -> None:
+        before = server.connections()
         for number in models:
             with PoolCheckpointer(url(server), f"m{number}") as checkpointer:
                 checkpointer.save({}, number).wait()
+        # The host gives space back after the goodbye, which is a commit, too.
+        until(lambda: server.connections() <= before)
 
     saved(*range(12))
     with contextlib.closing(HostPool(url(server))) as pool:

@@ -55,7 +55,7 @@ def test_a_state_waits_for_one_side_alone_but_where_words_may_cross() -> None:
 
 def test_an_abandonment_that_crosses_any_answer_ends_in_ready() -> None:
     for state in (Phase.OFFERED, Phase.PULLING):
-        for answer in (said.Pull.kind, said.Pulled.kind, said.Refused.kind):
+        for answer in (said.Pull.kind, said.Hashed.kind, said.Refused.kind):
             if (state, answer) not in NEXT:
                 continue
             host = NEXT[state, answer]  # it answered, and then hears of the abandonment

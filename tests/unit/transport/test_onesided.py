@@ -9,6 +9,7 @@ import random
 import socket
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from portus.engine.copying.local import hash_sources
-from portus.engine.copying.segments import Sources, Stop
+from portus.engine.copying.segments import Column, Sources, Stop
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import PAGE, Extent
@@ -28,12 +29,11 @@ from portus.reach.transport.one_sided import (
     DirectLanding,
     Landing,
     PoolRegions,
-    RemoteStorages,
     RingLanding,
     Rings,
+    TransferResult,
     is_pinnable,
-    pull,
-    push,
+    transfer,
 )
 from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gather
 from portus.reach.transport.stream import EndedError, Link
@@ -59,12 +59,14 @@ class Card:
         self._chance = random.Random(seed)
         self._fail_at = fail_at
         self._queue: deque[tuple[int, int, int]] = deque()
+        self.keys: list[tuple[int, int, int]] = []
+        """Where storages of the other side are, their lengths, and their keys."""
 
     def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
-        self._post(target, source, length, (target, local_key), remote_key)
+        self._post(target, source, length, (target, local_key), (source, remote_key))
 
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
-        self._post(target, source, length, (source, local_key), remote_key)
+        self._post(target, source, length, (source, local_key), (target, remote_key))
 
     def poll(self) -> int:
         assert not self.closed
@@ -79,10 +81,11 @@ class Card:
         self.closed = True
 
     def _post(
-        self, target: int, source: int, length: int, local: tuple[int, int], remote_key: int
+        self, target: int, source: int, length: int, local: tuple[int, int], remote: tuple[int, int]
     ) -> None:
         assert not self.closed
-        assert remote_key == KEY
+        [key] = {key for at, size, key in self.keys if at <= remote[0] < at + size}
+        assert remote[1] == key
         start, size = self._registry.live[local[1]]
         assert start <= local[0], "it begins before its region"
         assert local[0] + length <= start + size, "it leaves its region"
@@ -149,7 +152,7 @@ class Client:
             address=self.address, length=self.lengths, extent_offset=none, extent_length=none
         )
         self.parts = Parts.of(self.sources, small, place)
-        self.remote = RemoteStorages(place, np.full(len(sizes), KEY, np.int64))
+        self.place = place
         self.small = small
 
     def clear(self) -> None:
@@ -165,6 +168,25 @@ def room_for(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Sourc
     room = [Extent(3 * PAGE, first), Extent(first + 9 * PAGE, rest)]
     extents, _ = place(offsets, lengths, room)
     return sources(np.zeros(len(lengths), np.int64), lengths, extents), first + rest + 20 * PAGE
+
+
+def pull(card: Card, landing: Landing, moved: Sources, place: Column, link: Link) -> TransferResult:
+    """Pull what lies at ``place`` with the client."""
+    return move(card, landing, moved, place, link, is_pull=True)
+
+
+def push(card: Card, landing: Landing, moved: Sources, place: Column, link: Link) -> TransferResult:
+    return move(card, landing, moved, place, link, is_pull=False)
+
+
+def move(
+    card: Card, landing: Landing, moved: Sources, place: Column, link: Link, *, is_pull: bool
+) -> TransferResult:
+    key = np.where(moved.length < SMALL, KEY, KEY + 1 + np.arange(len(place)))
+    columns = (place.tolist(), moved.length.tolist(), key.tolist())
+    card.keys = list(zip(*columns, strict=True))
+    there = replace(moved, address=place)
+    return transfer(card, landing, there, key, link, is_pull=is_pull)
 
 
 class Host:
@@ -217,14 +239,14 @@ def test_what_is_pulled_is_stored_and_comes_back(medium: Medium, host: Host, see
     assert np.array_equal(client.parts.digests, expected)
     moved, _ = room_for(client.lengths)
     card = host.card(seed)
-    done = pull(card, host.landing(), client.remote, moved, host.link)
+    done = pull(card, host.landing(), moved, client.place, host.link)
     assert np.array_equal(done.digests, expected)
     assert done.bounced == (0 if is_pinnable(medium) else moved.size)
     assert card.longest <= one_sided.PIECE
     small = int(client.small.sum())
     assert card.requests < 50 < small, "small storages travel together"
     client.clear()
-    done = push(host.card(seed), host.landing(), client.remote, moved, host.link)
+    done = push(host.card(seed), host.landing(), moved, client.place, host.link)
     assert np.array_equal(done.digests, expected)
     client.parts.scatter(Stop())
     client.parts.hash_big(Stop())
@@ -246,9 +268,8 @@ def test_what_lies_between_two_storages_stays_as_it_is(
         extent_length=np.array([2000, 100]),
     )
     start = memory.ctypes.data
-    remote = RemoteStorages(np.array([start, start + PAGE]), np.full(2, KEY))
     card = host.card(seed)
-    pull(card, host.landing(), remote, moved, host.link)
+    pull(card, host.landing(), moved, np.array([start, start + PAGE]), host.link)
     found = bytearray(4 * PAGE)
     medium.load(0, memoryview(found))
     expected = bytearray(b"x" * 4 * PAGE)
@@ -268,11 +289,11 @@ def test_a_pull_that_fails_anywhere_closes_the_pair_first(
     for fail_at in range(1, 13):
         card = host.card(seed, fail_at)
         with pytest.raises(WorkError):
-            pull(card, host.landing(), client.remote, moved, host.link)
+            pull(card, host.landing(), moved, client.place, host.link)
         assert card.closed
         failed += 1
     assert failed == 12
-    done = pull(host.card(seed), host.landing(), client.remote, moved, host.link)
+    done = pull(host.card(seed), host.landing(), moved, client.place, host.link)
     client.parts.hash_big(Stop())
     assert np.array_equal(done.digests, client.parts.digests)
 
@@ -287,7 +308,7 @@ def test_a_client_that_hangs_up_ends_a_pull(medium: Medium, host: Host) -> None:
     with conversation() as (link, there):
         there.close()
         with pytest.raises(EndedError, match="client is gone"):
-            pull(card, landing, client.remote, room_for(client.lengths)[0], link)
+            pull(card, landing, room_for(client.lengths)[0], client.place, link)
     assert card.closed
 
 

@@ -15,23 +15,18 @@ import re
 import socket
 import struct
 import threading
-from typing import Final, TypeAlias, TypedDict, cast
+from typing import Final, TypeAlias, cast
 
 import msgspec
 
-from portus.errors import (
-    BusyError,
-    CorruptionError,
-    MediumError,
-    PortusError,
-    TransportError,
-    UsageError,
-)
+from portus.errors import MediumError, PortusError, TransportError, UsageError
 from portus.reach.daemon.events import tell
+from portus.reach.daemon.house import ConnectionStatus
 from portus.reach.daemon.options import ServeOptions, reload
-from portus.reach.daemon.pools import HostedPool, free_bytes, used_bytes
-from portus.reach.daemon.server import Server, listen_unix
-from portus.reach.protocol.address import Address, Scheme, is_address, parse
+from portus.reach.daemon.pools import free_bytes, used_bytes
+from portus.reach.daemon.server import Server, is_here, listen_unix
+from portus.reach.protocol.address import Scheme, is_address, parse
+from portus.reach.protocol.messages import Fault
 
 LINE_MAX: Final = 16 << 20
 """Bytes of an answer."""
@@ -108,25 +103,6 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     mirror_failure: str = ""
 
 
-class _MirrorReport(TypedDict, total=False):
-    mirror: str
-    mirror_missing: int
-    mirror_lag_s: float
-    mirror_failure: str
-
-
-class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``tenant``: empty until it is let in. ``seconds``: since it came. ``saving``: MODEL@STEP, or
-    empty."""
-
-    peer: str
-    tenant: str
-    seconds: float
-    claims: list[str]
-    pins: int
-    saving: str
-
-
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True, tag="Standing"):
     """A host, as it is now."""
 
@@ -145,18 +121,13 @@ class RequestDone(msgspec.Struct, frozen=True, tag="Done"):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="Refused"):
-    """The host reports that it did not do what was asked. ``kind``: the class of the error."""
+    """The host reports that it did not do what was asked."""
 
-    kind: str
+    fault: Fault
     text: str
 
 
 Answer: TypeAlias = HostStatus | RequestDone | RequestRefused
-
-_KINDS: Final = {
-    each.__name__: each for each in (UsageError, CorruptionError, TransportError, MediumError)
-}
-_BUSY: Final = BusyError.__name__
 
 
 class AdminSocket:
@@ -221,10 +192,10 @@ class AdminSocket:
             asked = msgspec.json.decode(line, type=Asked)
             answer = self._carry_out(asked)
         except msgspec.DecodeError as error:
-            return RequestRefused(UsageError.__name__, f"unknown request: {error}")
+            return RequestRefused(Fault.USAGE, f"unknown request: {error}")
         except PortusError as error:
             text = error.strerror if isinstance(error, MediumError) else None
-            return RequestRefused(type(error).__name__, text or str(error))
+            return RequestRefused(Fault.of(error), text or str(error))
         if not isinstance(asked, Look):
             what = type(asked).__name__.lower()
             tell(logging.WARNING, "admin", f"by the operator: {asked}", request=what)
@@ -251,39 +222,34 @@ class AdminSocket:
 
     def _standing(self) -> HostStatus:
         server, pools = self._server, self._server.house.pools
-        found = server.facts()
-        connections = [
-            ConnectionStatus(
-                peer=each.peer,
-                tenant=each.tenant or "",
-                seconds=each.seconds,
-                claims=list(each.claims),
-                pins=each.pins,
-                saving=each.saving,
-            )
-            for each in found
-        ]
+        connections = server.status()
         tenants = []
         for hosted in pools.all():
             own = [each for each in connections if each.tenant == hosted.tenant]
-            writer = hosted.writer
-            tenants.append(
-                Tenant(
-                    tenant=hosted.tenant,
-                    size=writer.medium.size,
-                    on_disk=used_bytes(hosted),
-                    free=free_bytes(hosted),
-                    quota=writer.max_bytes,
-                    versions=len(writer.catalogue().ids()),
-                    connections=len(own),
-                    claims=sorted({model for each in own for model in each.claims}),
-                    pins=sum(each.pins for each in own),
-                    saves=hosted.saves,
-                    read_only=bool(hosted.standstill),
-                    poisoned=writer.medium.is_poisoned,
-                    **_mirror_report(hosted),
-                )
+            writer, copier = hosted.writer, hosted.copier
+            tenant = Tenant(
+                tenant=hosted.tenant,
+                size=writer.medium.size,
+                on_disk=used_bytes(hosted),
+                free=free_bytes(hosted),
+                quota=writer.max_bytes,
+                versions=len(writer.catalogue().ids()),
+                connections=len(own),
+                claims=sorted({model for each in own for model in each.claims}),
+                pins=sum(each.pins for each in own),
+                saves=hosted.saves,
+                read_only=bool(hosted.standstill),
+                poisoned=writer.medium.is_poisoned,
             )
+            if copier is not None:
+                tenant = msgspec.structs.replace(
+                    tenant,
+                    mirror=copier.name,
+                    mirror_missing=len(copier.missing()),
+                    mirror_lag_s=copier.lag_s,
+                    mirror_failure=copier.failure,
+                )
+            tenants.append(tenant)
         return HostStatus(
             place=pools.place,
             addresses=[listener.public_address for listener in server.listeners],
@@ -291,18 +257,6 @@ class AdminSocket:
             tenants=sorted(tenants, key=lambda each: each.tenant),
             connections=sorted(connections, key=lambda each: (each.tenant, each.peer)),
         )
-
-
-def _mirror_report(hosted: HostedPool) -> _MirrorReport:
-    mirror = hosted.copier
-    if mirror is None:
-        return {}
-    return {
-        "mirror": mirror.name,
-        "mirror_missing": len(mirror.missing()),
-        "mirror_lag_s": mirror.lag_s,
-        "mirror_failure": mirror.failure,
-    }
 
 
 def admin_path(server: Server) -> str:
@@ -350,9 +304,7 @@ def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
         except (OSError, msgspec.DecodeError) as error:
             raise TransportError(f"{path}: no answer: {error}") from error
     if isinstance(answer, RequestRefused):
-        if answer.kind in _KINDS and answer.kind != MediumError.__name__:
-            raise _KINDS[answer.kind](answer.text)
-        raise (BusyError if answer.kind == _BUSY else MediumError)(errno.EIO, answer.text)
+        raise answer.fault.error(errno.EIO, answer.text)
     return answer
 
 
@@ -364,7 +316,7 @@ def _path_of(where: str) -> str:
     address = parse(where)
     if address.scheme is Scheme.UNIX:
         raise UsageError(f"{where}: give the path of its socket for operators (serve --admin PATH)")
-    if not _is_here(address):
+    if not is_here(address.host):
         raise UsageError(f"{address}: another machine; run this where the host runs")
     places = ["/run/portus", *filter(None, [_of_user()])]
     names = [os.path.join(place, f"{address.port}.sock") for place in places]
@@ -377,18 +329,6 @@ def _path_of(where: str) -> str:
             "that PATH"
         )
     return found[0]
-
-
-def _is_here(address: Address) -> bool:
-    """True if that is an address of this machine: only these can be listened at."""
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(
-            address.host, 0, type=socket.SOCK_STREAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(place)
-                return True
-    return False
 
 
 def _of_user() -> str:
@@ -404,10 +344,8 @@ def _user_of(asking: socket.socket) -> int:
 
 def _line(asking: socket.socket, size_max: int) -> bytes:
     """Up to the first end of a line. Raises ``OSError``."""
-    found = bytearray()
-    while not found.endswith(b"\n"):
-        part = asking.recv(min(64 << 10, size_max + 1 - len(found)))
-        if not part or len(found) + len(part) > size_max:
-            raise OSError(errno.EPROTO, "no whole line")
-        found += part
-    return bytes(found)
+    with asking.makefile("rb") as file:
+        found = file.readline(size_max)
+    if not found.endswith(b"\n"):
+        raise OSError(errno.EPROTO, "no whole line")
+    return found

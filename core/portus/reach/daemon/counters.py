@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from portus.reach.protocol.messages import Fault
@@ -42,66 +40,46 @@ BOUNDS_S: Final = (
 """Upper bounds of the buckets of a histogram, in seconds; above the last there is one more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """``counts`` of what is in ``COUNTED``; ``failures`` by the name of the fault. Of each thing in
-    ``TIMED``: how many took up to each of ``BOUNDS_S`` and no less (and more than all of them), in
-    ``buckets``, and ``seconds`` in all. ``rot``: damaged places that the last scrub found, by
-    tenant."""
-
-    counts: Mapping[str, float]
-    failures: Mapping[str, int]
-    buckets: Mapping[str, Sequence[int]]
-    seconds: Mapping[str, float]
-    rot: Mapping[str, int]
-
-
 class Counters:
-    """Numbers that only grow, failures by fault, and histograms of how long things took."""
+    """Numbers that only grow. ``counts`` of what is in ``COUNTED``; ``failures`` by the name of the
+    fault. Of each thing in ``TIMED``: how many took up to each of ``BOUNDS_S`` and no less (and
+    more than all of them), in ``buckets``, and ``seconds`` in all. ``rot``: damaged places that the
+    last scrub found, by tenant. Thread-safe; ``now`` is how they are read together."""
 
     def __init__(self) -> None:
         self._guard: Final = threading.Lock()
-        self._counts: Final[dict[str, float]] = dict.fromkeys(COUNTED, 0)
-        self._failures: Final = {fault.name.lower(): 0 for fault in Fault}
-        self._buckets: Final = {name: [0] * (len(BOUNDS_S) + 1) for name in TIMED}
-        self._seconds: Final = dict.fromkeys(TIMED, 0.0)
-        self._rot: Final[dict[str, int]] = {}
+        self.counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
+        self.failures = {fault.name.lower(): 0 for fault in Fault}
+        self.buckets = {name: [0] * (len(BOUNDS_S) + 1) for name in TIMED}
+        self.seconds = dict.fromkeys(TIMED, 0.0)
+        self.rot: dict[str, int] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Count."""
         with self._guard:
-            self._counts[name] += amount
+            self.counts[name] += amount
 
     def count_failure(self, fault: Fault) -> None:
         """Count a request that was refused."""
         with self._guard:
-            self._failures[fault.name.lower()] += 1
+            self.failures[fault.name.lower()] += 1
 
     def took(self, name: str, seconds: float) -> None:
         """Count one more of what is in ``TIMED``."""
         with self._guard:
-            self._buckets[name][bisect.bisect_left(BOUNDS_S, seconds)] += 1
-            self._seconds[name] += seconds
+            self.buckets[name][bisect.bisect_left(BOUNDS_S, seconds)] += 1
+            self.seconds[name] += seconds
 
     def rotten(self, tenant: str, count: int) -> None:
         """Record that ``count`` places of a tenant's pool are damaged."""
         with self._guard:
-            self._rot[tenant] = count
+            self.rot[tenant] = count
 
-    def rot(self, tenant: str) -> int:
-        """How many were, when it was looked last."""
-        return self._rot.get(tenant, 0)
-
-    def __getitem__(self, name: str) -> float:
-        return self._counts[name]
-
-    def now(self) -> Counts:
-        """Return all counters as they are at one moment."""
+    def now(self) -> Counters:
+        """Return a copy of all as they are at one moment."""
+        copied = Counters()
         with self._guard:
-            return Counts(
-                counts=dict(self._counts),
-                failures=dict(self._failures),
-                buckets={name: list(each) for name, each in self._buckets.items()},
-                seconds=dict(self._seconds),
-                rot=dict(self._rot),
-            )
+            copied.counts, copied.failures = dict(self.counts), dict(self.failures)
+            copied.buckets = {name: list(each) for name, each in self.buckets.items()}
+            copied.seconds, copied.rot = dict(self.seconds), dict(self.rot)
+        return copied

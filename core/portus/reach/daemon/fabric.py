@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from portus.engine.copying.segments import Sources
+from portus.engine.copying.segments import Column, Sources
 from portus.engine.media.base import MappedMedium
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon.events import tell
@@ -22,13 +22,11 @@ from portus.reach.transport.one_sided import (
     DirectLanding,
     Landing,
     PoolRegions,
-    RemoteStorages,
     RingLanding,
     Rings,
     TransferResult,
     is_pinnable,
-    pull,
-    push,
+    transfer,
 )
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import (
@@ -90,19 +88,16 @@ class Fabric:
     def give_back(self, hosted: HostedPool) -> int:
         """Give the free space of a pool back; bytes that came back. None while a device has its
         pages pinned: it would go on with pages that are the pool's no more."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._guard)  # nobody begins to pin any meanwhile
-            for device in self._devices.values():
-                if stack.enter_context(device.pinning(hosted)):
-                    return 0
-            return hosted.writer.give_back()
+        with self._guard:  # nobody begins to pin any meanwhile
+            return 0 if self._pins(hosted) else hosted.writer.give_back()
 
     def has_pinned(self, hosted: HostedPool) -> bool:
         """True if a device has pages of a pool pinned."""
-        with self._guard, contextlib.ExitStack() as stack:
-            return any(
-                stack.enter_context(device.pinning(hosted)) for device in self._devices.values()
-            )
+        with self._guard:
+            return self._pins(hosted)
+
+    def _pins(self, hosted: HostedPool) -> bool:
+        return any(device.pools.get(hosted) is not None for device in self._devices.values())
 
     def close(self) -> None:
         """Let go of all devices; no lane is in use any more."""
@@ -116,43 +111,36 @@ class Fabric:
         with self._guard:
             found = self._devices.get(port)
             if found is None:
-                found = self._devices[port] = _Device(port)
+                found = self._devices[port] = _Device(port, self._guard)
             return found
 
 
 class _Device:
     """One device: what is registered with it, of all pools."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: Port, guard: threading.Lock) -> None:
+        """guard: held while ``pools`` is looked at."""
         self.domain: Final = Domain(port)
         self.rings: Final = Rings(self.domain)
-        self._guard: Final = threading.Lock()
-        self._pools: Final[dict[HostedPool, PoolRegions | None]] = {}
+        self.pools: Final[dict[HostedPool, PoolRegions | None]] = {}
+        """What is registered of a pool; None if it has to be reached through a ring."""
+        self._guard: Final = guard
 
     def regions(self, hosted: HostedPool) -> PoolRegions | None:
         """Return the regions of a pool, or None if it has to be reached through a ring."""
-        with self._guard:
-            if hosted not in self._pools:
-                self._pools[hosted] = self._register(hosted)
-            return self._pools[hosted]
-
-    @contextlib.contextmanager
-    def pinning(self, hosted: HostedPool) -> Iterator[bool]:
-        """True if pages of a pool are pinned; that stays so inside."""
-        with self._guard:
-            yield self._pools.get(hosted) is not None
-
-    def _register(self, hosted: HostedPool) -> PoolRegions | None:
         medium = hosted.writer.medium
-        if not is_pinnable(medium):
-            return None
-        assert isinstance(medium, MappedMedium)
-        return PoolRegions(self.domain, medium)
+        with self._guard:
+            if hosted not in self.pools:
+                self.pools[hosted] = None
+                if is_pinnable(medium):
+                    assert isinstance(medium, MappedMedium)
+                    self.pools[hosted] = PoolRegions(self.domain, medium)
+            return self.pools[hosted]
 
     def give_up(self, hosted: HostedPool, why: RegisterError) -> None:
         """Reach that pool through rings from now on."""
         with self._guard:
-            self._pools[hosted] = None
+            self.pools[hosted] = None
         name = hosted.writer.medium.info.name
         tell(
             logging.WARNING,
@@ -184,16 +172,11 @@ class HostLane:
         """True when it is of no more use: a transfer failed."""
         return self._pair.closed
 
-    def pull(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
-        """See ``onesided.pull``. Raises ``UnexpectedMessageError`` and ``EndedError`` too: when the
-        client says something meanwhile, or goes."""
+    def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult:
+        """See ``one_sided.transfer``. Raises ``UnexpectedMessageError`` and ``EndedError`` too:
+        when the client says something meanwhile, or goes."""
         with self._landing() as landing:
-            return pull(self._pair, landing, remote, moved, self._link)
-
-    def push(self, remote: RemoteStorages, moved: Sources) -> TransferResult:
-        """See ``onesided.push``; raises as ``pull``."""
-        with self._landing() as landing:
-            return push(self._pair, landing, remote, moved, self._link)
+            return transfer(self._pair, landing, moved, key, self._link, is_pull=is_pull)
 
     def close(self) -> None:
         """End all reads and writes."""

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from portus.errors import (
-    BusyError,
-    CorruptionError,
-    MediumError,
-    PortusError,
-    StaleError,
-    UsageError,
-)
+import msgspec
+
+from portus.errors import PortusError
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import RateLimitedLog
 from portus.reach.daemon.fabric import Fabric
@@ -66,29 +60,21 @@ def turn_away(house: House, peer: str, why: str, tenant: str | None = None) -> N
     house.strangers.tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Facts about one connection. ``tenant``: None until it is let in. ``claims``: the models that
-    it saves; ``pins``: how many versions it holds; ``saving``: MODEL@STEP, or empty."""
+class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A connection, as it is now. ``tenant``: empty until it is let in. ``seconds``: since it came.
+    ``claims``: the models that it saves; ``pins``: how many versions it holds; ``saving``:
+    MODEL@STEP, or empty."""
 
     peer: str
-    tenant: str | None
+    tenant: str
     seconds: float
-    claims: Sequence[str] = ()
+    claims: list[str] = []
     pins: int = 0
     saving: str = ""
 
 
 def refusal_of(error: PortusError) -> Refused:
     """How a client is told of it."""
-    faults: tuple[tuple[type[PortusError], Fault], ...] = (
-        (BusyError, Fault.BUSY),
-        (MediumError, Fault.MEDIUM),
-        (UsageError, Fault.USAGE),
-        (StaleError, Fault.STALE),
-        (CorruptionError, Fault.CORRUPTION),
-    )
-    fault = next((fault for kind, fault in faults if isinstance(error, kind)), Fault.TRANSPORT)
     number = error.errno if isinstance(error, OSError) else None
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return Refused(fault, number or 0, text[: said.TEXT_SIZE_MAX // 4])
+    return Refused(Fault.of(error), number or 0, text[: said.TEXT_SIZE_MAX // 4])

@@ -24,7 +24,7 @@ from portus.reach.daemon.pools import Pools, parse_rate, parse_size
 from portus.reach.daemon.replicas import OtherHost
 from portus.reach.daemon.scrubber import Scrubber
 from portus.reach.daemon.secrets import Secrets
-from portus.reach.daemon.server import Listener, Server, open_listener, shut
+from portus.reach.daemon.server import Listener, Server, is_here, open_listener, shut
 from portus.reach.mirror.address import parse as parse_store
 from portus.reach.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
 from portus.reach.transport.budget import Budget
@@ -160,7 +160,7 @@ def prepare(options: ServeOptions) -> Server:
     fabric = Fabric(Transport.of(options.transport, "--transport"))
     mirrors = None
     if options.mirror:
-        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"), options.mirror_wait)
+        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"))
     other = (
         None
         if options.replica is None
@@ -215,25 +215,12 @@ def _other(
     ports = {each.port for each in addresses if each.scheme is not Scheme.UNIX}
     paths = {each.path for each in addresses if each.scheme is Scheme.UNIX}
     is_unix = address.scheme is Scheme.UNIX
-    if address.path in paths if is_unix else address.port in ports and _is_here(address.host):
+    if address.path in paths if is_unix else address.port in ports and is_here(address.host):
         shown = mask(text, is_address=True)
         raise UsageError(f"--replica {shown}: this is the host itself; expected another one")
     for tenant in secrets.tenants() or [TENANT]:
         other.check(tenant)
     return other
-
-
-def _is_here(host: str) -> bool:
-    """True if it is an address of this machine."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as plain:
-            plain.bind(address)
-            return True
-    return False
 
 
 def parse_listen(text: str, *, tls: bool) -> Address:

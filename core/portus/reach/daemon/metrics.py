@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Final
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _SILENCE_S: Final = 10
 """The longest that a reader may say nothing in the middle of a request."""
 
-Standing = tuple[
-    str, type[CounterMetricFamily | GaugeMetricFamily], str, Callable[[HostedPool], float]
-]
+Family = type[CounterMetricFamily | GaugeMetricFamily]
+
+Standing = tuple[str, Family, str, Callable[[HostedPool], float]]
 """Name, kind, help, and the number for a tenant."""
 
 _STANDING: Final[Sequence[Standing]] = (
@@ -78,26 +78,13 @@ class HostCollector(Collector):
         counted = self._house.counters.now()
         for name, count in counted.counts.items():
             yield CounterMetricFamily(f"portus_{name}", COUNTED[name], value=count)
-        failures = CounterMetricFamily(
-            "portus_failures", "requests that were refused, by fault", labels=["fault"]
-        )
-        for fault, count in counted.failures.items():
-            failures.add_metric([fault], count)
-        yield failures
-        rot = GaugeMetricFamily(
-            "portus_rot", "damaged places that the last scrub found", labels=["tenant"]
-        )
-        for tenant, number in counted.rot.items():
-            rot.add_metric([tenant], number)
-        yield rot
-        poisoned = GaugeMetricFamily(
-            "portus_poisoned",
-            "1: the pool accepts no more writes, after an error of its medium",
-            labels=["tenant"],
-        )
-        for tenant, is_ill in self._house.pools.poisoned_pools().items():
-            poisoned.add_metric([tenant], is_ill)
-        yield poisoned
+        text = "requests that were refused, by fault"
+        yield _by_label(CounterMetricFamily, "failures", text, counted.failures, "fault")
+        text = "damaged places that the last scrub found"
+        yield _by_label(GaugeMetricFamily, "rot", text, counted.rot)
+        text = "1: the pool accepts no more writes, after an error of its medium"
+        poisoned = self._house.pools.poisoned_pools()
+        yield _by_label(GaugeMetricFamily, "poisoned", text, poisoned)
         bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
         for name, buckets in counted.buckets.items():
             yield HistogramMetricFamily(
@@ -106,35 +93,30 @@ class HostCollector(Collector):
                 buckets=list(zip(bounds, accumulate(buckets), strict=True)),
                 sum_value=counted.seconds[name],
             )
-        yield from self._mirror_metrics()
         hosted = self._house.pools.all()
+        copied = {each.tenant: each.copier for each in hosted if each.copier is not None}
+        if copied:
+            lag = {tenant: copier.lag_s for tenant, copier in copied.items()}
+            text = "seconds since the first version was saved that its mirror or replica lacks"
+            yield _by_label(GaugeMetricFamily, "mirror_lag_seconds", text, lag)
+            missing = {tenant: len(copier.missing()) for tenant, copier in copied.items()}
+            text = "versions not in the mirror or replica"
+            yield _by_label(GaugeMetricFamily, "mirror_missing", text, missing)
         for name, kind, text, value in _STANDING:
-            family = kind(f"portus_{name}", text, labels=["tenant"])
-            for each in hosted:
-                family.add_metric([each.tenant], value(each))
-            yield family
+            yield _by_label(kind, name, text, {each.tenant: value(each) for each in hosted})
         yield GaugeMetricFamily(
             "portus_connections_open", "connections there are", value=self._server.connections()
         )
 
-    def _mirror_metrics(self) -> Iterator[Metric]:
-        lag = GaugeMetricFamily(
-            "portus_mirror_lag_seconds",
-            "since the first version was saved that is not in the mirror, or replica; 0: all are",
-            labels=["tenant"],
-        )
-        missing = GaugeMetricFamily(
-            "portus_mirror_missing",
-            "versions not in the mirror or replica",
-            labels=["tenant"],
-        )
-        for each in self._house.pools.all():
-            if each.copier is not None:
-                lag.add_metric([each.tenant], each.copier.lag_s)
-                missing.add_metric([each.tenant], len(each.copier.missing()))
-        if lag.samples:
-            yield lag
-            yield missing
+
+def _by_label(
+    kind: Family, name: str, text: str, values: Mapping[str, float], label: str = "tenant"
+) -> Metric:
+    """A metric with a number for each value of its label."""
+    family = kind(f"portus_{name}", text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family
 
 
 def application(server: Server) -> WSGIApplication:

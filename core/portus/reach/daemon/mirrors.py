@@ -14,13 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from portus.engine.spec import VersionInfo
 from portus.errors import MediumError, TransportError, UsageError
+from portus.reach.daemon.copies import Copies
 from portus.reach.daemon.events import tell
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.address import StoreAddress
@@ -30,23 +28,17 @@ from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import Store, UnwritableError
 from portus.reach.protocol.address import is_tenant
 
-WAIT_S: Final = 60.0
-"""The longest that the end of a host waits for its mirror, if it is not told otherwise."""
-
 _ABREAST: Final = 4
 """Models that are copied at once."""
 
 
 class TenantMirrors:
-    """The mirrors of all tenants of a host. Thread-safe."""
+    """Where the pools of a host are mirrored. Thread-safe."""
 
-    def __init__(self, address: StoreAddress, wait_s: float = WAIT_S) -> None:
-        """Asks nobody. wait_s: the longest that ``close`` waits."""
+    def __init__(self, address: StoreAddress) -> None:
+        """Asks nobody."""
         self.address: Final = address
-        self._wait_s: Final = wait_s
         self._turns: Final = threading.BoundedSemaphore(_ABREAST)
-        self._guard: Final = threading.Lock()
-        self._open: Final[list[TenantMirror]] = []
 
     def tenants(self) -> list[str]:
         """Return the tenants that have something in the store. Raises what the store raises."""
@@ -69,30 +61,10 @@ class TenantMirrors:
         except BaseException:
             mirror.close(0)
             raise
-        with self._guard:
-            self._open.append(mirror)
         return mirror
 
-    def let_go(self, mirror: TenantMirror) -> None:
-        """Stop mirroring a pool that is being closed, without waiting until all is mirrored."""
-        with self._guard:
-            if mirror not in self._open:
-                return  # closed, with all others
-            self._open.remove(mirror)
-        mirror.close(0)
 
-    def close(self) -> None:
-        """Wait, after the last commit, until all is mirrored, for some seconds at most, and log
-        what is not. The pools are still open."""
-        until_s = time.monotonic() + self._wait_s
-        with self._guard:
-            opened = list(self._open)
-            self._open.clear()
-        for each in opened:
-            each.close(max(0.0, until_s - time.monotonic()))
-
-
-class TenantMirror:
+class TenantMirror(Copies[Copier]):
     """The mirror of one tenant's pool. Thread-safe."""
 
     def __init__(
@@ -103,16 +75,12 @@ class TenantMirror:
         turns: threading.Semaphore,
     ) -> None:
         """turns: one is taken while a model is copied."""
+        super().__init__(tenant, writer)
         self.name: Final = str(address)
-        self._tenant: Final = tenant
-        self._writer: Final = writer
         self._turns: Final = turns
         self._store: Final[Store] = open_store(address)
         self._key: Final = key_from_environment()
-        self._guard: Final = threading.Lock()
-        self._copiers: Final[dict[str, Copier]] = {}
         self._refused: Final[dict[str, str]] = {}
-        writer.yields.append(self._yield_space)
 
     def join(self) -> None:
         """See ``TenantMirrors.attach``."""
@@ -152,34 +120,14 @@ class TenantMirror:
                 self._copiers[model] = self._make_copier(model)
                 self._copiers[model].wake()
 
-    def note_change(self, changed: Collection[str]) -> None:
-        """Something of these models was committed, or let go of, or what holds it."""
-        for model in changed:
-            copier = self._copiers.get(model)
-            if copier is not None:
-                copier.wake()
-
-    def missing(self) -> list[VersionInfo]:
-        """The versions that are in the pool alone."""
-        return [info for copier in self._all() for info in copier.backlog()]
-
-    @property
-    def lag_s(self) -> float:
-        """Seconds since the first of them was saved; 0 if there is none."""
-        return lag_s(self.missing())
-
     @property
     def failure(self) -> str:
         """Why it is behind; empty if nothing is wrong."""
-        failures = [*self._refused.values(), *(copier.failure for copier in self._all())]
-        return next(filter(None, failures), "")
+        return next(iter(self._refused.values()), super().failure)
 
     def close(self, wait_s: float) -> None:
         """Wait for what is not there, ``wait_s`` seconds at most, and end."""
-        until_s = time.monotonic() + wait_s
-        copiers = self._all()
-        for copier in copiers:
-            copier.finish(max(0.0, until_s - time.monotonic()))
+        copiers = self._finish(wait_s)
         for copier in copiers:
             copier.end()
         self._store.close()
@@ -187,20 +135,6 @@ class TenantMirror:
             copier.wait_for_end()
         self._writer.yields.remove(self._yield_space)
 
-    def _all(self) -> list[Copier]:
-        with self._guard:
-            return list(self._copiers.values())
-
     def _make_copier(self, model: str, newest: int | None = None) -> Copier:
         joined = JoinedPool(model, self._writer)
         return Copier(self._store, self.name, joined, turn=self._turns, newest=newest)
-
-    def _yield_space(self) -> bool:
-        ended = [copier.yield_space() for copier in self._all()]
-        return any(ended)
-
-
-def lag_s(missing: Collection[VersionInfo]) -> float:
-    """Seconds since the first of these versions was saved; 0 if there is none."""
-    first_ns = min((info.time_ns for info in missing), default=None)
-    return 0.0 if first_ns is None else max(0.0, time.time() - first_ns / 1e9)

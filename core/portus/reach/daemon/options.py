@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from portus.errors import UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.mirrors import WAIT_S
-from portus.reach.daemon.pools import Quotas, read_quotas
+from portus.reach.daemon.pools import WAIT_S, Quotas, read_quotas
 from portus.reach.daemon.secrets import Secrets, read_secrets
 from portus.reach.daemon.server import Server, tls_context
 

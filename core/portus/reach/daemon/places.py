@@ -40,13 +40,7 @@ class ConnectionSlot:
         """False while a request is under way."""
         self.why = ""
         """Why it was ended."""
-        self._socket = connected
-
-    def replace_socket(self, connected: socket.socket) -> None:
-        """The connection goes on over another socket."""
-        self._socket = connected
-        if self.why:
-            self.end(self.why)
+        self._socket: Final = connected
 
     def end(self, why: str) -> None:
         """Wake whoever talks there: it is over."""
@@ -57,10 +51,6 @@ class ConnectionSlot:
     def note_answer(self) -> None:
         """The request is answered."""
         self.since_s, self.waits = time.monotonic(), True
-
-    def works(self) -> None:
-        """A request came."""
-        self.waits = False
 
 
 class Places:

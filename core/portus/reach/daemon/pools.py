@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
-from portus.reach.daemon.mirrors import WAIT_S, TenantMirror, TenantMirrors
+from portus.reach.daemon.mirrors import TenantMirror, TenantMirrors
 from portus.reach.daemon.objects import MEMORY, Objects
 from portus.reach.daemon.replicas import OtherHost, Replica
 from portus.reach.format.layout import DATA_START
@@ -41,6 +41,10 @@ from portus.reach.media.memory import Memory
 from portus.reach.protocol.address import TENANT, check_tenant, is_tenant
 
 TENANTS_MAX: Final = 1024
+WAIT_S: Final = 60.0
+"""The longest that the end of a host waits for its mirror or replica, if it is not told otherwise.
+"""
+
 BUSY_S: Final = 10.0
 """The longest wait for another writer to let go of a pool."""
 
@@ -87,8 +91,10 @@ class HostedPool:
         """Held while one of its clients has the pool hashed."""
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
-        self._saves = 0
-        self._standstill = ""
+        self.saves = 0
+        """Saves under way."""
+        self.standstill = ""
+        """Why no save may begin; empty if one may."""
         self._parting = False
         """True once a client that had claims said goodbye, and none has claimed anything since."""
 
@@ -96,6 +102,15 @@ class HostedPool:
     def copier(self) -> TenantMirror | Replica | None:
         """What copies it to somewhere else; None if nothing does."""
         return self.mirror or (self.replica if self.replica.name else None)
+
+    def close(self, wait_s: float) -> None:
+        """Let go of it, when it is copied to where it is to be copied, or ``wait_s`` seconds are
+        over."""
+        until_s = time.monotonic() + wait_s
+        if self.mirror is not None:
+            self.mirror.close(wait_s)
+        self.replica.close(max(0.0, until_s - time.monotonic()))
+        self.writer.close()
 
     def look(self) -> None:
         """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
@@ -111,43 +126,28 @@ class HostedPool:
             "host to serve what is at that path",
         )
 
-    @property
-    def saves(self) -> int:
-        """Saves under way."""
-        return self._saves
-
-    @property
-    def standstill(self) -> str:
-        """Why no save may begin; empty if one may."""
-        return self._standstill
-
-    @standstill.setter
-    def standstill(self, why: str) -> None:
-        with self._changed:
-            self._standstill = why
-
     def refuse(self) -> None:
         """Raise ``BusyError`` if nothing is to change."""
-        if self._standstill:
-            raise BusyError(errno.EAGAIN, self._standstill)
+        if self.standstill:
+            raise BusyError(errno.EAGAIN, self.standstill)
 
     def began(self) -> None:
         """Count one more save. Raises ``BusyError`` if none may begin."""
         with self._changed:
             self.refuse()
-            self._saves += 1
+            self.saves += 1
 
     def end_save(self) -> None:
         """Count one save less."""
         with self._changed:
-            self._saves -= 1
+            self.saves -= 1
             self._changed.notify_all()
 
     def quiet(self, timeout_s: float) -> int:
         """How many saves are under way when there is none, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._saves, max(0.0, timeout_s))
-            return self._saves
+            self._changed.wait_for(lambda: not self.saves, max(0.0, timeout_s))
+            return self.saves
 
     def claim(self, model: str, client: bytes, timeout_s: float) -> None:
         """Count one more connection of ``client``, which alone saves ``model``. Waits for another
@@ -256,6 +256,8 @@ class Pools:
                 hosted.mirror = self._mirrors.attach(hosted.tenant, hosted.writer)
             hosted.replica = Replica(hosted.tenant, hosted.writer, hosted.objects, self._other)
         except BaseException:
+            if hosted.mirror is not None:
+                hosted.mirror.close(0)
             hosted.writer.close()
             raise
 
@@ -364,11 +366,7 @@ class Pools:
             yield hosted
             with self._guard:
                 del self._open[tenant]
-            hosted.replica.close()
-            if self._mirrors is not None and hosted.mirror is not None:
-                mirror, hosted.mirror = hosted.mirror, None
-                self._mirrors.let_go(mirror)
-            hosted.writer.close()
+            hosted.close(0)
             # After a failed sync the cache may hold pages that the disk has not; the next writer
             # must not go by them.
             files.forget(hosted.path)
@@ -387,15 +385,12 @@ class Pools:
         return self._memory if quota is None else min(self._memory, quota)
 
     def close(self) -> None:
-        """Let go of all, and of the mirror, which is waited for. Nobody may use them any more."""
-        if self._mirrors is not None:
-            self._mirrors.close()
+        """Let go of all. Mirror and replica are waited for. Nobody may use them any more."""
         with self._guard:
             opened, self._open = self._open, {}
         until_s = time.monotonic() + self._mirror_wait_s
         for hosted in opened.values():
-            hosted.replica.close(max(0.0, until_s - time.monotonic()))
-            hosted.writer.close()
+            hosted.close(max(0.0, until_s - time.monotonic()))
         if self._lock is not None:
             self._lock.close()
 

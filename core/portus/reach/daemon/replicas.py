@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -22,8 +21,8 @@ from typing import Final
 
 from portus.engine.spec import VersionInfo
 from portus.errors import BusyError, PortusError, TransportError, UsageError
+from portus.reach.daemon.copies import Copies
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.mirrors import lag_s
 from portus.reach.daemon.objects import Objects
 from portus.reach.daemon.secrets import Secrets
 from portus.reach.index.pool import PoolWriter
@@ -80,7 +79,7 @@ class OtherHost:
                 raise UsageError(f"--replica {self.address}, tenant {tenant!r}: {error}") from error
 
 
-class Replica:
+class Replica(Copies[Leader]):
     """The logs of one tenant's models: those that are led from here, and those that are kept here.
     Thread-safe."""
 
@@ -89,18 +88,14 @@ class Replica:
     ) -> None:
         """objects: what others mirror here. other: where what is saved here is copied to; None:
         nowhere, but for models whose logs are here. What the pool has already is copied on."""
-        self._tenant: Final = tenant
-        self._writer: Final = writer
+        super().__init__(tenant, writer)
         self._objects: Final = objects
         self._other: Final = other
-        self._guard: Final = threading.Lock()
         self._locks: Final[dict[str, threading.Lock]] = {}
         self._claims: Final[Counter[str]] = Counter()
-        self._leaders: Final[dict[str, Leader]] = {}
         self._placing: Final = threading.Lock()
         self._led: Final[set[str]] = set()
         """Prefixes of the models whose logs are here, and are appended to by this host alone."""
-        writer.yields.append(self._yield_space)
         if other is not None:
             for model in writer.catalogue().models:
                 if not self._has_log(model):
@@ -125,33 +120,26 @@ class Replica:
 
     def require(self, model: str) -> None:
         """Raise ``StaleError`` if what is committed of it here does not count any more."""
-        leader = self._leaders.get(model)
+        leader = self._copiers.get(model)
         if leader is not None:
             leader.require()
 
     def note_commit(self, model: str, token: bytes) -> None:
         """A version was committed: where the log is here, it is told once it is in that, for what
         is not does not count when somebody else has led. Raises as ``wait_until_logged``."""
-        leader = self._leaders.get(model)
+        leader = self._copiers.get(model)
         if leader is not None and leader.is_home:
             leader.wait_until_logged(token)
 
     def wait_until_logged(self, model: str, token: bytes) -> None:
         """See ``Leader.wait_until_logged``. Raises ``UsageError`` if the model has no log."""
-        leader = self._leaders.get(model)
+        leader = self._copiers.get(model)
         if leader is None:
             raise UsageError(
                 f"model {model!r} is on this host alone: durable=2 takes one that is served with "
                 "--replica"
             )
         leader.wait_until_logged(token)
-
-    def note_change(self, changed: Collection[str]) -> None:
-        """Something of these models was committed, or let go of, or what holds it."""
-        for model in changed:
-            leader = self._leaders.get(model)
-            if leader is not None:
-                leader.wake()
 
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
         """Make an object that somebody else sent, see ``Objects.put``. Raises ``BusyError`` for the
@@ -174,32 +162,14 @@ class Replica:
         """Where it is copied to; empty for nowhere."""
         return "" if self._other is None else self._other.name(self._tenant)
 
-    @property
-    def lag_s(self) -> float:
-        """Seconds since the first version was saved that is missing; 0 if there is none."""
-        return lag_s(self.missing())
-
-    @property
-    def failure(self) -> str:
-        """Why the other host is behind; empty if nothing is wrong."""
-        return next(filter(None, (leader.failure for leader in self._all())), "")
-
-    def missing(self) -> list[VersionInfo]:
-        """The versions that are in the pool alone, of models that are copied from here."""
-        return [info for leader in self._all() for info in leader.backlog()]
-
     def close(self, wait_s: float = 0.0) -> None:
         """Copy, after the last commit, what is not there, ``wait_s`` seconds at most, and end."""
-        until_s = time.monotonic() + wait_s
-        leaders = self._all()
-        for leader in leaders:
-            leader.finish(max(0.0, until_s - time.monotonic()))
-        for leader in leaders:
+        for leader in self._finish(wait_s):
             leader.close()
         self._writer.yields.remove(self._yield_space)
 
     def _lead(self, model: str) -> None:
-        before = self._leaders.pop(model, None)
+        before = self._copiers.pop(model, None)
         if before is not None:
             before.close()
         if self._has_log(model):
@@ -234,7 +204,7 @@ class Replica:
         """Copy what is committed of a model from now on: not while its leader takes the lead, nor
         if that failed."""
         with self._guard:
-            self._leaders[model] = leader
+            self._copiers[model] = leader
         leader.wake()
 
     def _has_log(self, model: str) -> bool:
@@ -252,14 +222,6 @@ class Replica:
     def _lock_of(self, model: str) -> threading.Lock:
         with self._guard:
             return self._locks.setdefault(model, threading.Lock())
-
-    def _all(self) -> list[Leader]:
-        with self._guard:
-            return list(self._leaders.values())
-
-    def _yield_space(self) -> bool:
-        ended = [leader.yield_space() for leader in self._all()]
-        return any(ended)
 
 
 class _Following(Follower):

@@ -82,7 +82,7 @@ class Scrubber:
                 return
             damaged += 1
             # At once, and never lower in the middle of a pass: an alarm must not go off and on.
-            self._counters.rotten(tenant, max(damaged, self._counters.rot(tenant)))
+            self._counters.rotten(tenant, max(damaged, self._counters.rot.get(tenant, 0)))
             if damaged <= NAMED_MAX:
                 text, why = f"{tenant}: {finding}", str(finding)
                 tell(logging.ERROR, "rot", text, tenant=tenant, place=finding.where, why=why)

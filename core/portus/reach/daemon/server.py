@@ -21,8 +21,7 @@ from typing import Final
 
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.house import Facts, House, turn_away
-from portus.reach.daemon.places import ConnectionSlot
+from portus.reach.daemon.house import ConnectionStatus, House, turn_away
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.session import GREETING_S, ServedConnection
 from portus.reach.protocol.address import Address, Scheme
@@ -71,6 +70,19 @@ def is_private(address: Address) -> bool:
         return False
 
 
+def is_here(host: str) -> bool:
+    """True if it is an address of this machine: only these can be listened at."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as plain:
+            plain.bind(address)
+            return True
+    return False
+
+
 def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
     """Listen. Raises ``MediumError`` if the system refuses."""
     try:
@@ -109,47 +121,43 @@ class Server:
                     f"(openssl rand -hex 32), or listen on 127.0.0.1 or a unix socket"
                 )
         self.listeners: Final = listeners
-        self._house: Final = house
+        self.house: Final = house
         self._guard: Final = threading.Lock()
-        self._links: Final[dict[threading.Thread, Link]] = {}
-        self._sessions: Final[dict[threading.Thread, ServedConnection]] = {}
+        self._served: Final[dict[ServedConnection, threading.Thread]] = {}
         self._acceptors: list[threading.Thread] = []
         self._ending: Final = threading.Event()
 
-    @property
-    def house(self) -> House:
-        """Return what is served."""
-        return self._house
-
-    def facts(self) -> list[Facts]:
-        """Return the facts of every connection that is served."""
+    def status(self) -> list[ConnectionStatus]:
+        """Return what each connection is at."""
         with self._guard:
-            return [session.facts() for session in self._sessions.values()]
+            return [served.status() for served in self._served]
 
     def kick(self, who: str) -> int:
         """End the connections of ``who``, a tenant or a peer; how many. They may come again."""
         with self._guard:
-            facts = [(each, said.facts()) for each, said in self._sessions.items()]
-            links = [self._links[each] for each, of in facts if who in (of.tenant, of.peer)]
-        for link in links:
+            served = list(self._served)
+        found = [each.link for each in served if who in (each.status().tenant, each.link.name)]
+        for link in found:
             link.close()
-        return len(links)
+        return len(found)
 
     def end_use(self, hosted: HostedPool) -> None:
         """End all connections that use a pool, and wait until they have. Raises ``BusyError`` if
         one hangs, or if a device has pages of the pool pinned."""
         until_s = time.monotonic() + STOP_S
         with self._guard:
-            threads = [each for each, said in self._sessions.items() if said.hosted is hosted]
-            for thread in threads:
-                self._links[thread].close()
+            threads = []
+            for served, thread in self._served.items():
+                if served.hosted is hosted:
+                    served.link.close()
+                    threads.append(thread)
         for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             raise BusyError(
                 errno.EAGAIN, f"tenant {hosted.tenant!r}: a connection hangs; try again"
             )
-        if self._house.fabric.has_pinned(hosted):
+        if self.house.fabric.has_pinned(hosted):
             raise BusyError(
                 errno.EAGAIN,
                 f"tenant {hosted.tenant!r}: a device of RDMA has pages of the pool pinned; start "
@@ -172,121 +180,86 @@ class Server:
         until_s = time.monotonic() + timeout_s
         with self._guard:
             self._ending.set()
-            threads = dict(self._links)
+            served = dict(self._served)
         for listener in self.listeners:
             shut(listener)
-        for link in threads.values():
-            link.close()
-        for thread in (*self._acceptors, *threads):
+        for each in served:
+            each.link.close()
+        for thread in (*self._acceptors, *served.values()):
             thread.join(max(0.0, until_s - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
+        if any(thread.is_alive() for thread in served.values()):
             tell(logging.ERROR, "hung", f"connections did not end within {timeout_s:g} s")
             return False
         # By now no session uses a queue pair or a pool.
-        self._house.fabric.close()
-        self._house.pools.close()
-        self._house.strangers.end()
+        self.house.fabric.close()
+        self.house.pools.close()
+        self.house.strangers.end()
         return True
 
     def connections(self) -> int:
         """How many there are."""
         with self._guard:
-            return len(self._links)
+            return len(self._served)
 
     def _accept(self, listener: Listener) -> None:
         while not self._ending.is_set():
             try:
                 plain, peer = listener.socket.accept()
             except TimeoutError:
-                self._house.places.sweep()
+                self.house.places.sweep()
                 continue
             except OSError as error:
                 if not self._ending.wait(0.1):  # out of descriptors: others have to end first
                     why = str(error.strerror)
                     text = f"{listener.address}: accept: {why}"
-                    told = self._house.strangers.tell
+                    told = self.house.strangers.tell
                     told(logging.WARNING, "accept", text, address=str(listener.address), why=why)
                 continue
-            place = self._house.places.come(_peer_address(peer), plain)
-            self._welcome(listener, plain, _peer_name(listener, peer), place)
+            self._welcome(listener, plain, peer)
 
-    def _welcome(
-        self, listener: Listener, plain: socket.socket, peer: str, place: ConnectionSlot
-    ) -> None:
-        with self._guard:
-            if self._ending.is_set():
-                self._turn_away(plain, peer, "this host ends")
-                return
-            thread = threading.Thread(
-                target=self._talk,
-                args=(listener, plain, peer, place),
-                name="portus-session",
-                daemon=True,
-            )
-            link = self._link(plain, peer)
-            self._links[thread] = link
+    def _welcome(self, listener: Listener, plain: socket.socket, peer: object) -> None:
+        name = _peer_name(listener, peer)
         try:
-            thread.start()
-        except RuntimeError as error:  # the system allows no more; whoever is in stays
-            with self._guard:
-                del self._links[thread]
-            self._house.places.leave(place)
-            self._turn_away(plain, peer, str(error))
-
-    def _turn_away(self, plain: socket.socket, peer: str, why: str) -> None:
-        turn_away(self._house, peer, why)
-        plain.close()
-
-    def _talk(
-        self, listener: Listener, plain: socket.socket, peer: str, place: ConnectionSlot
-    ) -> None:
-        thread = threading.current_thread()
-        try:
-            link = self._links[thread]
+            connected = plain
             if listener.context is not None:
-                link = self._secure(listener.context, plain, peer, thread, place)
-            session = ServedConnection(link, self._house, peer, place)
-            with self._guard:
-                self._sessions[thread] = session
-            session.run()
-        except OSError as error:  # TLS that did not come about
-            turn_away(self._house, peer, place.why or str(error))
-        finally:
-            self._house.places.leave(place)
-            with self._guard:
-                self._sessions.pop(thread, None)
-                link = self._links.pop(thread)
-                link.close()
-            if link.account is not None:
-                link.account.close()
-
-    def _link(self, connected: socket.socket, peer: str) -> Link:
-        account = self._house.budget.account()
-        return Link(connected, is_client=False, name=peer, silence_s=GREETING_S, account=account)
-
-    def _secure(
-        self,
-        context: ssl.SSLContext,
-        plain: socket.socket,
-        peer: str,
-        thread: threading.Thread,
-        place: ConnectionSlot,
-    ) -> Link:
-        plain.settimeout(GREETING_S)
-        wrapped = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
-        # Before the handshake, so that its place ends a stranger that hangs in it.
-        place.replace_socket(wrapped)
+                connected = listener.context.wrap_socket(
+                    plain, server_side=True, do_handshake_on_connect=False
+                )
+            account = self.house.budget.account()
+            link = Link(
+                connected, is_client=False, name=name, silence_s=GREETING_S, account=account
+            )
+        except OSError as error:  # it is gone already
+            turn_away(self.house, name, str(error))
+            plain.close()
+            return
+        place = self.house.places.come(_peer_address(peer), connected)
+        served = ServedConnection(link, place, self.house)
+        thread = threading.Thread(
+            target=self._talk, args=(served,), name="portus-session", daemon=True
+        )
         try:
-            wrapped.do_handshake()
-        except BaseException:
-            wrapped.close()
-            raise
-        link = self._link(wrapped, peer)
+            with self._guard:
+                if self._ending.is_set():
+                    raise RuntimeError("this host ends")
+                thread.start()
+                self._served[served] = thread
+        except RuntimeError as error:  # or the system allows no more threads; whoever is in stays
+            turn_away(self.house, name, str(error))
+            self._end(served)
+
+    def _talk(self, served: ServedConnection) -> None:
+        try:
+            served.run()
+        finally:
+            self._end(served)
+
+    def _end(self, served: ServedConnection) -> None:
+        served.link.close()
+        self.house.places.leave(served.place)
         with self._guard:
-            self._links[thread] = link
-            if self._ending.is_set():
-                link.close()
-        return link
+            self._served.pop(served, None)
+        served.link.account.close()
 
 
 def listen_unix(path: str) -> socket.socket:

@@ -8,24 +8,31 @@ import os
 import time
 from typing import Final
 
-from portus.errors import BusyError, PortusError, TransportError, UsageError
+from portus.errors import (
+    BusyError,
+    PortusError,
+    TransportError,
+    UsageError,
+)
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.house import Facts, House, refusal_of, turn_away
+from portus.reach.daemon.house import ConnectionStatus, House, refusal_of, turn_away
 from portus.reach.daemon.places import ConnectionSlot
 from portus.reach.daemon.pools import HostedPool
-from portus.reach.daemon.requests.router import Requests
+from portus.reach.daemon.requests.guest import Guest
+from portus.reach.daemon.requests.router import ANSWERS
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import check_tenant
-from portus.reach.protocol.connection import Payload
 from portus.reach.protocol.messages import (
     MAGIC,
     NONCE_SIZE,
     VERSION,
     Fault,
+    Message,
     ProtocolError,
     Refused,
 )
 from portus.reach.protocol.proof import proof_of_host
+from portus.reach.protocol.vocabulary import MessageKind
 from portus.reach.transport.stream import Link, UnreadError
 
 GREETING_S: Final = 10.0
@@ -35,34 +42,46 @@ GREETING_S: Final = 10.0
 class ServedConnection:
     """The host's end of one connection."""
 
-    def __init__(self, link: Link, house: House, peer: str, place: ConnectionSlot) -> None:
-        self._place: Final = place
-        self._link: Final = link
+    def __init__(self, link: Link, place: ConnectionSlot, house: House) -> None:
+        self.link: Final = link
+        self.place: Final = place
         self._house: Final = house
-        self._peer: Final = peer
+        self._peer: Final = link.name
         self._start_s: Final = time.perf_counter()
         self._tenant: str | None = None
-        self._requests: Requests | None = None
+        self._guest: Guest | None = None
         self.hosted: HostedPool | None = None
         """The pool that it uses; None until it is let in."""
 
-    def facts(self) -> Facts:
+    def status(self) -> ConnectionStatus:
         """Return the facts of this connection as they are now. From any thread."""
-        seconds = time.perf_counter() - self._start_s
-        facts = Facts(peer=self._peer, tenant=self._tenant, seconds=seconds)
-        return facts if self._requests is None else self._requests.add_facts(facts)
+        seconds, guest = time.perf_counter() - self._start_s, self._guest
+        tenant = self._tenant or ""
+        if guest is None:
+            return ConnectionStatus(peer=self._peer, tenant=tenant, seconds=seconds)
+        return ConnectionStatus(
+            peer=self._peer,
+            tenant=tenant,
+            seconds=seconds,
+            claims=list(guest.claims),
+            pins=len(guest.pins),
+            saving=guest.saving,
+        )
 
     def run(self) -> None:
-        """Talk until the end. What goes wrong with the connection is logged, and ends it."""
+        """Talk until the end, which is logged. Whoever runs this closes the link."""
+        try:
+            self.link.shake_hands(GREETING_S)
+        except TransportError as error:
+            turn_away(self._house, self._peer, self.place.why or str(error))
+            return
         try:
             hosted = self._greet()
             if hosted is not None:
                 self._serve(hosted)
                 self._log_end("the client said goodbye")
         except (TransportError, UsageError) as error:  # UsageError: the host closed it, at its end
-            self._log_end(self._place.why or str(error))
-        finally:
-            self._link.close()
+            self._log_end(self.place.why or str(error))
 
     def _log_end(self, why: str) -> None:
         told = tell if self._tenant is not None else self._house.strangers.tell
@@ -79,7 +98,7 @@ class ServedConnection:
     # The greeting.
 
     def _greet(self) -> HostedPool | None:
-        link, house = self._link, self._house
+        link, house = self.link, self._house
         link.silence_s = GREETING_S
         hello = link.receive()
         assert isinstance(hello, said.Hello)
@@ -98,11 +117,10 @@ class ServedConnection:
             self._turn_away(why, hello.tenant)
             return None
         self._tenant = hello.tenant
-        if link.account is not None:
-            link.account.tenant = hello.tenant
+        link.account.tenant = hello.tenant
         try:
             # After the proof: strangers must not take the places of those who know a secret.
-            house.places.prove(self._place, hello.tenant)
+            house.places.prove(self.place, hello.tenant)
             hosted = self.hosted = house.pools.of(hello.tenant)
             # A reopening that began before ``self.hosted`` was set did not wait for this
             # connection.
@@ -127,32 +145,62 @@ class ServedConnection:
 
     def _turn_away(self, why: str, tenant: str | None = None) -> None:
         turn_away(self._house, self._peer, why, tenant)
-        self._link.send(Refused(Fault.USAGE, 0, why))
+        self.link.send(Refused(Fault.USAGE, 0, why))
 
     # Requests.
 
     def _serve(self, hosted: HostedPool) -> None:
-        requests = self._requests = Requests(self._link, hosted, self._house)
+        link, patience = self.link, self._house.patience
+        guest = self._guest = Guest(link, hosted, self._house)
+        goodbye = False
         try:
-            self._link.silence_s = self._house.patience.silent_s
-            while True:
-                self._link.give_back()
-                self._place.note_answer()
+            link.silence_s = patience.silent_s
+            while not goodbye:
+                link.account.give_back()
+                self.place.note_answer()
+                # Who has claimed a model may stay idle: a training may save once a day. Keepalive
+                # notices a client that vanished.
+                is_claimed = guest.claims and guest.draft is None
                 try:
-                    event = self._link.receive(requests.idle_s)
+                    event = link.receive(patience.claimed_s if is_claimed else patience.idle_s)
                 except UnreadError as unread:
-                    requests.refuse(unread.kind, unread.why)
+                    self._refuse(guest, unread.kind, unread.why)
                     continue
-                self._place.works()
-                if isinstance(event, Payload):
+                self.place.waits = False
+                if not isinstance(event, Message):
                     raise ProtocolError("payload where a request was expected")
-                if isinstance(event, said.Bye):
-                    requests.goodbye = True
-                    return
-                requests.answer(event)
+                goodbye = isinstance(event, said.Bye)
+                if not goodbye:
+                    self._answer(guest, event)
                 del event  # it may be big, and the next one may be long in coming
         finally:
-            requests.end()
+            guest.end(goodbye=goodbye)
+
+    def _answer(self, guest: Guest, message: Message) -> None:
+        """Do what is asked, and say so; a refusal ends the save that it was part of."""
+        try:
+            answer = ANSWERS[type(message)](guest, message)
+        except PortusError as error:
+            if self.link.closed:
+                raise
+            self._refuse(guest, message.kind, error)
+        else:
+            self.link.send(answer)
+
+    def _refuse(self, guest: Guest, kind: MessageKind, error: PortusError) -> None:
+        guest.drop("refused")
+        refusal = refusal_of(error)
+        guest.counters.count_failure(refusal.fault)
+        failed_here = refusal.fault in (Fault.MEDIUM, Fault.CORRUPTION)  # a busy pool is neither
+        guest.tell(
+            logging.ERROR if failed_here else logging.INFO,
+            "refused",
+            f"{kind.name} refused: {error}",
+            request=kind.name.lower(),
+            fault=refusal.fault.name.lower(),
+            why=str(error),
+        )
+        self.link.send(refusal)
 
 
 def _why_not(hello: said.Hello) -> str:

@@ -39,11 +39,11 @@ from portus.reach.protocol.messages import (
     Said,
     digest_rows,
     pack_column,
-    pack_handles,
     pack_map,
+    pack_pairs,
 )
 from portus.reach.protocol.vocabulary import Phase
-from portus.reach.transport.dial import Credentials, error_of
+from portus.reach.transport.dial import Credentials, error_of, expect
 from portus.reach.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.reach.transport.regions import (
     HERE,
@@ -163,15 +163,13 @@ class HostPool(PoolReader):
 
     def standing(self) -> said.Standing:
         """How the pool is, in bytes."""
-        answer = self.links.ask(said.Status())
-        assert isinstance(answer, said.Standing)
-        return answer
+        return self.links.ask(said.Status(), said.Standing)
 
     def give_back(self) -> int:
         """Have the host give the space that nothing reaches back to its file system; bytes that
         came back. Trainers may go on saving."""
         before = self.standing().taken
-        self.links.ask(said.GiveBack(), ROOM_S)
+        self.links.ask(said.GiveBack(), said.Done, ROOM_S)
         return max(0, before - self.standing().taken)
 
     def kept_bytes(self, but: Collection[int] = ()) -> int:
@@ -190,7 +188,7 @@ class HostPool(PoolReader):
         """What the host did not hear yet. Raises nothing."""
         if self._untold:
             with contextlib.suppress(PortusError):
-                self.links.ask(said.Note(self._untold))
+                self.links.ask(said.Note(self._untold), said.Done)
                 self._untold = ""
 
     def draft(self, snapshot: Snapshot) -> HostDraft:
@@ -214,7 +212,7 @@ def let_go_at(address: str, tokens: Collection[bytes]) -> None:
 
 def _let_go(links: Links, tokens: Collection[bytes]) -> None:
     if tokens:
-        links.ask(said.Retire(b"".join(tokens)), links.silence_s)
+        links.ask(said.Retire(b"".join(tokens)), said.Done, links.silence_s)
 
 
 class HostDraft:
@@ -300,9 +298,7 @@ class HostDraft:
         token = before.record.info.token
         message = said.Share(token, pack_column(indices))
         with link.under(stop):
-            answer = self._pool.links.ask_for_work(link, message)
-        if not isinstance(answer, said.Shared):
-            raise error_of(answer)
+            answer = expect(self._pool.links.ask_for_work(link, message), said.Shared)
         if answer.same:
             self._stored.append((indices, share(before.record, indices).digests))
         return answer.same
@@ -336,9 +332,7 @@ class HostDraft:
             record = self._outcome(labels.token, error)
             uuid = self._pool.links.welcome.uuid  # a replica has it in its own pool
         else:
-            if not isinstance(answer, said.Committed):
-                raise error_of(answer)
-            record = decode_version(memoryview(answer.record))
+            record = decode_version(memoryview(expect(answer, said.Committed).record))
             info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
             record = replace(record, info=info)
             self._pool.heed(newest, uuid, info.commit - 1)
@@ -354,9 +348,8 @@ class HostDraft:
     def _tell_replica(self, link: Link, labels: Labels) -> None:
         """Return when the version is there too. Else it is not told, though it is committed."""
         try:
-            answer = self._pool.links.ask_for_work(link, said.Settle(labels.model, labels.token))
-            if not isinstance(answer, said.Done):
-                raise error_of(answer)
+            settle = said.Settle(labels.model, labels.token)
+            expect(self._pool.links.ask_for_work(link, settle), said.Done)
         except PortusError as error:
             raise TransportError(
                 f"{self.name}: step {labels.step} of model {labels.model!r} is on one host, and "
@@ -405,9 +398,9 @@ class HostDraft:
                     step=snapshot.step,
                     token=snapshot.token,
                     lengths=pack_column(snapshot.length),
-                    handles=b"" if reached is None else pack_handles(reached.address, reached.key),
+                    handles=b"" if reached is None else pack_pairs(reached.address, reached.key),
                 )
-                self._ask(link, begin, links.answer_s)
+                expect(link.ask(begin, links.answer_s), said.Done)
         except BaseException:
             links.revoke(link)
             if reached is not None:
@@ -432,7 +425,7 @@ class HostDraft:
                 wrong = None if isinstance(answer, said.Full) else self._wrong(answer, digests)
                 if wrong is not None and isinstance(parts, _DeviceParts):
                     self._distrust(parts, wrong)
-                elif isinstance(answer, said.Pulled) and parts is not None:
+                elif isinstance(answer, said.Hashed) and parts is not None:
                     self._avoid(indices, digests, digest_rows(answer.digests, "pulled"))
                 if wrong is not None:
                     raise wrong
@@ -440,8 +433,7 @@ class HostDraft:
             if parts is not None:
                 self._revoke(link)
             raise
-        if not isinstance(answer, said.Pulled):
-            raise error_of(answer)  # full: it may be offered again
+        answer = expect(answer, said.Hashed)  # full: it may be offered again
         small = 0 if parts is None else parts.gathered_bytes
         self._bounced += min(size, answer.bounced + small)
         self._stored.append((indices, digests))
@@ -459,7 +451,7 @@ class HostDraft:
         offer = said.Offer(pack_column(indices))
         lengths = self._lengths[indices]
         if parts is None:
-            answer = self._ask(link, offer)
+            answer = link.ask(offer)
         else:
             parts.gather(stop)
             link.send(offer)
@@ -477,7 +469,7 @@ class HostDraft:
 
     def _wrong(self, answer: Said, digests: Digests) -> PortusError | None:
         """Why this is no answer to go on with."""
-        if not isinstance(answer, said.Pulled):
+        if not isinstance(answer, said.Hashed):
             return error_of(answer)
         if np.array_equal(digest_rows(answer.digests, "pulled"), digests):
             return None
@@ -506,12 +498,6 @@ class HostDraft:
         reached = self._reached
         if reached is not None:
             reached.regions.forget()
-
-    def _ask(self, link: Link, message: Said, silence_s: float | None = None) -> Said:
-        answer = link.ask(message, silence_s)
-        if isinstance(answer, said.Refused):
-            raise error_of(answer)
-        return answer
 
     def _digests(self) -> Digests:
         """Return the digests of the units of all storages, in order."""

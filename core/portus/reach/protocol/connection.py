@@ -203,10 +203,9 @@ class Connection:
             raise ProtocolError(f"{kind.name}: only this side sends it")
         if (self.state, kind) not in NEXT:
             raise ProtocolError(f"{kind.name} in state {self.state.value!r}")
-        least = 1
-        if not least <= length <= kind.body_size_max:
+        if not 1 <= length <= kind.body_size_max:
             raise ProtocolError(
-                f"{kind.name}: expected {least} to {kind.body_size_max} bytes, found {length}"
+                f"{kind.name}: expected 1 to {kind.body_size_max} bytes, found {length}"
             )
         # The header is under the digest, too: a body can't pass for that of another kind.
         self._came = xxhash.xxh3_128(header)

@@ -1,7 +1,7 @@
 """The messages, each declared once. What breaks a declaration is a ``ProtocolError``, never worse.
 
-Above each class: its number and name, in which states it is said and which one follows, the limit
-of its body, and the handler of a request.
+Above each class: its number and name, in which states it is said and which one follows. The limits
+of its fields are that of its body.
 
 Columns of numbers travel as bytes: little-endian int64, one after another (``pack_column``).
 Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
@@ -19,10 +19,18 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from portus.errors import TransportError
-from portus.reach.protocol.vocabulary import SMALL, MessageKind, Phase, Vocabulary
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
-VERSION: Final = 7
+VERSION: Final = 8
 """The version of the protocol that is spoken. A host refuses a greeting of another one, and names
 this."""
 
@@ -30,10 +38,11 @@ MAGIC: Final = "portus"
 UNIT: Final = 16 << 20
 """Bytes of a storage under one digest; as in the format, which this floor does not know."""
 DIGEST_SIZE: Final = 16
+TOKEN_SIZE: Final = 16
 HANDLE_SIZE: Final = 16
 """Bytes of the handle of a storage: its address and its key, two numbers; zeros if it has none."""
 
-NONCE_SIZE: Final = 16
+NONCE_SIZE: Final = TOKEN_SIZE
 PROOF_SIZE: Final = 32
 TENANT_SIZE_MAX: Final = 64
 NAME_SIZE_MAX: Final = 200
@@ -71,18 +80,37 @@ MESSAGES: Final = Vocabulary()
 class Fault(enum.Enum):
     """The kind of a refusal, which decides the error that the client raises."""
 
-    USAGE = "usage"
-    MEDIUM = "medium"
     BUSY = "busy"
+    MEDIUM = "medium"
+    USAGE = "usage"
     STALE = "stale"
     CORRUPTION = "corruption"
     TRANSPORT = "transport"
 
+    @classmethod
+    def of(cls, error: PortusError) -> Fault:
+        """Return the kind of an error of the host."""
+        found = (each for each, kind in _ERRORS.items() if isinstance(error, kind))
+        return next(found, cls.TRANSPORT)
+
+    def error(self, number: int, text: str) -> PortusError:
+        """Return the error that a client raises. number: an errno, which some have."""
+        kind = _ERRORS[self]
+        return kind(number, text) if issubclass(kind, MediumError) else kind(text)
+
+
+_ERRORS: Final[dict[Fault, type[PortusError]]] = {
+    Fault.BUSY: BusyError,
+    Fault.MEDIUM: MediumError,
+    Fault.USAGE: UsageError,
+    Fault.STALE: StaleError,
+    Fault.CORRUPTION: CorruptionError,
+    Fault.TRANSPORT: TransportError,
+}
 
 Column = npt.NDArray[np.int64]
 Number = Annotated[int, Meta(ge=0, le=SIZE_MAX)]
-Nonce = Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
-Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Token = Annotated[bytes, Meta(min_length=TOKEN_SIZE, max_length=TOKEN_SIZE)]
 Proof = Annotated[bytes, Meta(max_length=PROOF_SIZE)]
 Text = Annotated[str, Meta(max_length=TEXT_SIZE_MAX)]
 Indices = Annotated[bytes, Meta(max_length=8 * STORAGES_MAX)]
@@ -92,7 +120,7 @@ Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
 Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 
-@MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED}, body_size_max=512)
+@MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED})
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The client's first words. Its frame, that of a refusal, and these fields stay what they are
     in every version; others may come behind them."""
@@ -101,7 +129,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     magic: Annotated[str, Meta(max_length=16)]
     version: Number
     tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
-    nonce: Nonce
+    nonce: Token
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -114,18 +142,18 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Challenge(Message, frozen=True):
     """``secret``: the host wants a proof."""
 
-    nonce: Nonce
+    nonce: Token
     secret: bool
 
 
-@MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING}, body_size_max=64)
+@MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING})
 class ClientProof(Message, frozen=True):
     """Empty where no secret is shared."""
 
     proof: Proof
 
 
-@MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY}, body_size_max=5 * TEXT_SIZE_MAX)
+@MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY})
 class Welcome(Message, frozen=True):
     """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
     host reaches memory of this client by itself, if it is connected (``Connect``)."""
@@ -151,17 +179,17 @@ class _QueuePair(Message, frozen=True):
     reads: Annotated[int, Meta(ge=0, le=255)]
 
 
-@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.CONNECTING}, handler="connect")
+@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.ASKED})
 class Connect(_QueuePair, frozen=True):
     """The client's queue pair for this connection; one before it is gone."""
 
 
-@MESSAGES.host(78, "CONNECTED", {Phase.CONNECTING: Phase.READY})
+@MESSAGES.host(78, "CONNECTED", {Phase.ASKED: Phase.READY})
 class Connected(_QueuePair, frozen=True):
     """The host's, which is ready."""
 
 
-@MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED}, handler="claim")
+@MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED})
 class Claim(Message, frozen=True):
     """The client, which says the same 16 bytes on all its connections, asks to be the one that
     saves ``model``, as long as one of them lives."""
@@ -170,13 +198,7 @@ class Claim(Message, frozen=True):
     client: Token
 
 
-@MESSAGES.client(
-    5,
-    "BEGIN",
-    {Phase.READY: Phase.BEGINNING},
-    handler="begin",
-    body_size_max=(8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(5, "BEGIN", {Phase.READY: Phase.BEGINNING})
 class Begin(Message, frozen=True):
     """A save of storages of these lengths; and what a transport needs to reach them by itself, as
     long as the save lives (``handles``, one of each; empty on a stream)."""
@@ -188,13 +210,7 @@ class Begin(Message, frozen=True):
     handles: Handles = b""
 
 
-@MESSAGES.client(
-    6,
-    "OFFER",
-    {Phase.SAVING: Phase.OFFERED},
-    handler="offer",
-    body_size_max=8 * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(6, "OFFER", {Phase.SAVING: Phase.OFFERED})
 class Offer(Message, frozen=True):
     """The client reports that these storages may be pulled now."""
 
@@ -208,24 +224,24 @@ class Pull(Message, frozen=True):
 
 @MESSAGES.host(
     69,
-    "PULLED",
-    {Phase.OFFERED: Phase.SAVING, Phase.PULLING: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
-    body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL,
+    "HASHED",
+    {
+        Phase.ASKED: Phase.READY,
+        Phase.OFFERED: Phase.SAVING,
+        Phase.PULLING: Phase.SAVING,
+        Phase.ABANDONING: Phase.ABANDONING,
+    },
 )
-class Pulled(Message, frozen=True):
-    """All of the offer is stored; the digests of its units, as the host found them. ``bounced``:
-    bytes that did not come straight into the pool, but through a buffer of the host."""
+class Hashed(Message, frozen=True):
+    """All of the offer is stored, all is pushed, or checked; the digests of its units, as the host
+    found them. ``bounced``: bytes that went through a buffer of the host, not straight between the
+    pool and the client."""
 
     digests: Digests
-    bounced: Number
+    bounced: Number = 0
 
 
-@MESSAGES.host(
-    84,
-    "FULL",
-    {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
-    body_size_max=5 * TEXT_SIZE_MAX,
-)
+@MESSAGES.host(84, "FULL", {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING})
 class Full(Message, frozen=True):
     """No room for the offer. The save goes on: it may be offered again."""
 
@@ -233,13 +249,7 @@ class Full(Message, frozen=True):
     text: Text
 
 
-@MESSAGES.client(
-    8,
-    "SHARE",
-    {Phase.SAVING: Phase.SHARING},
-    handler="share",
-    body_size_max=8 * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(8, "SHARE", {Phase.SAVING: Phase.SHARING})
 class Share(Message, frozen=True):
     """The client reports that, by its digests, these storages equal those of the version
     ``before``, a token."""
@@ -255,15 +265,7 @@ class Shared(Message, frozen=True):
     same: bool
 
 
-@MESSAGES.client(
-    9,
-    "CONFIRM",
-    {Phase.SAVING: Phase.CONFIRMING},
-    handler="confirm",
-    body_size_max=(
-        DIGEST_SIZE * UNITS_MAX + CONTENTS_SIZE_MAX + KEEP_SIZE_MAX + METRICS_SIZE_MAX + SMALL
-    ),
-)
+@MESSAGES.client(9, "CONFIRM", {Phase.SAVING: Phase.CONFIRMING})
 class Confirm(Message, frozen=True):
     """All storages are pulled or shared, and their digests, which the client found itself, are
     ``digests``: commit. ``before``: the token of a version whose contents may be equal.
@@ -281,7 +283,7 @@ class Confirm(Message, frozen=True):
     metrics: Annotated[bytes, Meta(max_length=METRICS_SIZE_MAX)] = b""
 
 
-@MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY}, body_size_max=(1 << 30) + SMALL)
+@MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY})
 class Committed(Message, frozen=True):
     """The host reports that the version is durable. ``record``: the payload of its record."""
 
@@ -297,33 +299,19 @@ class Committed(Message, frozen=True):
         Phase.PULLING: Phase.ABANDONING,
         Phase.READY: Phase.ABANDONING,
     },
-    handler="abandon",
 )
 class Abandon(Message, frozen=True):
     """The save is given up. Nothing of it is reached any more."""
 
 
-@MESSAGES.host(73, "ABANDONED", {Phase.ABANDONING: Phase.READY})
-class Abandoned(Message, frozen=True):
-    """Nothing of it is kept."""
-
-
-@MESSAGES.client(
-    11, "READ", {Phase.READY: Phase.READING}, handler="read", body_size_max=16 * RANGES_MAX + SMALL
-)
+@MESSAGES.client(11, "READ", {Phase.READY: Phase.READING})
 class Read(Message, frozen=True):
     """Bytes of the pool, as pairs of offset and length."""
 
     ranges: Ranges
 
 
-@MESSAGES.client(
-    12,
-    "CHECK",
-    {Phase.READY: Phase.CHECKING},
-    handler="check",
-    body_size_max=16 * RANGES_MAX + 8 * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(12, "CHECK", {Phase.READY: Phase.ASKED})
 class Check(Message, frozen=True):
     """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
 
@@ -331,22 +319,7 @@ class Check(Message, frozen=True):
     ranges: Ranges
 
 
-@MESSAGES.host(
-    75, "CHECKED", {Phase.CHECKING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
-)
-class Checked(Message, frozen=True):
-    """Digests of their units."""
-
-    digests: Digests
-
-
-@MESSAGES.client(
-    21,
-    "PUSH",
-    {Phase.READY: Phase.PUSHING},
-    handler="push",
-    body_size_max=16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
-)
+@MESSAGES.client(21, "PUSH", {Phase.READY: Phase.ASKED})
 class Push(Message, frozen=True):
     """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
     one handle for each."""
@@ -356,60 +329,45 @@ class Push(Message, frozen=True):
     handles: Handles
 
 
-@MESSAGES.host(
-    79, "PUSHED", {Phase.PUSHING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
-)
-class Pushed(Message, frozen=True):
-    """The host reports that all is written, with the digests of its units, as it found them.
-    ``bounced``: bytes that went through a buffer of the host."""
-
-    digests: Digests
-    bounced: Number
-
-
-@MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED}, handler="pin")
+@MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED})
 class Pin(Message, frozen=True):
     """Keep the space of a version from reuse, as long as this connection lives."""
 
     version: Number
 
 
-@MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED}, handler="unpin")
+@MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED})
 class Unpin(Message, frozen=True):
     """Take one pin back."""
 
     version: Number
 
 
-@MESSAGES.client(
-    16, "RETIRE", {Phase.READY: Phase.ASKED}, handler="retire", body_size_max=16 * IDS_MAX + SMALL
-)
+@MESSAGES.client(16, "RETIRE", {Phase.READY: Phase.ASKED})
 class Retire(Message, frozen=True):
     """Let go of versions, by their tokens, 16 bytes each."""
 
     tokens: Annotated[bytes, Meta(max_length=16 * IDS_MAX)]
 
 
-@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING}, handler="status")
+@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.ASKED})
 class Status(Message, frozen=True):
     """How is the pool?"""
 
 
-@MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED}, handler="give_back")
+@MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED})
 class GiveBack(Message, frozen=True):
     """Give the space of the pool that nothing reaches back to the file system."""
 
 
-@MESSAGES.client(
-    25, "NOTE", {Phase.READY: Phase.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX
-)
+@MESSAGES.client(25, "NOTE", {Phase.READY: Phase.ASKED})
 class Note(Message, frozen=True):
     """Put on record which save failed last, when and why, in words."""
 
     text: Text
 
 
-@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED}, handler="settle")
+@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED})
 class Settle(Message, frozen=True):
     """Answer once the replica has the version of this token, too; zeros: once the host leads the
     model."""
@@ -422,13 +380,7 @@ _ObjectName = Annotated[str, Meta(min_length=1, max_length=OBJECT_NAME_SIZE_MAX)
 _Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
 
 
-@MESSAGES.client(
-    27,
-    "PUT",
-    {Phase.READY: Phase.PLACING},
-    handler="put",
-    body_size_max=OBJECT_SIZE_MAX + SMALL,
-)
+@MESSAGES.client(27, "PUT", {Phase.READY: Phase.ASKED})
 class Put(Message, frozen=True):
     """Make ``data`` the object of that name, whole or not at all. ``fresh``: if there is none."""
 
@@ -437,14 +389,14 @@ class Put(Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(81, "PLACED", {Phase.PLACING: Phase.READY})
+@MESSAGES.host(81, "PLACED", {Phase.ASKED: Phase.READY})
 class Placed(Message, frozen=True):
     """``made``: it is there, and durable as far as the host can promise; else there was one."""
 
     made: bool
 
 
-@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING}, handler="get")
+@MESSAGES.client(28, "GET", {Phase.READY: Phase.ASKED})
 class Get(Message, frozen=True):
     """The client asks for ``length`` bytes of an object from byte ``start`` on; for all of it, if
     ``length`` is 0."""
@@ -454,14 +406,14 @@ class Get(Message, frozen=True):
     length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(82, "OBJECT", {Phase.GETTING: Phase.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL)
+@MESSAGES.host(82, "OBJECT", {Phase.ASKED: Phase.READY})
 class Object(Message, frozen=True):
     """The bytes."""
 
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING}, handler="list")
+@MESSAGES.client(29, "LIST", {Phase.READY: Phase.ASKED})
 class List(Message, frozen=True):
     """The client asks for objects whose names begin with ``prefix`` and come after ``after``."""
 
@@ -469,12 +421,7 @@ class List(Message, frozen=True):
     after: _Prefix
 
 
-@MESSAGES.host(
-    83,
-    "LISTED",
-    {Phase.FINDING: Phase.READY},
-    body_size_max=(OBJECT_NAME_SIZE_MAX + 32) * LISTED_MAX + SMALL,
-)
+@MESSAGES.host(83, "LISTED", {Phase.ASKED: Phase.READY})
 class Listed(Message, frozen=True):
     """The next of them, in the order of their names: bytes, and when they were made, in Unix
     time in microseconds, by the host's clock. Nothing if there are no more."""
@@ -484,20 +431,14 @@ class Listed(Message, frozen=True):
     modified: Ids
 
 
-@MESSAGES.client(
-    30,
-    "DELETE",
-    {Phase.READY: Phase.ASKED},
-    handler="delete",
-    body_size_max=(OBJECT_NAME_SIZE_MAX + 8) * LISTED_MAX + SMALL,
-)
+@MESSAGES.client(30, "DELETE", {Phase.READY: Phase.ASKED})
 class Delete(Message, frozen=True):
     """Remove objects; those that are not there are no error."""
 
     names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
 
 
-@MESSAGES.host(76, "STATE", {Phase.LOOKING: Phase.READY})
+@MESSAGES.host(76, "STATE", {Phase.ASKED: Phase.READY})
 class Standing(Message, frozen=True):
     """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
     that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
@@ -510,14 +451,18 @@ class Standing(Message, frozen=True):
     taken: Number
 
 
-@MESSAGES.host(66, "DONE", {Phase.ASKED: Phase.READY, Phase.READING: Phase.READY})
+@MESSAGES.host(
+    66,
+    "DONE",
+    {
+        Phase.ASKED: Phase.READY,
+        Phase.READING: Phase.READY,
+        Phase.BEGINNING: Phase.SAVING,
+        Phase.ABANDONING: Phase.READY,
+    },
+)
 class Done(Message, frozen=True):
-    """The host reports that the request is done."""
-
-
-@MESSAGES.host(67, "BEGUN", {Phase.BEGINNING: Phase.SAVING})
-class Begun(Message, frozen=True):
-    """Offers may come."""
+    """The host reports that the request is done: a save has begun, or nothing of it is kept."""
 
 
 @MESSAGES.host(
@@ -528,17 +473,13 @@ class Begun(Message, frozen=True):
         Phase.PROVING: Phase.CLOSED,
         **dict.fromkeys(
             (
-                *(Phase.ASKED, Phase.LOOKING),
-                *(Phase.PLACING, Phase.GETTING, Phase.FINDING),
-                *(Phase.READING, Phase.CHECKING, Phase.CONNECTING, Phase.PUSHING),
-                *(Phase.BEGINNING, Phase.OFFERED, Phase.PULLING, Phase.SHARING),
-                Phase.CONFIRMING,
+                *(Phase.ASKED, Phase.READING, Phase.BEGINNING, Phase.OFFERED),
+                *(Phase.PULLING, Phase.SHARING, Phase.CONFIRMING),
             ),
             Phase.READY,
         ),
         Phase.ABANDONING: Phase.ABANDONING,
     },
-    body_size_max=5 * TEXT_SIZE_MAX,
 )
 class Refused(Message, frozen=True):
     """The request was refused, and with it the save that it was part of."""
@@ -604,34 +545,34 @@ def pack_column(numbers: npt.ArrayLike) -> bytes:
 
 def column(data: bytes, what: str) -> Column:
     """Numbers from the wire, none negative or too big. Raises ``ProtocolError``."""
-    if len(data) % 8:
-        raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers")
-    numbers = np.frombuffer(data, "<i8").astype(np.int64)
-    if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) > SIZE_MAX):
-        raise ProtocolError(f"{what}: found a number out of range")
-    # Sums are made of what is checked here, and must not wrap around.
-    if float(numbers.sum(dtype=np.float64)) > SIZE_MAX:
-        raise ProtocolError(f"{what}: the sum of the numbers is too large")
+    [numbers] = _columns(data, 1, what)
     return numbers
 
 
 def ranges(data: bytes, what: str) -> tuple[Column, Column]:
     """Offsets and lengths from the wire. Raises ``ProtocolError``."""
-    if len(data) % 16:
-        raise ProtocolError(f"{what}: {len(data)} bytes are not pairs of numbers")
-    numbers = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
-    offsets, lengths = np.ascontiguousarray(numbers[:, 0]), np.ascontiguousarray(numbers[:, 1])
-    for part in (offsets, lengths):
-        if len(part) and (int(part.min()) < 0 or int(part.max()) > SIZE_MAX // 2):
-            raise ProtocolError(f"{what}: found a number out of range")
-    if float(lengths.sum(dtype=np.float64)) > SIZE_MAX:
-        raise ProtocolError(f"{what}: the sum of the lengths is too large")
+    offsets, lengths = _columns(data, 2, what)
     return offsets, lengths
 
 
-def pack_handles(address: npt.ArrayLike, key: npt.ArrayLike) -> bytes:
-    """Handles for the wire, of storages with these addresses and keys."""
-    return np.stack([np.asarray(address, "<i8"), np.asarray(key, "<i8")], axis=1).tobytes()
+def _columns(data: bytes, count: int, what: str) -> list[Column]:
+    """``count`` columns, the last of which can be summed."""
+    if len(data) % (8 * count):
+        raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers, or {count}")
+    rows = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, count)
+    found = [np.ascontiguousarray(each) for each in rows.T]
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) > SIZE_MAX // 2):
+        raise ProtocolError(f"{what}: found a number out of range")
+    # Sums are made of what is checked here, and must not wrap around.
+    if float(found[-1].sum(dtype=np.float64)) > SIZE_MAX:
+        raise ProtocolError(f"{what}: the sum of the numbers is too large")
+    return found
+
+
+def pack_pairs(left: npt.ArrayLike, right: npt.ArrayLike) -> bytes:
+    """Two columns for the wire, row by row: ranges of these offsets and lengths, or handles with
+    these addresses and keys."""
+    return np.stack([np.asarray(left, "<i8"), np.asarray(right, "<i8")], axis=1).tobytes()
 
 
 def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:

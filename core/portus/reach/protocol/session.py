@@ -8,7 +8,7 @@ in ABANDONING; and when the host refuses just then, the abandonment finds it in 
 answered all the same. What the table does not have is an error of whoever said it.
 
 A save goes SAVING -> OFFERED -> SAVING for each offer, and -> CONFIRMING -> READY. A host that
-reaches the regions by itself answers an offer with PULLED; on a stream it first says PULL, and the
+reaches the regions by itself answers an offer with HASHED; on a stream it first says PULL, and the
 client's DATA follows. Only CONFIRM makes a version: a connection that ends before it, however it
 ends, leaves nothing.
 """

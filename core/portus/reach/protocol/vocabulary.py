@@ -1,7 +1,7 @@
-"""What is declared of a message: number, name, who says it and when, its limit, its handler.
+"""What is declared of a message: number, name, who says it and when.
 
-``messages`` declares them all. The order of a conversation (``session``), the frames that are taken
-(``connection``) and the methods of a storage host that answer (``handlers``) follow from that.
+``messages`` declares them all. The order of a conversation (``session``), the limit of each body
+and the frames that are taken (``connection``) follow from that.
 
 A mistake in a declaration is ours: it is an ``AssertionError``, when the module is imported.
 """
@@ -9,14 +9,14 @@ A mistake in a declaration is ours: it is an ``AssertionError``, when the module
 from __future__ import annotations
 
 import enum
-import inspect
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
-SMALL: Final = 8 << 10
-"""Bytes of a body, at most, where nothing else is declared."""
+from msgspec import inspect
+
+_OVERHEAD: Final = 128
+"""Bytes of a body besides its fields, at most: msgpack's own, and room for a later ``HELLO``."""
 
 _HOSTS: Final = 64
 """Numbers of the host's messages are not below; those of a client's are."""
@@ -31,19 +31,12 @@ class Phase(enum.Enum):
     PROVING = "proving"
     READY = "ready"
     ASKED = "asked"
-    LOOKING = "looking"
     READING = "reading"
-    CHECKING = "checking"
-    CONNECTING = "connecting"
-    PUSHING = "pushing"
     BEGINNING = "beginning"
     SAVING = "saving"
     OFFERED = "offered"
     PULLING = "pulling"
     SHARING = "sharing"
-    PLACING = "placing"
-    GETTING = "getting"
-    FINDING = "finding"
     CONFIRMING = "confirming"
     ABANDONING = "abandoning"
     CLOSED = "closed"
@@ -58,15 +51,13 @@ _WAITING: Final = frozenset({Phase.READY, Phase.SAVING})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageKind:
-    """What is declared of a message. ``body_size_max``: bytes of a body, at most. ``handler``: the
-    method of a host that answers; empty if this is no request. ``type``: the class of its bodies;
-    None if these are plain bytes."""
+    """What is declared of a message. ``body_size_max``: bytes of a body, at most. ``type``: the
+    class of its bodies; None if these are plain bytes."""
 
     number: int
     name: str
     moves: Moves
     body_size_max: int
-    handler: str = ""
     type: type[Any] | None = None
 
     @property
@@ -108,57 +99,24 @@ class Vocabulary:
         return self._kinds.get(number)
 
     def client(
-        self,
-        number: int,
-        name: str,
-        moves: Moves,
-        *,
-        handler: str = "",
-        body_size_max: int = SMALL,
+        self, number: int, name: str, moves: Moves
     ) -> Callable[[type[Declared]], type[Declared]]:
         """Declares the class below as a message that clients say."""
         if not 0 < number < _HOSTS:
             raise AssertionError(f"message {name}: {number} is a number of the host's messages")
-
-        def declare(body: type[Declared]) -> type[Declared]:
-            kind = MessageKind(number, name, moves, body_size_max, handler, body)
-            body.kind = self._add(kind)
-            return body
-
-        return declare
+        return self._declaration(number, name, moves)
 
     def host(
-        self, number: int, name: str, moves: Moves, *, body_size_max: int = SMALL
+        self, number: int, name: str, moves: Moves
     ) -> Callable[[type[Declared]], type[Declared]]:
         """Declares the class below as a message that hosts say."""
         if not _HOSTS <= number < 256:
             raise AssertionError(f"message {name}: {number} is no number of a host's message")
-
-        def declare(body: type[Declared]) -> type[Declared]:
-            kind = MessageKind(number, name, moves, body_size_max, type=body)
-            body.kind = self._add(kind)
-            return body
-
-        return declare
+        return self._declaration(number, name, moves)
 
     def payload(self, number: int, name: str, moves: Moves, body_size_max: int) -> MessageKind:
         """Declares frames of plain bytes."""
         return self._add(MessageKind(number, name, moves, body_size_max))
-
-    def _add(self, kind: MessageKind) -> MessageKind:
-        for other in self._kinds.values():
-            if kind.number == other.number or kind.name == other.name:
-                raise AssertionError(
-                    f"message {kind.number}, {kind.name}: {other.number} is {other.name} already"
-                )
-        if kind.is_request != bool(kind.handler):
-            raise AssertionError(
-                f"message {kind.name}: it is a request, and no handler is declared"
-                if kind.is_request
-                else f"message {kind.name}: it is no request, so {kind.handler!r} never hears it"
-            )
-        self._kinds[kind.number] = kind
-        return kind
 
     def order(self) -> dict[tuple[Phase, MessageKind], Phase]:
         """Return the state that follows each state and message, sorted by the state before."""
@@ -166,47 +124,38 @@ class Vocabulary:
         states = list(Phase)
         return dict(sorted(moves.items(), key=lambda move: states.index(move[0][0])))
 
-    def handlers(self, *owners: type) -> dict[MessageKind, tuple[type, Callable[..., Any]]]:
-        """The method of one of ``owners`` that answers, for each request, with its owner. A handler
-        has the declared name behind an underscore, and takes one argument, ``message``, of the
-        class of the message.
+    def _declaration(
+        self, number: int, name: str, moves: Moves
+    ) -> Callable[[type[Declared]], type[Declared]]:
+        def declare(body: type[Declared]) -> type[Declared]:
+            size_max = _OVERHEAD + _size_max(inspect.type_info(body), name)
+            body.kind = self._add(MessageKind(number, name, moves, size_max, body))
+            return body
 
-        Raises ``AssertionError`` for a request without a handler, a handler of another message, and
-        a handler that no message names.
-        """
-        where = " or ".join(f"{owner.__qualname__} of {owner.__module__}" for owner in owners)
-        there = {
-            (owner, name): method
-            for owner in owners
-            for name, method in vars(owner).items()
-            if name.startswith("_") and _takes_a_message(method)
-        }
-        found = {}
-        for kind in self:
-            if not kind.is_request:
-                continue
-            name = f"_{kind.handler}"
-            owner = next((owner for owner in owners if (owner, name) in there), None)
-            if owner is None:
+        return declare
+
+    def _add(self, kind: MessageKind) -> MessageKind:
+        for other in self._kinds.values():
+            if kind.number == other.number or kind.name == other.name:
                 raise AssertionError(
-                    f"message {kind.name}: its handler is declared as {kind.handler!r}, and "
-                    f"{where} has no method {name}(self, message)"
+                    f"message {kind.number}, {kind.name}: {other.number} is {other.name} already"
                 )
-            method = there.pop((owner, name))
-            taken = typing.get_type_hints(method).get("message")
-            if taken is not kind.type:
-                raise AssertionError(
-                    f"message {kind.name}: {name} of {where} takes {taken}, expected {kind.type}"
-                )
-            found[kind] = owner, method
-        if there:
-            left = ", ".join(name for _, name in there)
-            raise AssertionError(f"{left} of {where}: no message names it as handler")
-        return found
+        self._kinds[kind.number] = kind
+        return kind
 
 
-def _takes_a_message(method: object) -> bool:
-    return inspect.isfunction(method) and [*inspect.signature(method).parameters] == [
-        "self",
-        "message",
-    ]
+def _size_max(field: inspect.Type, name: str) -> int:
+    """Bytes that a value takes in msgpack, at most. Raises ``AssertionError`` for one that has no
+    limit."""
+    match field:
+        case inspect.StructType():
+            return sum(_size_max(each.type, f"{name}.{each.name}") for each in field.fields)
+        case inspect.BytesType(max_length=int(length)):
+            return 5 + length
+        case inspect.StrType(max_length=int(length)):
+            return 5 + 4 * length  # characters, of four bytes at most
+        case inspect.ListType(max_length=int(length)):
+            return 5 + length * _size_max(field.item_type, name)
+        case inspect.IntType() | inspect.BoolType() | inspect.EnumType():
+            return 16
+    raise AssertionError(f"message {name}: it has no limit")

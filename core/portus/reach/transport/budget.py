@@ -16,6 +16,9 @@ from typing import Final
 
 from portus.errors import TransportError, UsageError
 
+UNLIMITED: Final = 1 << 62
+"""Bytes of the budget of who is not to be limited: a client believes its host."""
+
 FREE: Final = 64 << 10
 """Bytes that need no share: of a body, of the work on it, and of what stays, of each connection."""
 
@@ -70,14 +73,15 @@ class ConnectionBudget:
         """True if this one has passing memory, and others wait for some."""
         return self.passing > 0 and self._budget._waiting > 0
 
-    def could(self, size: int) -> None:
-        """Raise ``UsageError`` if so many passing bytes are more than a connection may have."""
-        budget, wanted = self._budget, self._charge(self.staying) + size
-        if wanted > budget.connection_max:
-            raise UsageError(
-                f"this needs {wanted} bytes of the host's memory, of which a connection may "
-                f"have {budget.connection_max} at most: raise `portus serve --memory`"
-            )
+    def excess(self, size: int) -> UsageError | None:
+        """What to say if ``size`` more passing bytes are more than a connection may have."""
+        budget, wanted = self._budget, self._charge(self.staying) + self.passing + size
+        if wanted <= budget.connection_max:
+            return None
+        return UsageError(
+            f"this needs {wanted} bytes of the host's memory, of which a connection may "
+            f"have {budget.connection_max} at most: raise `portus serve --memory`"
+        )
 
     def take(self, size: int, timeout_s: float) -> bool:
         """Take ``size`` more bytes that pass; False if they were not free within ``timeout_s``."""
@@ -105,7 +109,7 @@ class ConnectionBudget:
         with budget._changed:
             more = self._charge(self.staying + size) - self._charge(self.staying)
             if more > 0 and not budget.fits(self, more, passes=False):
-                raise self._busy(more)
+                raise self.busy(more)
             self.staying += size
             budget._tenants[self.tenant] += more
             if more < 0:
@@ -126,18 +130,15 @@ class ConnectionBudget:
         self.keep(-self.staying)
 
     def busy(self, size: int) -> TransportError:
-        """What to say when ``take`` had none."""
-        with self._budget._changed:
-            return self._busy(size)
-
-    def _busy(self, size: int) -> TransportError:
+        """What to say when there are no ``size`` bytes."""
         budget = self._budget
-        return TransportError(
-            f"{size} bytes are not free in the host's memory for clients: of {budget.size} "
-            f"they have {budget._tenants.total()}, those of this tenant "
-            f"{budget._tenants[self.tenant]} of {budget.tenant_max} at most. Try again, or "
-            "raise `portus serve --memory`",
-        )
+        with budget._changed:
+            return TransportError(
+                f"{size} bytes are not free in the host's memory for clients: of {budget.size} "
+                f"they have {budget._tenants.total()}, those of this tenant "
+                f"{budget._tenants[self.tenant]} of {budget.tenant_max} at most. Try again, or "
+                "raise `portus serve --memory`",
+            )
 
     @staticmethod
     def _charge(staying: int) -> int:

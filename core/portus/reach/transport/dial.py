@@ -7,20 +7,10 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
-from portus.errors import (
-    BusyError,
-    CorruptionError,
-    MediumError,
-    PortusError,
-    StaleError,
-    TransportError,
-    UsageError,
-    printable,
-)
+from portus.errors import PortusError, TransportError, UsageError, printable
 from portus.reach.protocol.address import Address, Scheme, Transport
 from portus.reach.protocol.messages import (
     MAGIC,
@@ -31,6 +21,7 @@ from portus.reach.protocol.messages import (
     Fault,
     Full,
     Hello,
+    Message,
     ProtocolError,
     Refused,
     Said,
@@ -43,6 +34,8 @@ from portus.reach.protocol.proof import (
     proof_of_host,
 )
 from portus.reach.transport.stream import Link
+
+Expected = TypeVar("Expected", bound=Message)
 
 SECRET_VARIABLE: Final = "PORTUS_SECRET_FILE"
 AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
@@ -130,6 +123,13 @@ def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[
         return link, welcome
 
 
+def expect(answer: Said, kind: type[Expected], at: str = "") -> Expected:
+    """``answer``, if it is of that kind. Raises as ``error_of`` says."""
+    if not isinstance(answer, kind):
+        raise error_of(answer, at)
+    return answer
+
+
 def error_of(answer: Said, at: str = "") -> PortusError:
     """The error that a refusal stands for; for any other message, that it was not expected. at:
     what the text begins with.
@@ -142,16 +142,7 @@ def error_of(answer: Said, at: str = "") -> PortusError:
     if not isinstance(answer, Refused):
         return ProtocolError(f"{answer.kind.name} was not expected")
     text = f"{at}the storage host says: {printable(answer.text)}"
-    if answer.fault in (Fault.MEDIUM, Fault.BUSY):
-        kind = BusyError if answer.fault is Fault.BUSY else MediumError
-        return kind(answer.errno, text)
-    kinds: dict[Fault, type[PortusError]] = {
-        Fault.USAGE: UsageError,
-        Fault.STALE: StaleError,
-        Fault.CORRUPTION: CorruptionError,
-        Fault.TRANSPORT: TransportError,
-    }
-    return kinds[answer.fault](text)
+    return answer.fault.error(answer.errno, text)
 
 
 def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
@@ -159,15 +150,14 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     # A host that its replica refuses passes this on to its trainers: they must hear which it was.
     at = f"{address}: "
     try:
-        answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
+        heard = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
     except TransportError as error:
         raise TransportError(
             f"{error}, in answer to a greeting: is this the port of `portus serve`, of the "
             "same Portus, and does it accept more connections? If it has --tls-cert, use "
             f"{Scheme.TLS.value}://"
         ) from error
-    if not isinstance(answer, Challenge):
-        raise error_of(answer, at)
+    answer = expect(heard, Challenge, at)
     secret = credentials.secret
     if answer.secret and secret is None:
         raise UsageError(
@@ -176,9 +166,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     proof = b""
     if secret is not None:
         proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
-    welcome = link.ask(ClientProof(proof), OPENING_S)
-    if not isinstance(welcome, Welcome):
-        raise error_of(welcome, at)
+    welcome = expect(link.ask(ClientProof(proof), OPENING_S), Welcome, at)
     if secret is not None:
         # The host proves itself, too: anybody could listen at this port.
         expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
@@ -189,7 +177,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
 
 def _connect(address: Address, credentials: Credentials) -> socket.socket:
     context = _trusting(credentials.authority_path) if address.scheme is Scheme.TLS else None
-    with _as_transport_error(address):
+    try:
         if address.scheme is Scheme.UNIX:
             return _connect_unix(address.path)
         plain = socket.create_connection((address.host, address.port), GREETING_S)
@@ -200,6 +188,20 @@ def _connect(address: Address, credentials: Credentials) -> socket.socket:
         except BaseException:
             plain.close()
             raise
+    except ssl.CertificateError as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names the certificates to trust"
+        ) from error
+    except ssl.SSLError as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. For a storage host without --tls-cert, use "
+            f"{Scheme.TCP.value}://"
+        ) from error
+    except OSError as error:
+        raise TransportError(
+            f"{address}: no storage host answers ({error.strerror or error}); is `portus serve` "
+            f"running there?"
+        ) from error
 
 
 def _trusting(path: str | None) -> ssl.SSLContext:
@@ -222,23 +224,3 @@ def _connect_unix(path: str) -> socket.socket:
         plain.close()
         raise
     return plain
-
-
-@contextlib.contextmanager
-def _as_transport_error(address: Address) -> Iterator[None]:
-    try:
-        yield
-    except ssl.CertificateError as error:
-        raise UsageError(
-            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names the certificates to trust"
-        ) from error
-    except ssl.SSLError as error:
-        raise UsageError(
-            f"{address}: TLS failed: {error}. For a storage host without --tls-cert, use "
-            f"{Scheme.TCP.value}://"
-        ) from error
-    except OSError as error:
-        raise TransportError(
-            f"{address}: no storage host answers ({error.strerror or error}); is `portus serve` "
-            f"running there?"
-        ) from error

@@ -40,13 +40,15 @@ from portus.errors import (
 )
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Transport
-from portus.reach.protocol.messages import Said, Welcome, digest_rows, pack_column, pack_handles
+from portus.reach.protocol.messages import Said, Welcome, digest_rows, pack_column, pack_pairs
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import (
     TRANSPORT_VARIABLE,
     Credentials,
+    Expected,
     dial,
     error_of,
+    expect,
     transport_wished,
 )
 from portus.reach.transport.regions import ClientLane, Parts, Regions, gather
@@ -132,8 +134,12 @@ class Links:
         self.welcome: Welcome
         self.give_back(self._dial())
         if self._wish is Transport.VERBS:
-            with self._or_closed(), self.lend() as link:
-                self.lane(link)
+            try:
+                with self.lend() as link:
+                    self.lane(link)
+            except BaseException:
+                self.close()
+                raise
 
     def borrow(self) -> Link:
         """A connection that is ready, for one thread. Raises as the constructor.
@@ -231,11 +237,11 @@ class Links:
         finally:
             self.give_back(link)
 
-    def ask(self, message: Said, silence_s: float | None = None) -> Said:
-        """Send one request on any connection, and return the answer. silence_s: if it is work.
-        Raises what was refused."""
+    def ask(self, message: Said, kind: type[Expected], silence_s: float | None = None) -> Expected:
+        """Send one request on any connection, and return its answer, of that kind. silence_s: if it
+        is work. Raises what was refused."""
         with self.lend() as link:
-            return _answer(link, message, silence_s or self.answer_s)
+            return expect(link.ask(message, silence_s or self.answer_s), kind)
 
     def ask_for_work(self, link: Link, message: Said) -> Said:
         """The answer to what may take long: the host is waited for, ``WORK_S`` at most, as long as
@@ -245,7 +251,7 @@ class Links:
             if not link.is_silent(self.silence_s):
                 break
             # Over another connection: this one is silent while its thread works.
-            self.ask(said.Status())
+            self.ask(said.Status(), said.Standing)
             if not self._leads(link):  # then another host has answered
                 raise SilentError(f"{link.name}: no answer, and it is {self._hosts[self._at]} now")
         return link.hear()
@@ -274,22 +280,12 @@ class Links:
             domain = self.verbs.domain
         pair = domain.queue_pair()
         try:
-            answer = _answer(link, said.Connect(*pair.endpoint))
-            if not isinstance(answer, said.Connected):
-                raise error_of(answer)
+            answer = expect(link.ask(said.Connect(*pair.endpoint)), said.Connected)
             pair.connect(Endpoint(*msgspec.structs.astuple(answer)), remote=True)
         except BaseException:
             pair.close()
             raise
         return ClientLane(domain, pair)
-
-    @contextlib.contextmanager
-    def _or_closed(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def _dial(self) -> Link:
         if self._over.is_set():
@@ -387,36 +383,28 @@ class Links:
             return found
 
     def _claim_at(self, at: int) -> Link:
+        """A connection to that host that is greeted, and has the claim. Raises ``TransportError``
+        too if the host has not what counts of the model."""
         link, welcome = self._let_in(self._hosts[at])
         self._of[link] = (at, welcome)
         try:
-            if at == 1 and self._claim is not None:
-                self._require_log(link, self._claim.model)
-            self._claim_on(link)
-            if self._durable > 1 and not self._was_in:
-                self._require_term(link)
+            if self._claim is not None:
+                if at == 1 and not expect(link.ask(said.List(self._log, "")), said.Listed).names:
+                    # Then the first host alone can tell what there is to go on from.
+                    raise TransportError(
+                        f"{link.name} keeps no replica of model {self._claim.model!r}: is the "
+                        "first host served with --replica?"
+                    )
+                self._claim_on(link, self._claim)
+                if self._durable > 1 and not self._was_in:
+                    # What a host has that does not lead the model may not be the newest, and
+                    # nothing that it commits would count.
+                    settle = said.Settle(self._claim.model, bytes(16))
+                    expect(link.ask(settle, SILENCE_S), said.Done)
         except BaseException:
             link.close()
             raise
         return link
-
-    def _require_log(self, link: Link, model: str) -> None:
-        """Raise ``TransportError`` if the second host knows nothing of the model: then the first
-        one alone can tell what there is to go on from."""
-        answer = _answer(link, said.List(self._log, ""))
-        if not (isinstance(answer, said.Listed) and answer.names):
-            raise TransportError(
-                f"{link.name} keeps no replica of model {model!r}: is the first host served with "
-                "--replica?"
-            )
-
-    def _require_term(self, link: Link) -> None:
-        """Raise ``TransportError`` if the host does not lead the model: what it has may not be the
-        newest, and nothing that it commits would count."""
-        assert self._claim is not None
-        answer = link.ask(said.Settle(self._claim.model, bytes(16)), SILENCE_S)
-        if not isinstance(answer, said.Done):
-            raise error_of(answer)
 
     def _let_in(self, address: Address) -> tuple[Link, Welcome]:
         """A connection that is greeted. Who is refused may have an old secret: it is read again."""
@@ -431,21 +419,15 @@ class Links:
         _log.info("%s: accepted with the new secret in %s", address, fresh.secret_path)
         return dialled
 
-    def _claim_on(self, link: Link) -> None:
-        if self._claim is None:
-            return
+    def _claim_on(self, link: Link, claim: said.Claim) -> None:
         try:
-            _answer(link, self._claim, self._claim_s)
+            expect(link.ask(claim, self._claim_s), said.Done)
         except SilentError as error:
             if self._claim_s is None:
                 raise
-            name = self._claim.model
             raise BusyError(
-                errno.EAGAIN, f"{self.address}: another client saves model {name!r}"
+                errno.EAGAIN, f"{self.address}: another client saves model {claim.model!r}"
             ) from error
-        except BaseException:
-            link.close()
-            raise
 
 
 class HostMedium(ReadOnlyMedium):
@@ -465,9 +447,7 @@ class HostMedium(ReadOnlyMedium):
     @property
     def size(self) -> int:
         """The size of the pool, requested each time: others make it grow."""
-        answer = self._links.ask(said.Status())
-        assert isinstance(answer, said.Standing)
-        return answer.size
+        return self._links.ask(said.Status(), said.Standing).size
 
     @property
     def is_poisoned(self) -> bool:
@@ -476,12 +456,12 @@ class HostMedium(ReadOnlyMedium):
 
     def load(self, offset: int, target: memoryview) -> None:
         if target.nbytes:
-            self._read([(offset, target.nbytes)], target.cast("B"))
+            self._read([offset], [target.nbytes], target.cast("B"))
 
-    def _read(self, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
+    def _read(self, offsets: list[int], lengths: list[int], target: memoryview) -> None:
         with self._links.lend() as link:
             usual_s, link.silence_s = link.silence_s, self._links.answer_s
-            link.send(said.Read(pack_column([each for pair in ranges for each in pair])))
+            link.send(said.Read(pack_pairs(offsets, lengths)))
             with _no_refusal(link):
                 link.fill(target, None)
             _end_of_read(link)
@@ -492,11 +472,12 @@ class HostMedium(ReadOnlyMedium):
         found = []
         for start in range(0, len(extents), _LOADED_MAX):
             some = extents[start : start + _LOADED_MAX]
-            data = memoryview(bytearray(sum(extent.length for extent in some)))
-            self._read([(extent.offset, extent.length) for extent in some], data)
-            for extent in some:
-                found.append(data[: extent.length])
-                data = data[extent.length :]
+            lengths = [extent.length for extent in some]
+            data = memoryview(bytearray(sum(lengths)))
+            self._read([extent.offset for extent in some], lengths, data)
+            for length in lengths:
+                found.append(data[:length])
+                data = data[length:]
         return found
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
@@ -515,8 +496,7 @@ class HostMedium(ReadOnlyMedium):
                         self._links.revoke(link)
                 self._pins.check()
                 return digests
-            pairs = [segments.offset, segments.length]
-            link.send(said.Read(_interleave(*(column.tolist() for column in pairs))))
+            link.send(said.Read(pack_pairs(segments.offset, segments.length)))
             with _no_refusal(link):
                 take(link, segments, digests, stop)
             _end_of_read(link)
@@ -527,12 +507,10 @@ class HostMedium(ReadOnlyMedium):
     def check(self, sources: Sources, stop: Stop) -> Digests:
         """The host reads and hashes; nothing but digests travels."""
         self._pins.check()
-        ranges = _interleave(sources.extent_offset.tolist(), sources.extent_length.tolist())
+        ranges = pack_pairs(sources.extent_offset, sources.extent_length)
         with self._links.lend() as link, link.under(stop):
             message = said.Check(pack_column(sources.length), ranges)
-            answer = self._links.ask_for_work(link, message)
-        if not isinstance(answer, said.Checked):
-            raise error_of(answer)
+            answer = expect(self._links.ask_for_work(link, message), said.Hashed)
         stop.add(sources.size)
         self._pins.check()
         return digest_rows(answer.digests, "checked")
@@ -564,8 +542,7 @@ class HostLocks:
 
     def has_writer(self) -> bool:
         """True while a save of anybody is under way there."""
-        answer = self._links.ask(said.Status())
-        return isinstance(answer, said.Standing) and answer.saves > 0
+        return self._links.ask(said.Status(), said.Standing).saves > 0
 
     def pin(self, version: int) -> None:
         with self._guard:
@@ -619,7 +596,7 @@ class HostLocks:
                 raise TransportError(f"{self._links.address}: the connection broke; load again")
             self._link = self._links.borrow()
         try:
-            _answer(self._link, message)
+            expect(self._link.ask(message), said.Done)
         finally:
             if self._link.closed:
                 self._links.revoke(self._link)
@@ -655,11 +632,11 @@ def _push(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests
             room = lane.room(size)
             address[is_small] = room.start + offsets[is_small]
             key[is_small] = room.remote_key
-        ranges = _interleave(targets.extent_offset.tolist(), targets.extent_length.tolist())
+        ranges = pack_pairs(targets.extent_offset, targets.extent_length)
         message = said.Push(
-            pack_column(targets.length), ranges, pack_handles(np.where(here, address, 0), key)
+            pack_column(targets.length), ranges, pack_pairs(np.where(here, address, 0), key)
         )
-        answer = _answer(link, message, patience_s(targets.size))
+        answer = expect(link.ask(message, patience_s(targets.size)), said.Hashed)
     except BaseException:
         lane.close()
         raise
@@ -667,8 +644,6 @@ def _push(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests
         for region in regions:
             with contextlib.suppress(TransportError):
                 region.close()
-    if not isinstance(answer, said.Pushed):
-        raise error_of(answer)
     parts = Parts.of(targets, is_small, address)
     parts.scatter(stop)
     parts.hash_big(stop)
@@ -677,13 +652,6 @@ def _push(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests
             f"{link.name}: the bytes that arrived are not those that were sent; load again"
         )
     return parts.digests
-
-
-def _answer(link: Link, message: Said, silence_s: float | None = None) -> Said:
-    answer = link.ask(message, silence_s)
-    if isinstance(answer, said.Refused):
-        raise error_of(answer)
-    return answer
 
 
 @contextlib.contextmanager
@@ -699,8 +667,3 @@ def _end_of_read(link: Link) -> None:
     if not isinstance(event, said.Done):
         link.close()
         raise TransportError(f"{link.name}: expected the end of a read, found {event}")
-
-
-def _interleave(offsets: list[int], lengths: list[int]) -> bytes:
-    pairs = zip(offsets, lengths, strict=True)
-    return pack_column([each for pair in pairs for each in pair])

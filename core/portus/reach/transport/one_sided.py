@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -71,14 +71,6 @@ class Pair(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteStorages:
-    """Storages in the memory of a client: a row for each, its address there and its key."""
-
-    address: Column
-    key: Column
-
-
-@dataclass(frozen=True, slots=True)
 class TransferResult:
     """What a transfer did. ``bounced``: bytes of it that went through a ring. ``wire_s``: seconds
     from the first request to the last completion; what was hashed meanwhile is in it."""
@@ -107,22 +99,47 @@ class Landing(Protocol):
         """Have the bytes of a batch at its place before it is pushed, and note their digests."""
 
 
-def pull(
-    pair: Pair, landing: Landing, remote: RemoteStorages, moved: Sources, link: Link
+def transfer(
+    pair: Pair, landing: Landing, moved: Sources, key: Column, link: Link, *, is_pull: bool
 ) -> TransferResult:
-    """Fill the extents of ``moved`` from the client's memory; the digests are of what arrived.
+    """Fill the extents of ``moved`` from the client's memory, or (not ``is_pull``) write what they
+    hold to there. The digests are of what arrived, or was sent.
 
-    link: to the client. Raises as ``Link.watch``, ``TransportError`` (``WorkError`` if the client's
-    memory cannot be reached), and what the medium raises; then ``pair`` is closed.
+    moved: storages with their addresses in the client's memory. key: of each there. link: to the
+    client. Raises as ``Link.watch``, ``TransportError`` (``WorkError`` if the client's memory
+    cannot be reached), and what the medium raises; then ``pair`` is closed.
     """
-    return _transfer(pair, landing, remote, moved, link, is_pull=True)
+    segments, digests = cut(moved)
+    keys = key[owners(moved.length)[segments.row]]
+    window = _Window(pair, landing, link, is_pull=is_pull)
+    under_way: deque[tuple[Segments, Column, int]] = deque()
 
+    def finish() -> None:
+        batch, place, mark = under_way.popleft()
+        window.wait_for(mark)
+        if is_pull:
+            landing.note_arrival(batch, place, digests)
 
-def push(
-    pair: Pair, landing: Landing, remote: RemoteStorages, moved: Sources, link: Link
-) -> TransferResult:
-    """The way back: write what the extents of ``moved`` hold into the client's memory."""
-    return _transfer(pair, landing, remote, moved, link, is_pull=False)
+    try:
+        done = 0
+        for batch in segments.batches(UNIT, gap=ALIGNMENT):
+            # A ring has that many slots: the oldest batch is copied on before its slot is reused.
+            while len(under_way) >= AHEAD:
+                finish()
+            place = landing.place(batch)
+            if not is_pull:
+                landing.fill(batch, place, digests)
+            for run in _runs(place, batch, keys[done : done + len(batch)]):
+                window.post(*run)
+            under_way.append((batch, place, window.posted))
+            done += len(batch)
+        while under_way:
+            finish()
+    except BaseException:
+        # First of all: a request under way may still write to these places (decision 0023).
+        pair.close()
+        raise
+    return TransferResult(digests, moved.size if landing.is_bounced() else 0, window.wire_s)
 
 
 def spread(batch: Segments, start: int) -> Column:
@@ -135,107 +152,27 @@ def spread(batch: Segments, start: int) -> Column:
     return places
 
 
-def _transfer(
-    pair: Pair,
-    landing: Landing,
-    remote: RemoteStorages,
-    moved: Sources,
-    link: Link,
-    *,
-    is_pull: bool,
-) -> TransferResult:
-    segments, digests = cut(moved)
-    far = _Far(segments, remote, moved)
-    window = _Window(pair, link)
-    under_way: deque[tuple[Segments, Column, int]] = deque()
-
-    def finish() -> None:
-        batch, place, mark = under_way.popleft()
-        window.wait_for(mark)
-        if is_pull:
-            landing.note_arrival(batch, place, digests)
-
-    try:
-        for batch in segments.batches(UNIT, gap=ALIGNMENT):
-            # A ring has that many slots: the oldest batch is copied on before its slot is reused.
-            while len(under_way) >= AHEAD:
-                finish()
-            place = landing.place(batch)
-            if not is_pull:
-                landing.fill(batch, place, digests)
-            for local, distant, key, length in _runs(place, far.of(batch), batch.length):
-                _post(window, landing, local, distant, key, length, is_pull=is_pull)
-            under_way.append((batch, place, window.posted))
-        while under_way:
-            finish()
-    except BaseException:
-        # First of all: a request under way may still write to these places (decision 0023).
-        pair.close()
-        raise
-    return TransferResult(digests, moved.size if landing.is_bounced() else 0, window.wire_s)
-
-
-class _Far:
-    """Where segments are in the client's memory; asked for batches in order."""
-
-    def __init__(self, segments: Segments, remote: RemoteStorages, moved: Sources) -> None:
-        owner = owners(moved.length)[segments.row]
-        stream = np.cumsum(segments.length) - segments.length
-        first = np.cumsum(moved.length) - moved.length
-        self._address: Final[Column] = remote.address[owner] + stream - first[owner]
-        self._key: Final[Column] = remote.key[owner]
-        self._next = 0
-
-    def of(self, batch: Segments) -> RemoteStorages:
-        part = slice(self._next, self._next + len(batch))
-        self._next += len(batch)
-        return RemoteStorages(self._address[part], self._key[part])
-
-
-def _runs(
-    place: Column, far: RemoteStorages, length: Column
-) -> Iterator[tuple[int, int, int, int]]:
+def _runs(place: Column, batch: Segments, key: Column) -> Iterator[tuple[int, int, int, int]]:
     """(address here, there, key, length) of what can be moved as one: neighbours with the same
     small gap on both sides. The gap is moved too: it is room of the same storages' pages."""
-    gap = np.diff(place) - length[:-1]
-    alike = np.diff(far.address) == np.diff(place)
-    alike &= (np.diff(far.key) == 0) & (gap >= 0) & (gap < ALIGNMENT)
+    gap = np.diff(place) - batch.length[:-1]
+    alike = np.diff(batch.address) == np.diff(place)
+    alike &= (np.diff(key) == 0) & (gap >= 0) & (gap < ALIGNMENT)
     first = np.flatnonzero(np.append(True, ~alike))
     last = np.append(first[1:], len(place)) - 1
-    size = place[last] + length[last] - place[first]
-    columns = (place[first], far.address[first], far.key[first], size)
+    size = place[last] + batch.length[last] - place[first]
+    columns = (place[first], batch.address[first], key[first], size)
     return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _post(
-    window: _Window,
-    landing: Landing,
-    local: int,
-    distant: int,
-    key: int,
-    length: int,
-    *,
-    is_pull: bool,
-) -> None:
-    """Post as many requests as needed: none is longer than a piece, or leaves its region."""
-    while length:
-        region = landing.region(local)
-        step = min(length, PIECE, region.end - local)
-        window.make_room()
-        if is_pull:
-            window.pair.read(local, region.local_key, distant, key, step)
-        else:
-            window.pair.write(distant, key, local, region.local_key, step)
-        window.posted += 1
-        local, distant, length = local + step, distant + step, length - step
 
 
 class _Window:
     """The requests of a queue pair that are under way. Its completions come in order."""
 
-    def __init__(self, pair: Pair, link: Link) -> None:
-        self.pair: Final = pair
+    def __init__(self, pair: Pair, landing: Landing, link: Link, *, is_pull: bool) -> None:
         self.posted = 0
+        self._pair: Final = pair
+        self._landing: Final = landing
+        self._is_pull: Final = is_pull
         self._done = 0
         self._link: Final = link
         self._begin_s = self._since_s = time.monotonic()
@@ -245,15 +182,24 @@ class _Window:
         """Seconds from the beginning to the last completion."""
         return self._since_s - self._begin_s
 
-    def make_room(self) -> None:
-        """Return when one more may be posted."""
-        self.wait_for(self.posted - DEPTH + 1)
+    def post(self, local: int, distant: int, key: int, length: int) -> None:
+        """Post as many requests as needed: none is longer than a piece, or leaves its region."""
+        while length:
+            region = self._landing.region(local)
+            step = min(length, PIECE, region.end - local)
+            self.wait_for(self.posted - DEPTH + 1)
+            if self._is_pull:
+                self._pair.read(local, region.local_key, distant, key, step)
+            else:
+                self._pair.write(distant, key, local, region.local_key, step)
+            self.posted += 1
+            local, distant, length = local + step, distant + step, length - step
 
     def wait_for(self, count: int) -> None:
         """Return when so many of those posted were carried out."""
         pause_s = _PAUSE_MIN_S
         while self._done < count:
-            found = self.pair.poll()
+            found = self._pair.poll()
             if found:
                 self._done += found
                 self._since_s = time.monotonic()
@@ -334,8 +280,7 @@ class DirectLanding:
         self._hash(batch, place, digests)
 
     def _hash(self, batch: Segments, place: Column, digests: Digests) -> None:
-        there = Segments(address=place, offset=batch.offset, length=batch.length, row=batch.row)
-        best_engine().move(there, None, digests, Stop())
+        best_engine().move(replace(batch, address=place), None, digests, Stop())
 
 
 # Through a ring.

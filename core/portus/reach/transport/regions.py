@@ -26,7 +26,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -310,7 +310,7 @@ class Parts:
         owner = owners(sources.length)[segments.row]
         chosen = is_small[owner]
         crcs = np.zeros(len(digests), np.uint32)
-        small, big = _some(segments, chosen), _some(segments, ~chosen)
+        small, big = segments.where(chosen), segments.where(~chosen)
         return cls(small, place[owner][chosen], big, digests, crcs)
 
     def gather(self, stop: Stop) -> None:
@@ -321,22 +321,10 @@ class Parts:
     def scatter(self, stop: Stop) -> None:
         """The way back: from their places to where they belong."""
         if len(self.small):
-            small = self.small
-            there = Segments(
-                address=self.place, offset=small.offset, length=small.length, row=small.row
-            )
-            best_engine().move(there, small.address, self.digests, stop)
+            there = replace(self.small, address=self.place)
+            best_engine().move(there, self.small.address, self.digests, stop)
 
     def hash_big(self, stop: Stop) -> None:
         """Note the digests of the others. Raises ``StoppedError``."""
         for batch in self.big.batches(BATCH):
             best_engine().move(batch, None, self.digests, stop, self.crcs)
-
-
-def _some(segments: Segments, chosen: Flags) -> Segments:
-    return Segments(
-        address=segments.address[chosen],
-        offset=segments.offset[chosen],
-        length=segments.length[chosen],
-        row=segments.row[chosen],
-    )

@@ -21,6 +21,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -40,11 +41,11 @@ from portus.engine.copying.segments import (
 )
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
-from portus.errors import PortusError, TransportError, UsageError
+from portus.errors import PortusError, TransportError
 from portus.reach.protocol.connection import Connection, Event, Payload, SkippedMessage
 from portus.reach.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
 from portus.reach.protocol.vocabulary import MessageKind
-from portus.reach.transport.budget import FREE, ConnectionBudget
+from portus.reach.transport.budget import FREE, UNLIMITED, Budget, ConnectionBudget
 
 PIECE: Final = 1 << 20
 """Bytes of payload for one call of the system, and between two looks at the stop."""
@@ -113,14 +114,14 @@ class Link:
         silence_s: float,
         account: ConnectionBudget | None = None,
     ) -> None:
-        """account: the memory that the other side makes this one hold; None: no limit."""
+        """account: of the memory that the other side makes this one hold; None: no limit."""
         self.connection: Final = Connection(is_client=is_client)
         self.name: Final = name
         self.silence_s = silence_s
         self.taken = 0
         self.hash_s = 0.0
         self._socket: Final = link
-        self.account: Final = account
+        self.account: Final = account or Budget(UNLIMITED).account()
         self._began_s = math.inf
         self._came = 0
         self._stop: Stop | None = None
@@ -160,6 +161,14 @@ class Link:
         finally:
             self._work = None
 
+    def shake_hands(self, timeout_s: float) -> None:
+        """Begin TLS as a host, if that is spoken; raises as ``send``."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            with self._or_end():
+                self._socket.settimeout(timeout_s)
+                self._socket.do_handshake()
+                _wait_shortly(self._socket)
+
     @property
     def has_hung_up(self) -> bool:
         """True once the other side will say nothing more. Takes nothing of what it said."""
@@ -186,9 +195,9 @@ class Link:
             why: PortusError | None = None
             while (event := self.connection.feed(data)) is None:
                 wanted, left = self.connection.wanted_bytes, self.connection.body_left
-                if self.account is not None and why is None and room < wanted and left > FREE:
+                if why is None and room < wanted and left > FREE:
                     # As it arrives: a header that announces much takes no memory yet.
-                    why = self._body_taken(self.account, wanted - room, left - room)
+                    why = self._body_taken(wanted - room, left - room)
                     room = wanted
                     if why is not None:
                         # Read and discarded, so that the refusal can be sent; a cut connection
@@ -367,7 +376,7 @@ class Link:
             done += self._receive_some(target[done:], socket.MSG_WAITALL)
 
     def _receive_some(self, target: memoryview, flags: int, limit_s: float | None = None) -> int:
-        wait = _Wait(self, limit_s)
+        since_s = time.monotonic()
         while True:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
@@ -376,7 +385,7 @@ class Link:
                 else:
                     count = self._socket.recv_into(target, 0, flags)
             except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
-                wait.again()
+                self.pause(since_s, limit_s)
                 continue
             if count == 0:
                 raise EndedError(f"{self.name}: the connection ended")
@@ -384,75 +393,51 @@ class Link:
 
     def _put(self, data: memoryview) -> None:
         done, began_s = 0, time.monotonic()
-        wait = _Wait(self)
+        since_s = began_s
         while done < len(data):
             try:
                 count = self._socket.send(data[done:])
             except (BlockingIOError, TimeoutError, ssl.SSLWantWriteError):
-                wait.again()
+                self.pause(since_s)
                 continue
             done += count
-            took_s = time.monotonic() - began_s
+            since_s = time.monotonic()
+            took_s = since_s - began_s
             # On average: a byte now and then must not count as progress for ever.
             if took_s > self.silence_s + done / _BYTES_S_MIN:
                 raise SilentError(f"{self.name}: it took {done} bytes in {took_s:.0f} s")
-            wait = _Wait(self)
 
     def room(self, size: int) -> None:
         """Memory for work on the message that was received last, until ``give_back``. Raises as
         ``send``, ``TransportError`` when there was none for long, and ``UsageError`` if it is more
         than there may be; then the link is whole."""
-        if self.account is not None and size > FREE:
-            why = self._take(self.account, size)
-            if why is not None:
-                raise why
+        why = self._take(size) if size > FREE else None
+        if why is not None:
+            raise why
 
     def scratch(self, size: int) -> int:
         """Bytes of a buffer for payload: so many if there is memory at once, and few if not."""
-        if self.account is None or size <= FREE:
+        if size <= FREE or (self.account.excess(size) is None and self.account.take(size, 0)):
             return size
-        with contextlib.suppress(UsageError):
-            self.account.could(self.account.passing + size)
-            if self.account.take(size, 0):
-                return size
         return FREE
 
-    def give_back(self) -> None:
-        """The last message was answered, and what it took is given back."""
-        if self.account is not None:
-            self.account.give_back()
-
-    def keep(self, size: int) -> None:
-        """Memory that stays, as long as the link; less, if it is negative. Raises
-        ``TransportError``."""
-        if self.account is not None:
-            self.account.keep(size)
-
-    def _body_taken(self, account: ConnectionBudget, size: int, left: int) -> PortusError | None:
+    def _body_taken(self, size: int, left: int) -> PortusError | None:
         """Take memory for a part of a body, twice: decoding copies it. ``left``: bytes still to
         come. Return the error if there is too little."""
-        try:
-            account.could(account.passing + 2 * left)
-        except UsageError as error:
-            return error
-        return self._take(account, 2 * size)
+        return self.account.excess(2 * left) or self._take(2 * size)
 
-    def _take(self, account: ConnectionBudget, size: int) -> PortusError | None:
+    def _take(self, size: int) -> PortusError | None:
         """Memory that passes; what to say if there is none."""
-        try:
-            account.could(account.passing + size)
-        except UsageError as error:
-            return error
         since_s, began_s = time.monotonic(), self._began_s
         self._began_s = math.inf  # this wait is not the other side's doing
-        why: PortusError | None = None
-        while why is None and not account.take(size, _POLL_S):
+        why: PortusError | None = self.account.excess(size)
+        while why is None and not self.account.take(size, _POLL_S):
             with self._or_end():
                 self.pause(since_s, math.inf)
                 if self.has_hung_up:
                     raise EndedError(f"{self.name}: the connection ended")
             if time.monotonic() - since_s > self.silence_s:
-                why = account.busy(size)
+                why = self.account.busy(size)
         self._began_s = began_s + time.monotonic() - since_s
         return why
 
@@ -461,10 +446,7 @@ class Link:
         took_s, came = time.monotonic() - self._began_s, self._came
         if took_s > self.silence_s + came / _BYTES_S_MIN:
             raise SilentError(f"{self.name}: {came} bytes took {took_s:.0f} s")
-        account = self.account
-        if took_s < _WANTED_S + came / _WANTED_BYTES_S_MIN or account is None:
-            return
-        if account.is_wanted:
+        if took_s > _WANTED_S + came / _WANTED_BYTES_S_MIN and self.account.is_wanted:
             raise SilentError(
                 f"{self.name}: {came} bytes took {took_s:.0f} s, and others wait for the memory"
             )
@@ -520,18 +502,6 @@ class _Work(Stop):
         super().check()
 
 
-class _Wait:
-    """A wait in small steps."""
-
-    def __init__(self, link: Link, limit_s: float | None = None) -> None:
-        self._link: Final = link
-        self._limit_s: Final = limit_s
-        self._since_s: Final = time.monotonic()
-
-    def again(self) -> None:
-        self._link.pause(self._since_s, self._limit_s)
-
-
 def give(
     link: Link, segments: Segments, digests: Digests, stop: Stop, crcs: Crcs | None = None
 ) -> None:
@@ -558,7 +528,8 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
         stop.check()
         if _is_small(batch):
             link.fill(scratch.data[: batch.size], None)
-            best_engine().move(_as_laid(batch, scratch), batch.address, digests, stop)
+            there = replace(batch, address=_lay_out(batch, scratch))
+            best_engine().move(there, batch.address, digests, stop)
             continue
         hasher = _Hasher(digests)
         for unit, address, _, length in _rows(batch):
@@ -570,7 +541,6 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
 def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
     """Payload straight into a pool, where it has addresses; the digests of what arrived there."""
     scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
-    landing = _Landing(medium, scratch.data)
     for batch in segments.batches(len(scratch)):
         if _is_small(batch) and batch.size <= len(scratch):
             link.fill(scratch.data[: batch.size], None)
@@ -579,7 +549,7 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
             continue
         hasher = _Hasher(digests)
         for unit, _, offset, length in _rows(batch):
-            for place in landing.places(offset, length):
+            for place in _places(medium, scratch.data, offset, length):
                 link.fill(place, hasher.of(unit))
             hasher.note()
 
@@ -633,26 +603,20 @@ class _Hasher:
             self._crcs[self._row] = self._crc
 
 
-class _Landing:
-    """Where payload is received: the pool's own addresses, or a buffer that is stored then."""
-
-    def __init__(self, medium: Medium, scratch: memoryview) -> None:
-        self._medium: Final = medium
-        self._scratch: Final = scratch
-
-    def places(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Memory for the bytes at ``offset``; each is stored when the next one is asked for."""
-        if isinstance(self._medium, MappedMedium):
-            run = Extent(offset, length)
-            try:
-                yield memory(self._medium.address(run), length)
-            finally:
-                self._medium.wrote(run)
-            return
-        for start in range(0, length, len(self._scratch)):
-            piece = self._scratch[: min(len(self._scratch), length - start)]
-            yield piece
-            self._medium.store(offset + start, piece)
+def _places(medium: Medium, scratch: memoryview, offset: int, length: int) -> Iterator[memoryview]:
+    """Memory for the bytes of a pool at ``offset``: its own addresses, or a buffer, which is stored
+    when the next one is asked for."""
+    if isinstance(medium, MappedMedium):
+        run = Extent(offset, length)
+        try:
+            yield memory(medium.address(run), length)
+        finally:
+            medium.wrote(run)
+        return
+    for start in range(0, length, len(scratch)):
+        piece = scratch[: length - start]
+        yield piece
+        medium.store(offset + start, piece)
 
 
 def _is_small(batch: Segments) -> bool:
@@ -664,13 +628,6 @@ def _lay_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
     """Addresses for the segments, end to end in ``scratch``."""
     places: Column = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
     return places
-
-
-def _as_laid(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
-    """Return the same segments as they lie in ``scratch``, end to end."""
-    return Segments(
-        address=_lay_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
-    )
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int, int]]:

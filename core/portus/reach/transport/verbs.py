@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import ipaddress
 import logging
 import os
@@ -100,7 +101,7 @@ def port_for(host: str) -> Port:
 def ports() -> list[Port]:
     """Every active port of this machine, with the address that is used first."""
     found: dict[tuple[str, int], Port] = {}
-    for name in sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []:
+    for name in _devices():
         for port in _ports(name):
             found.setdefault((port.device, port.number), port)
     return list(found.values())
@@ -288,17 +289,13 @@ class QueuePair:
 
     def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
         """Post: fetch ``length`` bytes at ``source`` there to ``target`` here."""
-        self._post(self._verbs.constants.IBV_WR_RDMA_READ, target, local_key, length).set_wr_rdma(
-            remote_key, source
-        )
-        self._send()
+        operation = self._verbs.constants.IBV_WR_RDMA_READ
+        self._post(operation, target, local_key, length, source, remote_key)
 
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
         """Post: put ``length`` bytes at ``source`` here to ``target`` there."""
-        self._post(self._verbs.constants.IBV_WR_RDMA_WRITE, source, local_key, length).set_wr_rdma(
-            remote_key, target
-        )
-        self._send()
+        operation = self._verbs.constants.IBV_WR_RDMA_WRITE
+        self._post(operation, source, local_key, length, target, remote_key)
 
     def poll(self) -> int:
         """How many requests were carried out since the last call; they are in order. Raises
@@ -323,20 +320,20 @@ class QueuePair:
                 with contextlib.suppress(TransportError), _as_transport_error("close"):
                     each.close()
 
-    def _post(self, operation: int, local: int, local_key: int, length: int) -> Any:
+    def _post(
+        self, operation: int, local: int, local_key: int, length: int, remote: int, remote_key: int
+    ) -> None:
         if self.closed:
             raise TransportError("the queue pair is closed")
-        self._request = self._verbs.SendWR(
+        request = self._verbs.SendWR(
             opcode=operation,
             num_sge=1,
             sg=[self._verbs.SGE(local, length, local_key)],
             send_flags=self._verbs.constants.IBV_SEND_SIGNALED,
         )
-        return self._request
-
-    def _send(self) -> None:
+        request.set_wr_rdma(remote_key, remote)
         with _as_transport_error("post a request"):
-            self._pair.post_send(self._request)
+            self._pair.post_send(request)
 
     def _work_error(self, status: int) -> WorkError:
         e = self._verbs.constants
@@ -369,47 +366,39 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all)
 
 
+_PYVERBS: Final = {
+    "addr": ("GID", "AHAttr", "GlobalRoute"),
+    "cq": ("CQ",),
+    "device": ("Context",),
+    "mr": ("MR", "DmaBufMR"),
+    "pd": ("PD",),
+    "pyverbs_error": ("PyverbsError",),
+    "qp": ("QP", "QPAttr", "QPCap", "QPInitAttr"),
+    "wr": ("SGE", "SendWR"),
+}
+"""What is used of each module of pyverbs."""
+
+
 @functools.cache
 def _load() -> SimpleNamespace:
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:
-        from pyverbs.addr import GID, AHAttr, GlobalRoute
-        from pyverbs.cq import CQ
-        from pyverbs.device import Context
-        from pyverbs.mr import MR, DmaBufMR
-        from pyverbs.pd import PD
-        from pyverbs.pyverbs_error import PyverbsError
-        from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
-        from pyverbs.wr import SGE, SendWR
-
+        found = {
+            name: getattr(importlib.import_module(f"pyverbs.{module}"), name)
+            for module, names in _PYVERBS.items()
+            for name in names
+        }
         try:
-            import pyverbs.enums as constants
+            found["constants"] = importlib.import_module("pyverbs.enums")
         except ImportError:
-            import pyverbs.libibverbs_enums as constants
+            found["constants"] = importlib.import_module("pyverbs.libibverbs_enums")
     finally:
         # It sets logging up for the whole process, which is not its to do; nor ours.
         for each in [each for each in root.handlers if each not in before]:
             root.removeHandler(each)
         root.setLevel(level)
-    return SimpleNamespace(
-        GID=GID,
-        AHAttr=AHAttr,
-        GlobalRoute=GlobalRoute,
-        CQ=CQ,
-        DmaBufMR=DmaBufMR,
-        MR=MR,
-        PD=PD,
-        Context=Context,
-        QP=QP,
-        QPAttr=QPAttr,
-        QPCap=QPCap,
-        SGE=SGE,
-        QPInitAttr=QPInitAttr,
-        SendWR=SendWR,
-        constants=constants,
-        PyverbsError=PyverbsError,
-    )
+    return SimpleNamespace(**found)
 
 
 @contextlib.contextmanager
@@ -427,7 +416,7 @@ _FOUND: Final[dict[tuple[str, str], Port]] = {}
 
 
 def _port_for(named: str, host: str) -> Port:
-    names = sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []
+    names = _devices()
     if not names:
         raise TransportError("this machine has no RDMA device")
     if named and named not in names:
@@ -448,6 +437,10 @@ def _port_for(named: str, host: str) -> Port:
         f"no RDMA device of {', '.join(names)} has an active port with the address {host}; "
         f"{DEVICE_VARIABLE} names another one"
     )
+
+
+def _devices() -> list[str]:
+    return sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []
 
 
 def _ports(device: str) -> list[Port]:

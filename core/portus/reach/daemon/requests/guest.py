@@ -1,19 +1,23 @@
-"""A client that was let in: what the answers to all of its requests share."""
+"""A client that was let in, what it holds here, and what the answers to its requests share."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from portus.engine.copying.segments import Column, Sources, Stop
-from portus.errors import UsageError
+from portus.errors import PortusError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import HostLane
 from portus.reach.daemon.house import House
 from portus.reach.daemon.pools import HostedPool
+from portus.reach.daemon.requests.draft import Draft
 from portus.reach.index.records import VersionEntry
-from portus.reach.transport.one_sided import RemoteStorages, TransferResult
+from portus.reach.transport.one_sided import TransferResult
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import WorkError
 
@@ -23,7 +27,9 @@ _TURN_S: Final = 0.1
 
 
 class Guest:
-    """The client of one connection. ``lane``: the way to its memory, if it is reached by verbs."""
+    """The client of one connection. ``lane``: the way to its memory, if it is reached by verbs.
+    ``claims``: the models that it saves. ``pins``: how often it pinned each version. ``draft``: the
+    save under way. Any thread may look at these."""
 
     def __init__(self, link: Link, hosted: HostedPool, house: House) -> None:
         self.link: Final = link
@@ -33,7 +39,16 @@ class Guest:
         self.patience: Final = house.patience
         self.fabric: Final = house.fabric
         self.lane: HostLane | None = None
+        self.claims: Final[list[str]] = []
+        self.pins: Final[Counter[int]] = Counter()
+        self.draft: Draft | None = None
         self._turns: Final = house.hashing
+
+    @property
+    def saving(self) -> str:
+        """MODEL@STEP, while a save is under way; else empty."""
+        draft = self.draft
+        return "" if draft is None else f"{draft.begin.model}@{draft.begin.step}"
 
     def tell(self, level: int, event: str, text: str, **fields: str | float | None) -> None:
         """Log what this client did, with its name and its tenant."""
@@ -43,11 +58,11 @@ class Guest:
     @contextlib.contextmanager
     def keep_memory(self, size: int) -> Iterator[None]:
         """Memory that stays for what is made in here."""
-        self.link.keep(size)
+        self.link.account.keep(size)
         try:
             yield
         except BaseException:
-            self.link.keep(-size)
+            self.link.account.keep(-size)
             raise
 
     @contextlib.contextmanager
@@ -61,15 +76,15 @@ class Guest:
                 turns.callback(turn.release)
             yield stop
 
-    def transfer(
-        self,
-        move: Callable[[RemoteStorages, Sources], TransferResult],
-        remote: RemoteStorages,
-        moved: Sources,
-    ) -> TransferResult:
-        """Move bytes by verbs with ``move``, and count them and the time on the wire."""
+    def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult | None:
+        """Move storages by verbs, and count them. None if the client is not connected so, or has
+        said of one of them no place. See ``one_sided.transfer``."""
+        lane = self.lane
+        has_place = (moved.address > 0) | (key > 0)  # a dmabuf begins at the address 0
+        if lane is None or lane.closed or not (has_place | (moved.length == 0)).all():
+            return None
         try:
-            done = move(remote, moved)
+            done = lane.transfer(moved, key, is_pull=is_pull)
         except WorkError as error:
             if error.denied:
                 raise UsageError(f"a region cannot be reached: {error}") from error
@@ -83,14 +98,55 @@ class Guest:
         """The version of that token, if it is in the pool."""
         return self.writer.catalogue().of_token(token)
 
+    def drop(self, why: str) -> None:
+        """End the save that is under way, without a version."""
+        draft, self.draft = self.draft, None
+        if draft is None:
+            return
+        draft.pool.release()
+        self.link.account.keep(-draft.size)
+        self.hosted.end_save()
+        self.counters.add("abandoned")
+        model, step = draft.begin.model, draft.begin.step
+        self.tell(
+            logging.INFO,
+            "abandoned",
+            f"model {model!r} step {step}: no version: {why}",
+            model=model,
+            step=step,
+            why=why,
+            bytes=int(draft.lengths.sum()),
+            seconds=time.perf_counter() - draft.begun_s,
+        )
+
+    def give_back(self) -> None:
+        """Return the free space of the pool to its file system."""
+        freed = self.fabric.give_back(self.hosted)
+        self.tell(logging.INFO, "gave_back", f"{freed} bytes given back", bytes=freed)
+
+    def end(self, *, goodbye: bool) -> None:
+        """Let go of all that it holds. goodbye: the client ends as it should."""
+        if self.lane is not None:
+            # First: the card must not write to space that the next line gives back (decision 0023).
+            self.lane.close()
+        self.drop("the connection ended")
+        for version in self.pins.elements():
+            self.writer.locks.unpin(version)
+        self.pins.clear()
+        was_last = False
+        while self.claims:
+            model = self.claims.pop()
+            self.hosted.replica.release(model)
+            was_last = self.hosted.disclaim(model, goodbye=goodbye)
+        if was_last:  # until another trainer comes nobody needs the space
+            try:
+                self.give_back()
+            except PortusError as error:
+                text = f"its free space could not be returned: {error}"
+                self.tell(logging.WARNING, "log", text)
+
     def note_change(self, models: Collection[str]) -> None:
         """Tell the mirror and the replica that these models changed."""
         self.hosted.replica.note_change(models)
         if self.hosted.mirror is not None:
             self.hosted.mirror.note_change(models)
-
-
-def is_reached(remote: RemoteStorages, lengths: Column) -> bool:
-    """True if each storage that has bytes has a handle."""
-    has_one = (remote.address > 0) | (remote.key > 0)  # a dmabuf begins at the address 0
-    return bool((has_one | (lengths == 0)).all())

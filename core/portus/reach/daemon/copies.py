@@ -1,0 +1,63 @@
+"""What mirror and replica of a pool share: each of its models has a copier of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from typing import Final, Generic, TypeVar
+
+from portus.engine.spec import VersionInfo
+from portus.reach.index.pool import PoolWriter
+from portus.reach.mirror.copier import Copier
+
+EachCopier = TypeVar("EachCopier", bound=Copier)
+
+
+class Copies(Generic[EachCopier]):
+    """The copiers of one tenant's pool, by model. Thread-safe."""
+
+    def __init__(self, tenant: str, writer: PoolWriter) -> None:
+        self._tenant: Final = tenant
+        self._writer: Final = writer
+        self._guard: Final = threading.Lock()
+        self._copiers: Final[dict[str, EachCopier]] = {}
+        writer.yields.append(self._yield_space)
+
+    def note_change(self, changed: Collection[str]) -> None:
+        """Something of these models was committed, or let go of, or what holds it."""
+        for model in changed:
+            copier = self._copiers.get(model)
+            if copier is not None:
+                copier.wake()
+
+    def missing(self) -> list[VersionInfo]:
+        """The versions that are in the pool alone, of models that are copied from here."""
+        return [info for copier in self._all() for info in copier.backlog()]
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds since the first of them was saved; 0 if there is none."""
+        first_ns = min((info.time_ns for info in self.missing()), default=None)
+        return 0.0 if first_ns is None else max(0.0, time.time() - first_ns / 1e9)
+
+    @property
+    def failure(self) -> str:
+        """Why some are missing; empty if nothing is wrong."""
+        return next(filter(None, (copier.failure for copier in self._all())), "")
+
+    def _finish(self, wait_s: float) -> list[EachCopier]:
+        """Wait for what is missing, ``wait_s`` seconds at most; return who is to end then."""
+        until_s = time.monotonic() + wait_s
+        copiers = self._all()
+        for copier in copiers:
+            copier.finish(max(0.0, until_s - time.monotonic()))
+        return copiers
+
+    def _all(self) -> list[EachCopier]:
+        with self._guard:
+            return list(self._copiers.values())
+
+    def _yield_space(self) -> bool:
+        ended = [copier.yield_space() for copier in self._all()]
+        return any(ended)
