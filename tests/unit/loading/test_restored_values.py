@@ -57,6 +57,19 @@ def test_what_a_state_lacks_comes_without_tensors(
         assert str(found) == str(made(expected))
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_storage_that_is_in_no_tensor_comes_with_its_bytes(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"bytes": torch.arange(4096.0).untyped_storage(), "w": ONES}
+    # What torch frees it hands out again: memory that nobody fills is not zero.
+    freed = [torch.full((4096,), 9.0) for _ in range(9)]
+    del freed
+
+    found = restored(tmp_path, saved, {"bytes": None, "w": ZEROS.clone()})
+
+    assert bytes(found["bytes"].tolist()) == bytes(saved["bytes"].tolist())
+    assert torch.equal(found["w"], ONES)
+
+
 def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [(path, value)]

@@ -158,7 +158,8 @@ def _places(state: object) -> list[StoragePlace]:
     while waiting:
         value, keys, is_plain = waiting.pop()
         if isinstance(value, _Storage):
-            found.append(StoragePlace(keys, value, is_plain))
+            # One that is in no tensor has no view: it is loaded as it is.
+            found.append(StoragePlace(keys, value, is_plain and value.view != ()))
             continue
         if id(value) in seen:
             continue
