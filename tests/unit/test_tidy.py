@@ -24,6 +24,9 @@ BROAD_EXCEPT = {
     "core/portus/reach/pools/weights_only.py: unpickle": "what torch makes of nonsense; told",
     "core/portus/engine/state/pickling.py: _place_of_failure": "looks for the part that fails",
     "core/portus/engine/state/pickling.py: pickle_state": "code of a user; told with its place",
+    "core/portus/engine/image/key_paths.py: is_ordinary": (
+        "what cannot be followed is not ordinary, and is loaded the long way"
+    ),
     "core/portus/engine/image/key_paths.py: storage_places": (
         "a message without it is better than none"
     ),

@@ -13,7 +13,7 @@ import torch
 from portus.engine.format.checksum import unit_counts
 from portus.engine.image.image import Image, Literal
 from portus.engine.image.torch_reader import read_torch
-from portus.engine.image.torch_zip import DESCRIPTOR64, archive_name, torch_image
+from portus.engine.image.torch_zip import DESCRIPTOR64, LOCAL, archive_name, torch_image
 from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.state.pickling import pickle_state, torch_format
 from portus.errors import CorruptionError, UsageError
@@ -44,7 +44,7 @@ def test_a_file_beyond_4_gib_has_the_headers_of_torch(tmp_path: Path) -> None:
 
     with path.open("rb") as stock:
         # Descriptors have 64 bits behind the large one. torch noted no CRC32 here.
-        *between, last, _ = literals(image)
+        *between, last = literals(image)
         for literal in between:
             stock.seek(literal.offset)
             assert stock.read(len(literal.data)) == literal.data
@@ -90,6 +90,18 @@ def test_storages_are_aligned_and_literals_fill_every_gap() -> None:
         assert begin == end
         end = until
     assert end == image.size
+
+
+def test_padding_that_a_header_has_no_number_for_is_refused() -> None:
+    """Cut off without a word, it would have readers look for the data elsewhere."""
+    wide = type(torch_format())(records=(), sorted_as_text=False, alignment=1 << 16, version=b"3\n")
+    # So long that the header of the first storage begins 34 bytes behind a multiple.
+    pickle = bytes((1 << 16) - 16 - LOCAL.size - len("a/data/0") - 3)
+    image = torch_image(
+        archive="a", pickle=pickle, lengths=np.array([1], np.int64), torch_format=wide
+    )
+    with pytest.raises(UsageError, match="storage_alignment"):
+        literals(image)
 
 
 def test_torch_2_6_has_its_storages_in_the_order_of_their_keys_as_text() -> None:

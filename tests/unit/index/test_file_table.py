@@ -12,7 +12,13 @@ import pytest
 
 from portus.engine.image.image import Column, Literal, bytes_image
 from portus.errors import CorruptionError
-from portus.reach.index.file_table import FileTable, PackedFile, decode_table, encode_table
+from portus.reach.index.file_table import (
+    FileTable,
+    PackedFile,
+    decode_table,
+    encode_table,
+    overlaps,
+)
 
 EDGES: list[tuple[int, list[int], list[int]]] = [
     (0, [], []),
@@ -205,3 +211,17 @@ def test_a_table_of_storages_that_no_file_can_have_is_damaged(
     table = FileTable([packed(size, offsets, lengths)])
     with pytest.raises(CorruptionError, match="table of files"):
         decode_table(encode_table(table))
+
+
+def test_ranges_are_found_together_as_they_are_one_by_one() -> None:
+    chance = random.Random(5)
+    for file in files(5):
+        edges = sorted(chance.randrange(file.size + 1) for _ in range(8))
+        offset, length = columns(edges[:-1], np.diff(edges).tolist())
+        spans = file.spans()
+
+        piece, inside, size = overlaps(np.append(spans.begin, file.size), offset, length)
+
+        found = zip(spans.storage[piece], spans.inside[piece] + inside, size, strict=True)
+        pairs = zip(offset.tolist(), length.tolist(), strict=True)
+        assert [*found] == [part for each in pairs for part in spans.within(*each)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import portus
+from portus.engine.image.key_paths import is_ordinary, storage_places
 from portus.engine.loading.patterns import Matcher, part_of
+from portus.engine.state.pickling import pickle_state
 from portus.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_saver")
@@ -55,6 +58,39 @@ def test_what_a_state_lacks_comes_without_tensors(
         assert torch.equal(tensor, ONES)
     if expected is not None:
         assert str(found) == str(made(expected))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_storage_that_is_in_no_tensor_comes_with_its_bytes(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"bytes": torch.arange(4096.0).untyped_storage(), "w": ONES}
+    # What torch frees it hands out again: memory that nobody fills is not zero.
+    freed = [torch.full((4096,), 9.0) for _ in range(9)]
+    del freed
+
+    found = restored(tmp_path, saved, {"bytes": None, "w": ZEROS.clone()})
+
+    assert bytes(found["bytes"].tolist()) == bytes(saved["bytes"].tolist())
+    assert torch.equal(found["w"], ONES)
+
+
+def test_an_ordinary_pickle_has_no_storage_that_is_read_before_the_others() -> None:
+    """Also one that somebody made to look like one: each byte is changed to a few opcodes."""
+    parameter = torch.nn.Parameter(ONES)
+    ordinary = OrderedDict({"w": ONES, "p": parameter, "l": [1, 2.5, (True, None)], "t": (ZEROS,)})
+    ordinary.__dict__["_metadata"] = {"": {"version": 1}}
+    storage = ONES.untyped_storage()
+    for other in ({"s": storage}, [storage, 1], ONES.to_sparse(), {torch.float32}, np.ones(2)):
+        assert not is_ordinary(pickle_state(other).pickle)
+    data = pickle_state(ordinary).pickle
+    assert is_ordinary(data)
+    found = 0
+    for at in range(len(data)):
+        for byte in (b"(", b".", b"Q", b"R", b"b", b"h", b"0", b"\x85", b"s", b"u"):
+            changed = data[:at] + byte + data[at + 1 :]
+            if is_ordinary(changed):
+                found += 1
+                assert all(place.is_plain for place in storage_places(changed)), (at, byte)
+    assert found
 
 
 def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:

@@ -91,6 +91,42 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(key, pid[1])
 
 
+class _OrdinaryUnpickler(pickle.Unpickler):
+    """Makes nothing, and raises for what is not made of ordinary tensors and plain values."""
+
+    loose = 0
+    """How many storages so far are in no tensor."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if name in _PLAIN:
+            return self._take if name == "_rebuild_tensor_v2" else self._keep
+        if name in _STORED or name == "UntypedStorage":
+            return name
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> None:
+        self.loose += 1
+
+    def _take(self, *parts: object) -> None:
+        self.loose -= 1
+
+    def _keep(self, *parts: object) -> None:
+        return
+
+
+def is_ordinary(data: bytes) -> bool:
+    """Whether all storages of a pickle of torch are in ordinary tensors, and nothing else in it is
+    an object; False if that cannot be seen fast."""
+    unpickler = _OrdinaryUnpickler(io.BytesIO(data))
+    try:
+        unpickler.load()
+    except Exception:
+        return False
+    return not unpickler.loose
+
+
 def storages_in(data: bytes) -> tuple[set[str], list[TensorSpec]] | None:
     """The keys of the storages that a pickle of torch names, and the tensors over them, by their
     places, as far as these can be followed; None if it is no pickle."""
@@ -158,7 +194,8 @@ def _places(state: object) -> list[StoragePlace]:
     while waiting:
         value, keys, is_plain = waiting.pop()
         if isinstance(value, _Storage):
-            found.append(StoragePlace(keys, value, is_plain))
+            # One that is in no tensor has no view: it is loaded as it is.
+            found.append(StoragePlace(keys, value, is_plain and value.view != ()))
             continue
         if id(value) in seen:
             continue

@@ -227,31 +227,18 @@ class _Directory:
             at = self._start + place
             if len(raw) - place < CENTRAL.size:
                 self.bad(at, "an entry of the directory", f"{CENTRAL.size} bytes", len(raw) - place)
-            (
-                magic,
-                _,
-                _,
-                flags,
-                method,
-                _,
-                _,
-                crc,
-                stored,
-                length,
-                *lengths,
-                disk,
-                _,
-                _,
-                header_at,
-            ) = CENTRAL.unpack_from(raw, place)
-            ends = [place + CENTRAL.size]
-            for each in lengths:
-                ends.append(ends[-1] + each)
-            if magic != CENTRAL_MAGIC or disk or ends[-1] > len(raw):
+            fields = CENTRAL.unpack_from(raw, place)
+            magic, flags, method, crc = fields[0], fields[3], fields[4], fields[7]
+            stored, length, named, extra, comment, disk = fields[8:14]
+            header_at = fields[16]
+            begin = place + CENTRAL.size
+            wide, place = begin + named, begin + named + extra + comment
+            if magic != CENTRAL_MAGIC or disk or place > len(raw):
                 self.bad(at, "an entry of the directory", "one of a zip file", "other bytes")
-            name = raw[ends[0] : ends[1]]
-            values = self._wide(raw[ends[1] : ends[2]], (length, stored, header_at), at)
-            length, stored, header_at = values
+            name = raw[begin:wide]
+            if max(stored, length, header_at) == LIMIT32:
+                values = self._wide(raw[wide : wide + extra], (length, stored, header_at), at)
+                length, stored, header_at = values
             if method or flags & 1 or stored != length:
                 self.bad(at, "a record", "bytes as they are", "compressed or encrypted ones")
             try:
@@ -259,7 +246,6 @@ class _Directory:
             except UnicodeDecodeError:
                 self.bad(at, "the name of a record", "UTF-8", name)
             yield _CentralEntry(text, name, flags, length, crc, header_at, at)
-            place = ends[-1]
         if place != len(raw):
             self.bad(self._start + place, "the end of the directory", len(raw), place)
 

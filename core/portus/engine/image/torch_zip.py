@@ -11,10 +11,11 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from portus.engine.image.digests import pack, record_length
 from portus.engine.image.image import Column, Crcs, Digests, Image, Literal
@@ -54,8 +55,6 @@ DESCRIPTOR_CRC: Final = 4
 ZIP64: Final = 1
 """The id of the extra field with 64-bit sizes and offsets."""
 _EXTRA: Final = struct.Struct("<HH")
-_U64: Final = struct.Struct("<Q")
-_U64X2: Final = struct.Struct("<QQ")
 _CRC: Final = struct.Struct("<I")
 _ID_LENGTH: Final = 40
 _PADDING: Final = 0x4246
@@ -110,48 +109,32 @@ def torch_image(
     count = len(lengths)
     order = np.array(torch_format.order(count), np.int64)
     start = [(PICKLE, pickle), *torch_format.records]
-    noted = [(NOTE, note)] if note else []
-    end = [(VERSION, torch_format.version), (SERIALIZATION_ID, bytes(_ID_LENGTH))]
-    records = _Records(
-        archive,
-        torch_format.alignment,
-        names=np.concatenate(
-            [
-                _lengths_of_names(start),
-                len(STORAGES) + _digits(order),
-                _lengths_of_names([*noted, (DIGESTS, b""), *end]),
-            ]
-        ),
-        sizes=np.concatenate(
-            [
-                [len(data) for _, data in start],
-                lengths[order],
-                [len(note)] * len(noted),
-                [record_length(lengths)],
-                [len(data) for _, data in end],
-            ]
-        ).astype(np.int64),
-    )
-    first = len(start)
+    end = [(NOTE, note)] if note else []
+    # After the storages: so far the file is torch's, byte for byte (decision 0201).
+    end += [(DIGESTS, bytes(record_length(lengths))), (VERSION, torch_format.version)]
+    end.append((SERIALIZATION_ID, bytes(_ID_LENGTH)))
+    stored = np.stack([len(STORAGES) + _digits(order), lengths[order]], 1)
+    first, behind = len(start), len(start) + count
+    names, sizes = np.concatenate([_lengths(start), stored, _lengths(end)]).T
+    records = _Records(archive, torch_format.alignment, names, sizes, slice(first, behind))
     offset = np.empty(count, np.int64)
-    offset[order] = records.data_at[first : first + count]
+    offset[order] = records.data_at[first:behind]
 
     def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
         if len(crcs) != count:
             raise UsageError(f"CRCs of an image: expected {count}, found {len(crcs)}")
-        written = _ZipWriter(records)
-        for name, data in start:
-            written.record(name, data)
-        for index, crc in zip(order.tolist(), crcs[order].tolist(), strict=True):
-            written.storage(f"{STORAGES}{index}", crc)
-        for name, data in noted:
-            written.record(name, data)
-        # After the storages: so far the file is torch's, byte for byte (decision 0201).
-        written.digests(DIGESTS)
-        written.record(VERSION, torch_format.version)
         # Made from the contents, so equal states make equal files.
-        written.record(SERIALIZATION_ID, _serialization_id(pickle, digests))
-        return written.end(lengths, digests)
+        known = [*start, *end[:-1], (SERIALIZATION_ID, _serialization_id(pickle, digests))]
+        named = [name for name, _ in known]
+        summed = [zlib.crc32(data) for _, data in known]
+        named[first:first] = [f"{STORAGES}{index}" for index in order.tolist()]
+        summed[first:first] = crcs[order].tolist()
+        written = _ZipBytes(records, [f"{archive}/{name}" for name in named], np.array(summed))
+        numbers = [*range(first), *range(behind, len(named))]
+        for number, (_, data) in zip(numbers, known, strict=True):
+            written.fill(number, data)
+        written.add_digests(named.index(DIGESTS), lengths, digests)
+        return written.literals()
 
     return Image(size=records.end, offset=offset, length=lengths, literals=literals)
 
@@ -163,8 +146,9 @@ def _serialization_id(pickle: bytes, digests: Digests) -> bytes:
     return b"%040d" % int.from_bytes(content.digest(), "big")
 
 
-def _lengths_of_names(records: Iterable[tuple[str, bytes]]) -> Column:
-    return np.array([len(name) for name, _ in records], np.int64)
+def _lengths(records: Iterable[tuple[str, bytes]]) -> Column:
+    """Bytes of the name and of the data of each."""
+    return np.array([(len(name), len(data)) for name, data in records], np.int64)
 
 
 def _digits(numbers: Column) -> Column:
@@ -177,156 +161,150 @@ def _digits(numbers: Column) -> Column:
 class _Records:
     """Where the records of a zip file are: all at once, so that a call does not go through them.
 
-    names: the length of each, in bytes, without the archive's.
+    names: the length of each, in bytes, without the archive's. stored: those whose data somebody
+    else writes.
     """
 
-    def __init__(self, archive: str, alignment: int, names: Column, sizes: Column) -> None:
-        self.archive: Final = archive
-        self.alignment: Final = alignment
+    def __init__(
+        self, archive: str, alignment: int, names: Column, sizes: Column, stored: slice
+    ) -> None:
         self.sizes: Final = sizes
-        names = names + len(archive) + 1
-        large = sizes >= LIMIT32
-        far = np.zeros(len(sizes), np.bool_)
+        self.stored: Final = stored
+        self.names: Final = names + len(archive) + 1
+        self.large: Final = sizes >= LIMIT32
+        self.far = np.zeros(len(sizes), np.bool_)
         while True:  # what is beyond 4 GiB has longer headers, which push others beyond
-            fields = 16 * large + 8 * far
-            before = LOCAL.size + names + np.where(fields, _EXTRA.size + fields, 0) + _EXTRA.size
-            behind = np.where(large | far, DESCRIPTOR64.size, DESCRIPTOR.size) * (sizes > 0)
+            fields = 16 * self.large + 8 * self.far
+            wide = self.names + np.where(fields, _EXTRA.size + fields, 0)
+            before = LOCAL.size + wide + _EXTRA.size
+            long = np.where(self.large | self.far, DESCRIPTOR64.size, DESCRIPTOR.size)
+            behind = long * (sizes > 0)
             # Data begins at multiples of the alignment, so each step from one to the next is one.
             steps = np.concatenate([before[:1], (sizes + behind)[:-1] + before[1:]])
             self.data_at: Column = np.cumsum(-(-steps // alignment) * alignment)
             ends = self.data_at + sizes + behind
             self.header_at: Column = np.concatenate([[0], ends[:-1]])
             now = self.header_at >= LIMIT32
-            if np.array_equal(now, far):
+            if np.array_equal(now, self.far):
                 break
-            far = now
+            self.far = now
+        directory = np.cumsum(CENTRAL.size + wide)
         self.directory_at: Final = int(ends[-1])
-        entries = CENTRAL.size + names + np.where(fields, _EXTRA.size + fields, 0)
-        self.directory_size: Final = int(entries.sum())
-        self.end: Final = (
-            self.directory_at + self.directory_size + END64.size + LOCATOR.size + END.size
-        )
+        self.directory_size: Final = int(directory[-1])
+        self.central_at: Final = self.directory_at + np.append(0, directory[:-1])
+        """Where the entry of each in the directory is."""
+        end = self.directory_at + self.directory_size
+        self.end: Final = end + END64.size + LOCATOR.size + END.size
 
 
-class _Entry(NamedTuple):
-    """A record as the central directory notes it."""
+class _ZipBytes:
+    """The bytes of a zip file around the data of its storages.
 
-    name: bytes
-    size: int
-    crc: int
-    header_at: int
+    crcs: of the data of each record.
+    """
 
-    def zip64(self, stored: int) -> bytes:
-        """The extra field for what does not fit in 32 bits; ``stored`` is the compressed size,
-        which torch leaves at zero in the header of a record."""
-        wide = b""
-        if self.size >= LIMIT32:
-            wide += _U64X2.pack(self.size, stored)
-        if self.header_at >= LIMIT32:
-            wide += _U64.pack(self.header_at)
-        return _EXTRA.pack(ZIP64, len(wide)) + wide if wide else b""
-
-    @property
-    def flags(self) -> int:
-        """The flags of this entry in the zip."""
-        # With a descriptor after an empty record, ``unzip`` reports a zip bomb.
-        return _WITH_DESCRIPTOR if self.size else _UTF8
-
-    def header(self, data_at: int) -> bytes:
-        """What precedes the data, padded up to where that begins."""
-        wide = self.zip64(0)
-        begin = self.header_at + LOCAL.size + len(self.name) + len(wide) + _EXTRA.size
-        padding = data_at - begin
-        extra = len(wide) + _EXTRA.size + padding
-        fixed = LOCAL.pack(LOCAL_MAGIC, 0, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), extra)
-        return fixed + self.name + wide + _EXTRA.pack(_PADDING, padding) + b"Z" * padding
-
-    def descriptor(self) -> bytes:
-        """What follows the data, if there is any."""
-        if not self.size:
-            return b""
-        wide = self.size >= LIMIT32 or self.header_at >= LIMIT32
-        form = DESCRIPTOR64 if wide else DESCRIPTOR
-        return form.pack(DESCRIPTOR_MAGIC, self.crc, self.size, self.size)
-
-    def central(self) -> bytes:
-        """The entry in the directory."""
-        wide = self.zip64(self.size)
-        size, header_at = min(self.size, LIMIT32), min(self.header_at, LIMIT32)
-        fixed = CENTRAL.pack(
-            *(CENTRAL_MAGIC, 0, 0, self.flags, 0, 0, 0, self.crc, size, size),
-            *(len(self.name), len(wide), 0, 0, 0, 0, header_at),
-        )
-        return fixed + self.name + wide
-
-
-class _ZipWriter:
-    """The bytes of a zip file around the data of its storages, one record after another."""
-
-    def __init__(self, records: _Records) -> None:
+    def __init__(self, records: _Records, names: Sequence[str], crcs: Column) -> None:
         self._records: Final = records
-        self._prefix: Final = f"{records.archive}/"
-        places = (records.sizes, records.header_at, records.data_at)
-        self._places: Final = zip(*(each.tolist() for each in places), strict=True)
-        self._directory = bytearray()
-        self._literals: Final[list[Literal]] = []
-        self._begin = 0
-        self._bytes = bytearray()
-        """What comes next, from ``_begin`` on."""
-        self._crcs_at: Final[list[int]] = []
-        """Where the CRC of the digests goes, in the last literal and in the directory."""
+        stored = np.zeros_like(records.sizes)
+        stored[records.stored] = records.sizes[records.stored]
+        self._after: Final = np.cumsum(stored)
+        """Bytes of storages up to the end of each record: in the file, and not among these."""
+        self._before: Final = self._after - stored
+        self._all: Final = int(self._after[-1])
+        # What is written over by nothing is padding before data.
+        self._bytes: Final = bytearray(b"Z") * (records.end - self._all)
+        self._written: Final = np.frombuffer(self._bytes, np.uint8)
+        named = np.array([name.encode() for name in names], np.object_)
+        filled = records.sizes > 0
+        kinds = records.names << 3 | records.large << 2 | records.far << 1 | filled
+        for kind in np.unique(kinds):  # records of a kind have headers of one length
+            alike = np.flatnonzero(kinds == kind)
+            self._write(alike, np.array(named[alike].tolist(), np.bytes_), crcs[alike])
+        self._end()
 
-    def record(self, name: str, data: bytes) -> None:
-        """A record of which all bytes are known."""
-        entry = self._begin_record(name, zlib.crc32(data))
-        self._bytes += data + entry.descriptor()
+    def fill(self, record: int, data: bytes) -> None:
+        """Put the data of a record in its place."""
+        at = int(self._records.data_at[record] - self._before[record])
+        self._bytes[at : at + len(data)] = data
 
-    def storage(self, name: str, crc: int) -> None:
-        """A record whose data somebody else writes."""
-        self._skip_data(self._begin_record(name, crc))
+    def add_digests(self, record: int, lengths: Column, units: Digests) -> None:
+        """Put that record in its place, when all others are there. lengths: of the storages. units:
+        the digests of their units."""
+        records = self._records
+        size, data_at = int(records.sizes[record]), int(records.data_at[record])
+        crcs_at = (data_at + size + DESCRIPTOR_CRC, int(records.central_at[record]) + CENTRAL_CRC)
+        rest, begin = xxhash.xxh3_128(), 0
+        for at, length in ((data_at, size), *((each, _CRC.size) for each in crcs_at)):
+            rest.update(memoryview(self._bytes)[begin : at - self._all])
+            begin = at - self._all + length
+        rest.update(memoryview(self._bytes)[begin:])
+        digests = pack(records.end, lengths, units, rest.digest())
+        self.fill(record, digests)
+        for at in crcs_at:
+            _CRC.pack_into(self._bytes, at - self._all, zlib.crc32(digests))
 
-    def digests(self, name: str) -> None:
-        """The record of the digests, which is filled at the end."""
-        central_at = len(self._directory)
-        entry = self._begin_record(name, 0)
-        self._skip_data(entry)
-        self._crcs_at[:] = DESCRIPTOR_CRC, central_at + CENTRAL_CRC
+    def literals(self) -> list[Literal]:
+        """Return all of them, cut where storages are."""
+        cut = np.flatnonzero(self._after > self._before)
+        end, behind = self._records.data_at[cut], self._after[cut]
+        begins = [0, *(end + behind - self._before[cut]).tolist()]
+        ends = [*end.tolist(), self._records.end]
+        data, rows = bytes(self._bytes), zip(begins, ends, [0, *behind.tolist()], strict=True)
+        return [Literal(at, data[at - before : until - before]) for at, until, before in rows]
 
-    def end(self, lengths: Column, units: Digests) -> list[Literal]:
-        """Return all literals. lengths: of the storages. units: the digests of their units."""
+    def _write(self, alike: Column, names: NDArray[np.bytes_], crcs: Column) -> None:
+        """The headers, descriptors and entries of records of a kind."""
+        records, one = self._records, alike[0]
+        size, header_at = records.sizes[alike], records.header_at[alike]
+        data_at, count, length = records.data_at[alike], len(alike), int(records.names[one])
+        # What does not fit in 32 bits. torch leaves the compressed size in a header at zero.
+        noted = [size, np.zeros_like(size)] * bool(records.large[one])
+        noted += [header_at] * bool(records.far[one])
+        extra = struct.Struct("<HH" + "Q" * len(noted))
+        sized = extra.size if noted else 0
+        text = names.view(np.uint8).reshape(count, length)
+        # With a descriptor after an empty record, ``unzip`` reports a zip bomb.
+        flags = _WITH_DESCRIPTOR if size[0] else _UTF8
+        padding = data_at - header_at - LOCAL.size - length - sized - _EXTRA.size
+        extras = sized + _EXTRA.size + padding
+        local = [_rows(LOCAL, count, LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, length, extras), text]
+        low, low_at = np.minimum(size, LIMIT32), np.minimum(header_at, LIMIT32)
+        begin = (CENTRAL_MAGIC, 0, 0, flags, 0, 0, 0, crcs, low, low)
+        central = [_rows(CENTRAL, count, *begin, length, sized, 0, 0, 0, 0, low_at), text]
+        if noted:
+            local.append(_rows(extra, count, ZIP64, 8 * len(noted), *noted))
+            if records.large[one]:
+                noted[1] = size
+            central.append(_rows(extra, count, ZIP64, 8 * len(noted), *noted))
+        before = self._before[alike]
+        self._put(header_at - before, *local, _rows(_EXTRA, count, _PADDING, padding))
+        self._put(records.central_at[alike] - self._all, *central)
+        if size[0]:
+            form = DESCRIPTOR64 if noted else DESCRIPTOR
+            end = data_at + size - self._after[alike]
+            self._put(end, _rows(form, count, DESCRIPTOR_MAGIC, crcs, size, size))
+
+    def _put(self, at: Column, *parts: NDArray[np.uint8]) -> None:
+        """Write rows of bytes to these places."""
+        rows = np.hstack(parts)
+        self._written[at[:, np.newaxis] + np.arange(rows.shape[1])] = rows
+
+    def _end(self) -> None:
+        """Write what follows the directory."""
         records, count = self._records, len(self._records.sizes)
         at, size = records.directory_at, records.directory_size
-        block, crcs_at = self._bytes, (self._crcs_at[0], len(self._bytes) + self._crcs_at[1])
-        block += self._directory
-        block += END64.pack(END64_MAGIC, 44, 0x031E, 45, 0, 0, count, count, size, at)
-        block += LOCATOR.pack(LOCATOR_MAGIC, 0, at + size, 1)
         few = min(count, LIMIT16)  # 0xFFFF says that the number is in the zip64 record
-        block += END.pack(END_MAGIC, 0, 0, few, few, min(size, LIMIT32), min(at, LIMIT32), 0)
-        rest = xxhash.xxh3_128()
-        for literal in self._literals:
-            rest.update(literal.data)
-        begin = 0
-        for place in crcs_at:
-            rest.update(block[begin:place])
-            begin = place + _CRC.size
-        rest.update(block[begin:])
-        digests = pack(records.end, lengths, units, rest.digest())
-        for place in crcs_at:
-            _CRC.pack_into(block, place, zlib.crc32(digests))
-        return [*self._literals, Literal(self._begin - len(digests), digests + bytes(block))]
+        end = END64.pack(END64_MAGIC, 44, 0x031E, 45, 0, 0, count, count, size, at)
+        end += LOCATOR.pack(LOCATOR_MAGIC, 0, at + size, 1)
+        end += END.pack(END_MAGIC, 0, 0, few, few, min(size, LIMIT32), min(at, LIMIT32), 0)
+        self._bytes[-len(end) :] = end
 
-    def _begin_record(self, name: str, crc: int) -> _Entry:
-        """The header of the next record is among the bytes."""
-        size, header_at, data_at = next(self._places)
-        entry = _Entry((self._prefix + name).encode(), size, crc, header_at)
-        self._bytes += entry.header(data_at)
-        self._directory += entry.central()
-        return entry
 
-    def _skip_data(self, entry: _Entry) -> None:
-        """The data of a record is not among the bytes; its descriptor is."""
-        if not entry.size:
-            return
-        self._literals.append(Literal(self._begin, bytes(self._bytes)))
-        self._begin += len(self._bytes) + entry.size
-        self._bytes = bytearray(entry.descriptor())
+def _rows(form: struct.Struct, count: int, *columns: Column | int) -> NDArray[np.uint8]:
+    """What ``form`` packs of each row: (count, size of it) uint8."""
+    made = np.empty(count, ",".join(f"<{each}" for each in form.format[1:]))
+    for name, column in zip(made.dtype.names or (), columns, strict=True):
+        made[name] = column
+        if (made[name] != column).any():  # numpy cuts it off without a word
+            raise UsageError("a zip file: padding to storage_alignment of torch is too long for it")
+    return made.view(np.uint8).reshape(count, form.size)

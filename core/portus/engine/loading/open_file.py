@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, Protocol
 
 from portus.engine.copying.segments import Column
@@ -12,7 +12,6 @@ from portus.engine.image.stored_file import Read
 from portus.engine.media.base import Medium
 from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import ReadFile
-from portus.engine.spec import Extent
 from portus.errors import MediumError, printable
 
 
@@ -27,8 +26,8 @@ class DiskFile:
     def size(self) -> int:
         return self.medium.size
 
-    def extents(self, offset: int, length: int) -> Sequence[Extent]:
-        return (Extent(offset, length),)
+    def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
+        return offset, length
 
     def announce(self, offset: Column, length: Column) -> None:
         """Do nothing: the system reads ahead."""
@@ -50,8 +49,9 @@ class OpenFile(Protocol):
     def medium(self) -> Medium:
         """What has its bytes."""
 
-    def extents(self, offset: int, length: int) -> Sequence[Extent]:
-        """Return where on the medium the bytes of a storage are."""
+    def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
+        """Return where on the medium the bytes of these ranges are, end to end: offsets and
+        lengths."""
 
     def announce(self, offset: Column, length: Column) -> None:
         """Say which ranges are read next, in which order: a file elsewhere may read ahead."""

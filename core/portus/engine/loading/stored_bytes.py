@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.local import check, fetch
-from portus.engine.copying.segments import Column, Digests, Source, Stop, ranges
+from portus.engine.copying.segments import Column, Digests, Sources, Stop, ranges
 from portus.engine.format.checksum import unit_counts
 from portus.engine.image.stored_file import StoredFile
 from portus.engine.loading.open_file import OpenFile
@@ -30,19 +30,17 @@ class StoredBytes:
     def check(self, indices: Column) -> None:
         """Compare some storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
         if self._stored.digests is not None:
-            sources = [self._source(index, 0) for index in indices.tolist()]
+            sources = self._sources(indices, np.zeros_like(indices))
             self._compare(indices, check(self._file.medium, sources, Stop()))
 
     def fetch(self, indices: Column, address: Column) -> None:
         """Read some storages to memory, verified. Raises ``CorruptionError``, ``MediumError``."""
-        places = zip(indices.tolist(), address.tolist(), strict=True)
-        sources = [self._source(index, at) for index, at in places]
-        self._compare(indices, fetch(self._file.medium, sources, Stop()))
+        self._compare(indices, fetch(self._file.medium, self._sources(indices, address), Stop()))
 
-    def _source(self, index: int, address: int) -> Source:
-        length = int(self._stored.length[index])
-        extents = self._file.extents(int(self._stored.offset[index]), length)
-        return Source(address, length, tuple(extents))
+    def _sources(self, indices: Column, address: Column) -> Sources:
+        length = self._stored.length[indices]
+        offset, held = self._file.extents(self._stored.offset[indices], length)
+        return Sources(address=address, length=length, extent_offset=offset, extent_length=held)
 
     def _compare(self, indices: Column, stored: Digests) -> None:
         """Raise ``CorruptionError`` if the units of some storages are not those that were saved."""

@@ -8,7 +8,9 @@ changes nothing.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import ctypes
 import os
 from dataclasses import replace
 from typing import Any, Final
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 
 from portus.engine.copying.segments import Column, memory
-from portus.engine.image.key_paths import storage_places
+from portus.engine.image.key_paths import is_ordinary, storage_places
 from portus.engine.image.stored_file import Read
 from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
 from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
@@ -25,6 +27,7 @@ from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.over import RestoreOptions, restore_over
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.stored_bytes import StoredBytes
+from portus.engine.state.pickling import no_collection
 from portus.engine.state.walk import walk
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 
@@ -79,12 +82,14 @@ def restore_torch(
     if options.weights_only is not None:
         settings["weights_only"] = options.weights_only
     found = _read(file, where, verify=options.verify)
-    verified = (
-        None if found is None else _VerifiedFile(file, found, _keys_to_read(found, Matcher([])))
-    )
+    verified = None
+    if found is not None:
+        # Most states are ordinary, and to list their places would take longer than all the rest.
+        keys = set() if is_ordinary(found.pickle) else _keys_to_read(found, Matcher([]))
+        verified = _VerifiedFile(file, found, keys)
     outline = torch.load(where, **settings) if verified is None else _load(verified, settings)
-    stored = _FileState(printable(where), outline, verified)
-    return restore_over(stored, state, options)
+    with no_collection():
+        return restore_over(_FileState(printable(where), outline, verified), state, options)
 
 
 def note_of_torch(file: OpenFile, where: str) -> bytes | None:
@@ -129,7 +134,8 @@ def _load(verified: _VerifiedFile, settings: dict[str, Any]) -> Any:
     # No unpickler of our own: it would need torch's rules for classes and devices, in every version
     # (decision 0204).
     try:
-        return torch.load(verified, **settings)  # type: ignore[arg-type]  # it reads, and no more
+        with no_collection():
+            return torch.load(verified, **settings)  # type: ignore[arg-type]  # it reads, and no more
     except Exception:
         if verified.failure is not None:  # torch may have made another error of it
             raise verified.failure from None
@@ -160,11 +166,11 @@ class _VerifiedFile(StoredBytes):
         self._position = 0
         filled = np.flatnonzero(found.length > 0)
         order = filled[np.argsort(found.offset[filled], kind="stable")]
-        self._order: Final = order
+        self._order: Final[list[int]] = order.tolist()
         self.filled_at: Final[dict[int, int]] = {}
         """Storages that were asked for, by the address that they were to be read to."""
-        self._starts: Final = found.offset[order]
-        self._ends: Final = self._starts + found.length[order]
+        self._starts: Final[list[int]] = found.offset[order].tolist()
+        self._ends: Final[list[int]] = (found.offset + found.length)[order].tolist()
         # torch asks for storages in the order of their keys.
         next_ = np.array(
             [at for at in filled.tolist() if wanted is None or found.keys[at] in wanted], np.int64
@@ -208,23 +214,23 @@ class _VerifiedFile(StoredBytes):
         return len(view)
 
     def _fill(self, offset: int, view: memoryview) -> None:
-        begin = int(np.searchsorted(self._ends, offset, "right"))
-        end = int(np.searchsorted(self._starts, offset + len(view), "left"))
+        # Lists: numpy takes several times as long for one number.
+        begin = bisect.bisect_right(self._ends, offset)
+        end = bisect.bisect_left(self._starts, offset + len(view))
         if begin >= end:
             self._file.load(offset, view)
             return
-        start, stop = int(self._starts[begin]), int(self._ends[begin])
+        start, stop, index = self._starts[begin], self._ends[begin], self._order[begin]
         if (offset, offset + len(view)) == (start, stop):
-            address, index = np.frombuffer(view, np.uint8).ctypes.data, int(self._order[begin])
+            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
             # By address, since torch makes the memory: this finds the tensors over it again.
             self.filled_at[address] = index
-            if not self._is_unwanted(begin):
+            if self._wanted is None or self._stored.keys[index] in self._wanted:
                 self._take(index, address, view)
             return
         self._file.load(offset, view)
         if offset < start or stop < offset + len(view):
             return  # torch looks for the end of the file; it takes no bytes of a tensor from this
-        index = int(self._order[begin])
         # A part of a storage can be verified only with the rest of its units.
         whole = np.empty(int(self._stored.length[index]), np.uint8)
         self.fetch(np.array([index]), np.array([whole.ctypes.data]))
@@ -260,11 +266,6 @@ class _VerifiedFile(StoredBytes):
             columns = (batch.tolist(), starts.tolist(), lengths.tolist())
             for each, at, length in zip(*columns, strict=True):
                 self._ahead[each] = read.data[at : at + length]
-
-    def _is_unwanted(self, place: int) -> bool:
-        return self._wanted is not None and (
-            self._stored.keys[int(self._order[place])] not in self._wanted
-        )
 
 
 class _FileState:

@@ -101,7 +101,7 @@ def pickle_state(state: object, reducers: Reducers | None = None) -> PickledStat
             "Portus writes the bytes of tensors: use torch.save there"
         )
     try:
-        with _no_collection():
+        with no_collection():
             return _pickle(state, _shortcut_is_right(), reducers)
     except (MemoryError, UsageError):
         raise
@@ -173,9 +173,9 @@ def _pickle(state: object, shortcut: bool, reducers: Reducers | None = None) -> 
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """All that a pickler makes stays until it ends: to look for garbage costs more than to pickle.
-    Another thread may end this early, which harms nothing."""
+def no_collection() -> Iterator[None]:
+    """All that is made inside stays until it ends: to look for garbage costs more than to pickle,
+    or to load. Another thread may end this early, which harms nothing."""
     if not gc.isenabled():
         yield
         return

@@ -25,7 +25,7 @@ def join(parts: Iterable[tuple[int, int]]) -> int:
 
 def _product(one: int, other: int) -> int:
     result, bit = 0, _ONE
-    while bit:
+    while bit and other:
         if one & bit:
             result ^= other
         other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from portus.engine.copying.segments import ranges
 from portus.engine.format.nesting import refuse_deep
 from portus.engine.image.image import Column, Image, Literal
 from portus.errors import CorruptionError
@@ -64,9 +65,10 @@ class PackedFile:
         """The bytes around the storages, in order; what no literal covers is zero."""
         spans, made = self.spans(), bytearray(self.around)
         begins, insides = spans.begin[::2], spans.inside[::2]
-        for literal in literals:
-            number = int(np.searchsorted(begins, literal.offset, "right")) - 1
-            at = int(insides[number]) + literal.offset - int(begins[number])
+        offset = np.array([literal.offset for literal in literals], np.int64)
+        number = np.searchsorted(begins, offset, "right") - 1
+        places = (insides[number] + offset - begins[number]).tolist()
+        for literal, at in zip(literals, places, strict=True):
             made[at : at + len(literal.data)] = literal.data
         return made
 
@@ -84,17 +86,29 @@ class Spans:
     def within(self, offset: int, length: int) -> list[tuple[int, int, int]]:
         """The storage, the place in it, and the length of each part of a range of the file."""
         found = []
-        first = max(0, int(np.searchsorted(self.begin, offset, "right")) - 1)
         end = offset + length
-        for number in range(first, len(self.begin)):
-            begin = int(self.begin[number])
-            if begin >= end:
-                break
-            low, high = max(begin, offset), min(begin + int(self.length[number]), end)
+        # Methods of arrays: numpy's functions take several times as long for one number.
+        first = max(0, int(self.begin.searchsorted(offset, "right")) - 1)
+        for number in range(first, int(self.begin.searchsorted(end, "left"))):
+            begin = self.begin.item(number)
+            low, high = max(begin, offset), min(begin + self.length.item(number), end)
             if low < high:
-                at = int(self.inside[number]) + low - begin
-                found.append((int(self.storage[number]), at, high - low))
+                at = self.inside.item(number) + low - begin
+                found.append((self.storage.item(number), at, high - low))
         return found
+
+
+def overlaps(edges: Column, offset: Column, length: Column) -> tuple[Column, Column, Column]:
+    """Return the parts of ranges that lie in pieces which are end to end, between ``edges``: the
+    piece, the place in it, and the length of each."""
+    first = np.searchsorted(edges, offset, "right") - 1
+    end = offset + length
+    counts = np.maximum(np.searchsorted(edges, end, "left") - first, 0)
+    piece = ranges(first, counts)
+    low = np.maximum(np.repeat(offset, counts), edges[piece])
+    size = np.minimum(np.repeat(end, counts), edges[piece + 1]) - low
+    some = size > 0
+    return piece[some], (low - edges[piece])[some], size[some]
 
 
 @dataclass(frozen=True, slots=True)

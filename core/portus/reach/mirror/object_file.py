@@ -24,7 +24,6 @@ from portus.engine.format.checksum import UNIT
 from portus.engine.image.stored_file import Read
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.engine.media.file_calls import write_all
-from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError
 from portus.reach.index.file_table import PackedFile
 from portus.reach.media.local import naming_call
@@ -95,8 +94,8 @@ class ObjectFile(ReadOnlyMedium):
         """False: nobody stores to it."""
         return False
 
-    def extents(self, offset: int, length: int) -> Sequence[Extent]:
-        return (Extent(offset, length),)
+    def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
+        return offset, length
 
     def announce(self, offset: Column, length: Column) -> None:
         """Read these ranges ahead, in this order."""

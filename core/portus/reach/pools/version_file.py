@@ -12,7 +12,7 @@ from portus.engine.copying.local import fetch
 from portus.engine.copying.segments import Column, Sources, Stop
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError
-from portus.reach.index.file_table import FileTable, PackedFile, decode_table
+from portus.reach.index.file_table import FileTable, PackedFile, decode_table, overlaps
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.versions.parts import part
@@ -43,11 +43,17 @@ class VersionFile:
         self._read: bytes | None = None
         """What is around the storages, once some of that was read."""
 
-    def extents(self, offset: int, length: int) -> Sequence[Extent]:
-        found: list[Extent] = []
-        for storage, inside, size in self._spans.within(offset, length):
-            found += part(self._extents_of(storage), inside, inside + size)
-        return found
+    def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
+        spans, rows = self._spans, self._record.extents
+        span, inside, length = overlaps(np.append(spans.begin, self.size), offset, length)
+        storage = spans.storage[span]
+        index = np.where(storage == self._count, self._around, self._first + storage)
+        # All storages of the version are end to end in its extents.
+        held = self._record.storages["length"].astype(np.int64)
+        at = (np.cumsum(held) - held)[index] + spans.inside[span] + inside
+        ends = np.append(0, np.cumsum(rows["length"].astype(np.int64)))
+        extent, inside, length = overlaps(ends, at, length)
+        return rows["offset"].astype(np.int64)[extent] + inside, length
 
     def announce(self, offset: Column, length: Column) -> None:
         """Do nothing: a pool is near."""

@@ -31,6 +31,7 @@ from portus.engine.image.stored_file import Read
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.spec import Extent
 from portus.errors import (
     CorruptionError,
     NoCheckpointError,
@@ -370,7 +371,8 @@ class _FileLoader:
         if self._verify and storage.digests is not None:
             # Whole units, though less is wanted: a digest is of a unit.
             digests = storage.digests[begin // UNIT : -(-end // UNIT)]
-        extents = self._file.extents(storage.offset + begin, end - begin)
+        columns = self._file.extents(np.array([storage.offset + begin]), np.array([end - begin]))
+        extents = map(Extent, *(each.tolist() for each in columns))
         source = Source(address, end - begin, tuple(extents))
         self._wanted.append(
             _UnitsToRead(source, storage.offset + begin, digests, storage.name, then)
