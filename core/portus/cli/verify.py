@@ -40,7 +40,7 @@ def command(output: Output, target: Text = OPTIONAL_TARGET, pool: Text = POOL_OR
 
 def run_checks(places: Places, output: Output, *, bytes_per_s: int | None = None) -> None:
     """Verify what the target of ``places`` names, or all. bytes_per_s: scrub."""
-    pace = CheckPace(bytes_per_s=bytes_per_s, told=lambda text: output.note(f"portus: {text}"))
+    pace = CheckPace(bytes_per_s=bytes_per_s, tell=lambda text: output.note(f"portus: {text}"))
     done: list[_CheckResult] = []
     for check in _checks(places, pace):
         done.append(_CheckResult.of(check))
@@ -84,11 +84,11 @@ class _CheckResult:
         """Run a check."""
         verdict, start, error = Verdict(check.path), time.monotonic(), None
         try:
-            with bar(check.title) as advanced:
+            with bar(check.title) as advance:
 
                 def progress(done: int, total: int) -> None:
                     verdict.size = done
-                    advanced(done, total)
+                    advance(done, total)
 
                 check.run(verdict, progress)
         except PortusError as raised:

@@ -93,11 +93,11 @@ def test_rot_is_told_when_it_is_found_and_the_rest_is_read_all_the_same(pool: Pl
     def told(finding: Finding) -> None:
         order.append(finding.where)
 
-    def advanced(done: int, total: int) -> None:
+    def advance(done: int, total: int) -> None:
         order.append(f"{done}")
 
     found = scrub(
-        pool, 1 << 40, CheckOptions(told=told, progress=advanced), wait=lambda seconds: None
+        pool, 1 << 40, CheckOptions(tell=told, progress=advance), wait=lambda seconds: None
     )
     assert [each.where for each in found] == [each for each in order if "version" in each]
     assert "step 1" in found[0].where

@@ -151,11 +151,11 @@ def test_each_byte_of_a_version_is_asked_for_once_by_few_requests(tmp_path: Path
             asked.append(into.nbytes)
 
     writer, store = new_pool(), Told(run.bucket.objects)
-    advanced: list[int] = []
+    advance: list[int] = []
     asked: list[int] = []
     with Mirror(store, MODEL).open_version(added) as opened:
-        fetch_version(opened, writer, advanced.append)
-    assert sum(asked) == sum(advanced) == added.size, "bytes were asked for more than once"
+        fetch_version(opened, writer, advance.append)
+    assert sum(asked) == sum(advance) == added.size, "bytes were asked for more than once"
     assert len(asked) <= 2 * len(state) + 1 + -(-added.size // UNIT), "a piece is rarely cut"
     [entry] = writer.catalogue().entries()
     assert same(restore.load(writer, entry), state)

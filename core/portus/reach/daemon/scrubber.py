@@ -87,7 +87,7 @@ class Scrubber:
                 text, why = f"{tenant}: {finding}", str(finding)
                 tell(logging.ERROR, "rot", text, tenant=tenant, place=finding.where, why=why)
 
-        scrub(pool, self._bytes_per_s, CheckOptions(progress=advance, told=note), wait=self._wait)
+        scrub(pool, self._bytes_per_s, CheckOptions(progress=advance, tell=note), wait=self._wait)
         self._counters.rotten(tenant, damaged)
         self._counters.add("scrubbed_bytes", size)
         tell(

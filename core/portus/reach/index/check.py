@@ -51,7 +51,7 @@ Progress = Callable[[int, int], None]
 Only = Callable[[VersionInfo], bool]
 
 
-def _to_nobody(*told: object) -> None:
+def _to_nobody(*tell: object) -> None:
     pass
 
 
@@ -61,14 +61,14 @@ def _every(info: VersionInfo) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """How a check looks. ``data``, ``progress``, ``only``: as for ``check``. ``told``: of each
+    """How a check looks. ``data``, ``progress``, ``only``: as for ``check``. ``tell``: told of each
     finding, when it is found. ``batch``: bytes of versions that are read at once, one unit at
     least; ``pace``: at which they are; None: as fast as can be. What they raise ends the check."""
 
     data: bool = True
     progress: Progress = _to_nobody
     only: Only = _every
-    told: Callable[[Finding], None] = _to_nobody
+    tell: Callable[[Finding], None] = _to_nobody
     batch: int = BATCH
     pace: Pace | None = None
 
@@ -122,7 +122,7 @@ def check_file(path: str, look: CheckOptions, *, cached: bool = True) -> list[Fi
 
 def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Finding]:
     """Return the findings of the pool on a medium, as ``check`` does."""
-    findings = Findings(look.told)
+    findings = Findings(look.tell)
     uuid = check_fixed_pages(medium, findings)
     if uuid is None:
         return findings.all

@@ -122,9 +122,9 @@ class Finding:
 class Findings:
     """Collects findings, each once: what both roots reach is looked at twice."""
 
-    def __init__(self, told: Callable[[Finding], None] = lambda finding: None) -> None:
-        """told: of each, when it is found."""
-        self._told: Final = told
+    def __init__(self, tell: Callable[[Finding], None] = lambda finding: None) -> None:
+        """tell: told of each, when it is found."""
+        self._tell: Final = tell
         self._found: Final[dict[Finding, None]] = {}
 
     @property
@@ -158,4 +158,4 @@ class Findings:
         assert finding.invariant in RULES
         if finding not in self._found:
             self._found[finding] = None
-            self._told(finding)
+            self._tell(finding)

@@ -37,7 +37,7 @@ from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
 
-Advanced = Callable[[int], None]
+Advance = Callable[[int], None]
 """Told of bytes that are here now, besides those before, by one thread at a time."""
 
 
@@ -57,7 +57,7 @@ def fill(
     state: State,
     writer: PoolWriter,
     wanted: Sequence[Added],
-    advanced: Advanced | None = None,
+    advance: Advance | None = None,
 ) -> list[Added]:
     """Fetch ``wanted``, which is ``missing``; return which versions were fetched. Blocks.
 
@@ -68,7 +68,7 @@ def fill(
     for each in wanted:
         try:
             with mirror.open_version(each) as opened:
-                fetch_version(opened, writer, advanced)
+                fetch_version(opened, writer, advance)
             done.append(each)
         except CorruptionError as error:
             if each == state.newest:
@@ -79,7 +79,7 @@ def fill(
 
 
 def fetch_version(
-    opened: OpenMirrored, writer: PoolWriter, advanced: Advanced | None = None
+    opened: OpenMirrored, writer: PoolWriter, advance: Advance | None = None
 ) -> VersionRecord:
     """Commit a version of a mirror to the pool of ``writer``, as the newest one, with the same
     model, step and token. Blocks.
@@ -92,7 +92,7 @@ def fetch_version(
     try:
         count = len(version.lengths)
         reserved = draft.reserve(np.arange(count), np.zeros(count, np.int64))
-        _bring(opened, _Target(writer.medium, reserved.target), advanced)
+        _bring(opened, _Target(writer.medium, reserved.target), advance)
         # Before the commit: only right bytes are ever part of a version (V4).
         found = check(writer.medium, reserved.target, Stop())
         for bad in np.flatnonzero((found != version.digests).any(axis=1))[:1].tolist():
@@ -133,7 +133,7 @@ class _Target:
             start, data = start + len(part), data[left:]
 
 
-def _bring(opened: OpenMirrored, target: _Target, advanced: Advanced | None) -> None:
+def _bring(opened: OpenMirrored, target: _Target, advance: Advance | None) -> None:
     """Store all files of a version, several ranges at a time."""
     lengths = opened.version.lengths
     begins = (np.cumsum(lengths) - lengths).tolist()
@@ -155,8 +155,8 @@ def _bring(opened: OpenMirrored, target: _Target, advanced: Advanced | None) -> 
                 target.store(begins[index] + inside, data[:length])
                 data = data[length:]
             with telling:
-                if advanced is not None:
-                    advanced(len(room))
+                if advance is not None:
+                    advance(len(room))
 
     ranges = [
         (number, start)

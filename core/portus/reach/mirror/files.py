@@ -228,15 +228,15 @@ class MirroredFiles(Mirror):
         objects = [FileObject(filed.name, filed.size, filed.digest)]
         return ObjectFile(self.name, own, objects, self._objects.load)
 
-    def fetch(self, filed: FileAdded, number: int, advanced: Callable[[int], None]) -> None:
+    def fetch(self, filed: FileAdded, number: int, advance: Callable[[int], None]) -> None:
         """Write a file into the open and empty file ``number``, as ``ObjectFile.write`` does."""
-        self.open(filed).write(number, filed.path, advanced)
+        self.open(filed).write(number, filed.path, advance)
 
-    def check_file(self, filed: FileAdded, advanced: Callable[[int], None]) -> None:
+    def check_file(self, filed: FileAdded, advance: Callable[[int], None]) -> None:
         """Read all of a file, and what is beside it. Raises ``CorruptionError`` if one of them is
         not there as it was uploaded."""
         for size in self._objects.read_file(filed.name, filed.size, filed.digest):
-            advanced(size)
+            advance(size)
 
     def _say(self, facts: Sequence[FileAdded | FileRemoved]) -> None:
         """Note facts, by one entry of the log if it has room."""

@@ -16,7 +16,7 @@ from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.file_table import decode_table
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
-from portus.reach.mirror.model_objects import ABREAST, Advanced, ModelObjects
+from portus.reach.mirror.model_objects import ABREAST, Advance, ModelObjects
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import (
     LOG,
@@ -171,13 +171,13 @@ class Mirror(Writer):
             self._require(added)
         return damaged
 
-    def check(self, added: Added, advanced: Advanced) -> None:
+    def check(self, added: Added, advance: Advance) -> None:
         """Raise ``CorruptionError``, naming it, if an object of a version is not there as it was
-        sent. Reads all of them. Raises as ``manifest``. advanced: told of bytes that were read."""
+        sent. Reads all of them. Raises as ``manifest``. advance: told of bytes that were read."""
         with self._meanwhile(added):
             for each in self.manifest(added).manifest.objects().values():
                 for size in self._read(each):
-                    advanced(size)
+                    advance(size)
 
     def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
         """Send again what of a version is not there as it was sent, from a pool that has the same

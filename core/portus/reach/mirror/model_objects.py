@@ -18,7 +18,7 @@ from portus.reach.versions.parallel import abreast, in_any_order
 ABREAST: Final = 4
 """Requests that are under way at once."""
 
-Advanced = Callable[[int], object]
+Advance = Callable[[int], object]
 """Told of bytes that were read."""
 
 _Item = TypeVar("_Item")

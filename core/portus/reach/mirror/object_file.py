@@ -143,16 +143,16 @@ class ObjectFile(ReadOnlyMedium):
             self._fill(replace(batch, address=place), digests, stop)
         return digests
 
-    def write(self, number: int, path: str, advanced: Callable[[int], None]) -> None:
+    def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
         """Write all of it to the open and empty file ``number``, verified. path: for messages.
-        advanced: told of bytes. Raises ``CorruptionError`` if an object is not as it was sent."""
+        advance: told of bytes. Raises ``CorruptionError`` if an object is not as it was sent."""
 
         def get(start: int) -> None:
             data = memoryview(bytearray(min(UNIT, self.size - start)))
             self.read(start, data)
             with naming_call("write", path):
                 write_all(number, data, start)
-            advanced(len(data))
+            advance(len(data))
 
         def get_back(start: int, size: int) -> bytes:
             with naming_call("read", path):

@@ -72,8 +72,8 @@ class OpenCheckpoint(Protocol):
     def files(self) -> Mapping[str, OpenFile]:
         """Return the files by their names; none if it has something else, such as tables."""
 
-    def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
-        """Write a file of it to ``path``, verified and synced. advanced: told of bytes. Raises
+    def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
+        """Write a file of it to ``path``, verified and synced. advance: told of bytes. Raises
         ``UsageError`` if there is no such file, ``CorruptionError``, ``MediumError``."""
 
 
@@ -108,7 +108,7 @@ class CheckPace:
     at most, and telling at once what it finds."""
 
     bytes_per_s: int | None = None
-    told: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ class OpenDiskFile:
     def files(self) -> Mapping[str, DiskFile]:
         return {os.path.basename(self._path): self._file}
 
-    def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
+    def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
         from portus.engine.loading.checkpoint_file import verify_file  # and torch with it
 
         if name not in self.files:
@@ -124,7 +124,7 @@ class OpenDiskFile:
         except OSError as error:
             _raise(error)
         # The copy, not the original: what was written is what has to be right.
-        advanced(verify_file(path))
+        advance(verify_file(path))
 
 
 class DirectoryPlace(OpenPlace):

@@ -128,12 +128,12 @@ class OpenObjects:
 
     files: Mapping[str, ObjectFile]
 
-    def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
+    def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
         if name not in self.files:
             raise UsageError(f"there is no file {name!r} here; there are {[*self.files]!r:.500}")
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            self.files[name].write(number, name, advanced)
+            self.files[name].write(number, name, advance)
             os.fsync(number)
         finally:
             os.close(number)
@@ -219,7 +219,7 @@ class MirrorPlace(OpenPlace):
                     each.name for each in self.mirrors.files_of(model).objects_without_entry()
                 ]:
                     if not name.endswith(DIGEST_SUFFIX):
-                        pace.told(f"{self.place}: {model}: {printable(name)} {UNCOUNTED}")
+                        pace.tell(f"{self.place}: {model}: {printable(name)} {UNCOUNTED}")
         for each in found:
             assert isinstance(each, MirroredVersion | MirroredFile)
             if not each.leads_to:

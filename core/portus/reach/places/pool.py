@@ -166,13 +166,13 @@ class PoolPlace(OpenPlace):
 
             def tell(finding: Finding) -> None:
                 if finding.severity is Severity.ERROR:
-                    pace.told(f"{self.place}: {finding}")
+                    pace.tell(f"{self.place}: {finding}")
 
             look = CheckOptions(progress=progress, only=only)
             if pace.bytes_per_s is None:
                 verdict.findings = self._check(look)
             else:
-                verdict.findings = self._scrub(pace.bytes_per_s, replace(look, told=tell))
+                verdict.findings = self._scrub(pace.bytes_per_s, replace(look, tell=tell))
             verdict.versions = len(ids)
             with contextlib.suppress(CorruptionError):
                 verdict.removed = len(ids - self.reader.catalogue().ids())

@@ -37,7 +37,7 @@ class OpenVersion:
             for number, each in enumerate(packed)
         }
 
-    def write(self, name: str, path: str, advanced: Callable[[int], None]) -> None:
+    def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
         """See ``OpenCheckpoint``. One unit (16 MiB) is in memory at a time, and a few of what is
         around the storages."""
         files = [] if self.table is None else list(self.table.files)
@@ -50,7 +50,7 @@ class OpenVersion:
             with open(path, "wb") as out:
                 for piece in found.read(number, 0, files[number].size):
                     out.write(piece)
-                    advanced(len(piece))
+                    advance(len(piece))
                 out.flush()
                 # Whoever is told that it was written may remove the version.
                 os.fsync(out.fileno())

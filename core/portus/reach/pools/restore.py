@@ -219,9 +219,9 @@ def contents_of(
 
 
 def verify(
-    pool: PoolReader, entry: VersionEntry, advanced: Callable[[int], None] | None = None
+    pool: PoolReader, entry: VersionEntry, advance: Callable[[int], None] | None = None
 ) -> int:
-    """Read and check every byte of one version; how many. ``advanced`` is told bytes done.
+    """Read and check every byte of one version; how many. ``advance`` is told bytes done.
 
     Raises as ``load``.
     """
@@ -230,8 +230,8 @@ def verify(
         lengths = opened.record.storages["length"].astype(np.int64)
         for batch in _batches(lengths):
             opened.check(batch)
-            if advanced is not None:
-                advanced(int(lengths[batch].sum()))
+            if advance is not None:
+                advance(int(lengths[batch].sum()))
     return int(lengths.sum())
 
 

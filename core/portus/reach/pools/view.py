@@ -146,11 +146,11 @@ class PoolView:
         )
         return self._use(model, step, lambda found: found.restore_into(state, options))
 
-    def verify(self, info: VersionInfo, advanced: Callable[[int], None] | None = None) -> int:
+    def verify(self, info: VersionInfo, advance: Callable[[int], None] | None = None) -> int:
         """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""
         for pool, entry in self.entries():
             if entry.info == info:
-                return restore.verify(pool, entry, advanced)
+                return restore.verify(pool, entry, advance)
         raise StaleError(f"model {info.model!r}, step {info.step} is not in the pool any more")
 
     def entries(self) -> Iterator[tuple[PoolReader, VersionEntry]]:
