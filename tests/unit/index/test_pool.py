@@ -17,8 +17,9 @@ from portus.engine.media.base import MappedMedium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, create_pool, open_reader
-from portus.reach.index.messages import read_holder
+from portus.reach.index.messages import read_failure, read_holder, store_failure
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.roots import read_roots
@@ -390,6 +391,19 @@ def test_a_newer_format_is_refused_and_says_upgrade(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     with pytest.raises(UsageError, match=r"newer Portus.*Upgrade"):
         PoolReader(medium, ProcessLocks(LockTable()))
+
+
+@pytest.mark.parametrize("text", ["a\0b\x01", "\udcff", "one\ntwo\r\u202e", "x" * 600])
+def test_whatever_a_client_says_of_its_failure_the_pool_stays_sound(text: str) -> None:
+    medium = Memory(DATA_START)
+    format_pool(medium)
+    pool = PoolWriter(medium, ProcessLocks(LockTable()))
+    holder = read_holder(medium)
+    store_failure(medium, text)
+    assert check(pool) == []
+    assert read_holder(medium) == holder
+    assert read_failure(medium).isprintable()
+    assert len(read_failure(medium)) > 0
 
 
 def test_a_second_writer_is_refused_with_the_holder_named() -> None:

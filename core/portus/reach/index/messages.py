@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from portus.engine.media.base import Medium
+from portus.errors import printable
 from portus.reach.format.layout import HOLDER_OFFSET, HOLDER_SIZE
 
 
@@ -31,6 +32,7 @@ def _messages(medium: Medium) -> tuple[str, str]:
 
 def store_messages(medium: Medium, holder: str, failure: str) -> None:
     """Say both, not durably. Each is one line; the second is cut off where there is no room."""
-    text = "\n".join(" ".join(each.split()) for each in (holder, failure) if each)
+    # A client of a host says why its save failed: a zero byte of its would end the text.
+    text = "\n".join(printable(" ".join(each.split())) for each in (holder, failure) if each)
     data = text.encode()[: HOLDER_SIZE - 1].decode("utf-8", "ignore").encode()
     medium.store(HOLDER_OFFSET, data.ljust(HOLDER_SIZE, b"\0"))
