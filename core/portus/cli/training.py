@@ -34,14 +34,6 @@ WHERE: Final = {
 }
 """The parts of the time, and what they are called."""
 
-WHY: Final = {
-    "bound": "the bound on overhead",
-    "turn": "a save takes so long",
-    "failures": "the least loss at this mtbf",
-    "first": "nothing was measured yet",
-}
-"""The reasons of ``portus.Cadence``, and what they are called."""
-
 
 @dataclass(frozen=True, slots=True)
 class JournaledRun:

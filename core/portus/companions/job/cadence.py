@@ -18,11 +18,10 @@ from portus.companions.cadence.bound import (
     Decision,
     Rule,
     Tuner,
-    decide,
+    describe_conflict,
     overhead,
     shortest,
 )
-from portus.companions.cadence.steps import parse_every
 from portus.companions.job import journal
 from portus.companions.job.clock import Clock
 from portus.companions.job.exchange import beside, broadcast, standing
@@ -44,7 +43,19 @@ def parse_cadence(
     """What a user says about when to save, read: "auto", steps (an int) or seconds (a float); and
     the rule. Raises ``UsageError`` for what makes no sense."""
     mtbf_s = None if mtbf is None else parse_seconds("mtbf", mtbf)
-    return parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
+    return _parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
+
+
+def _parse_every(value: object) -> Literal["auto"] | int | float:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        return parse_seconds("every", value)
+    raise UsageError(
+        f"every: expected 'auto', a time such as '30s', or steps over 0, found {value!r}"
+    )
 
 
 class Cadence:
@@ -114,7 +125,7 @@ class Cadence:
         """The newest step that was one to save at."""
         self._measured_on: dict[str, str | int] | None = None
         """Where what was loaded was measured, until a save shows that it was here."""
-        self._said = False
+        self._has_warned = False
         # The clock listens to all optimizers of the process: nobody has to close a cadence.
         weakref.finalize(self, self._clock.close)
 
@@ -257,8 +268,8 @@ class Cadence:
             self.decision = decision
             _log.info("step %d: %s", self._due, decision)
             journal.note_decision(decision)
-            if costs is not None and self.rule.mtbf_s is not None:
-                self._say_once(self._hopeless(costs))
+            if costs is not None:
+                self._warn_once(describe_conflict(costs, self.rule))
             # k and k + 1 in turn: a slow step of a period must not meet each save, or none
             # (decision 0124).
             turn = self._saves % 2 if self._clock.is_uneven else 0
@@ -268,7 +279,7 @@ class Cadence:
             share = overhead(costs, steps)
             _log.info("step %d: a save every %d steps costs %.2f %%", self._due, steps, 100 * share)
             if share > self.rule.max_overhead:
-                self._say_once(self._too_dear(costs, steps))
+                self._warn_once(self._too_dear(costs, steps))
         return self._steps_left() if isinstance(self.every, float) else steps
 
     def _own_interval(self) -> int:
@@ -288,19 +299,9 @@ class Cadence:
             "so does every='auto'"
         )
 
-    def _hopeless(self, costs: Costs) -> str | None:
-        """What to say if the bound lets failures come faster than saves."""
-        assert self.rule.mtbf_s is not None
-        most = max(1, int(self.rule.mtbf_s / costs.step_s))
-        try:
-            decide(costs, replace(self.rule, steps_max=most))
-        except UsageError as error:
-            return f"{error}. Failures come about every {most} steps"
-        return None
-
-    def _say_once(self, text: str | None) -> None:
-        if text is not None and not self._said:
-            self._said = True
+    def _warn_once(self, text: str) -> None:
+        if text and not self._has_warned:
+            self._has_warned = True
             _log.warning("%s", text)
 
     def _void_elsewhere(self) -> None:
@@ -310,7 +311,7 @@ class Cadence:
             return
         self._measured_on = None
         if measured_on["medium"] != medium:
-            self._tuner.forget()
+            self._tuner.costs = None
             _log.info("saves now go to another medium (%s): their cost is measured anew", medium)
 
     def _here(self) -> dict[str, str | int]:
