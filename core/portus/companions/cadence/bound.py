@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from portus.engine.settings.numbers import is_number, not_negative, over_zero
 from portus.errors import UsageError
@@ -258,11 +260,7 @@ class Tuner:
 
 
 def _costs_of(saved: object) -> Costs | None:
-    if saved is None:
-        return None
-    names = {field.name for field in fields(Costs)}
-    if not isinstance(saved, Mapping) or set(saved) != names:
-        raise UsageError(
-            f"the state of a cadence: expected costs of {sorted(names)}, found {saved!r}"
-        )
-    return Costs(**saved)
+    try:
+        return msgspec.convert(saved, Costs | None)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the state of a cadence: costs: {error}") from error

@@ -228,7 +228,7 @@ class Journal(Companion, fence.Listener):
                 return
             self._directory = directory
             resumed = take_loaded(self._model)
-            rank, ranks = standing(None)
+            rank, ranks = standing()
             begun = SessionBegun(
                 session=self._session,
                 at_s=self._at_ns / 1e9,

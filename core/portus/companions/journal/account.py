@@ -145,7 +145,6 @@ class Restart:
     done beyond that place before; at least so much, if not ``is_exact``. ``killed``: how the one
     before ended."""
 
-    session: str
     time_ns: int
     down_s: float
     resumed_step: int | None
@@ -275,7 +274,6 @@ def account(lines: Iterable[Line]) -> Account | None:
         lost = max(0, before.end - base)
         restarts.append(
             Restart(
-                session=each.begun.session,
                 time_ns=each.begun.time_ns,
                 down_s=down_s,
                 resumed_step=None if origin is None else _step_of_resume(each),

@@ -140,11 +140,9 @@ class FoldedLines(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_f
     session: str
     saves: Count = 0
     failed: Count = 0
-    decided: Count = 0
     cost_s: float = 0.0
     blocked_s: Seconds = 0.0
     copy_s: Seconds = 0.0
-    commit_s: Seconds = 0.0
     copied_bytes: Count = 0
     shared_bytes: Count = 0
 
@@ -203,19 +201,13 @@ def decode(data: bytes, name: str) -> JournalContents:
         )
     if not heads:
         raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
-    lines = tuple(each for each in known if not isinstance(each, Head | _UnknownLine))
+    lines = tuple(each for each in known if not isinstance(each, Head | _Kind))
     return JournalContents(heads[0], lines, damaged=len(found) - len(known), torn=bool(tail))
 
 
-class _UnknownLine:
-    """A whole line of a kind that a later Portus of this format writes."""
-
-
-_UNKNOWN: Final = _UnknownLine()
-
-
-def _decode_line(line: bytes) -> Head | Line | _UnknownLine | None:
-    """Return what a line says; None for a damaged one."""
+def _decode_line(line: bytes) -> Head | Line | _Kind | None:
+    """Return what a line says; its kind alone, if a later Portus of this format writes that; None
+    for a damaged one."""
     mark, text = line[:8], line[9:]
     if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:
         return None
@@ -224,7 +216,8 @@ def _decode_line(line: bytes) -> Head | Line | _UnknownLine | None:
     except (msgspec.DecodeError, RecursionError):
         pass
     try:
-        return None if _KIND.decode(text).kind in _KINDS else _UNKNOWN
+        found = _KIND.decode(text)
+        return None if found.kind in _KINDS else found
     except (msgspec.DecodeError, RecursionError):
         return None
 
@@ -290,14 +283,13 @@ def add_line(sums: FoldedLines, line: Line) -> FoldedLines:
             cost_s=sums.cost_s + cost_of(line),
             blocked_s=sums.blocked_s + line.blocked_s,
             copy_s=sums.copy_s + line.copy_s,
-            commit_s=sums.commit_s + line.commit_s,
             copied_bytes=sums.copied_bytes + line.copied_bytes,
             shared_bytes=sums.shared_bytes + line.shared_bytes,
         )
     if isinstance(line, Failed):
         return msgspec.structs.replace(sums, failed=sums.failed + 1)
     assert isinstance(line, IntervalDecided)
-    return msgspec.structs.replace(sums, decided=sums.decided + 1)
+    return sums
 
 
 def cost_of(save: Saved) -> float:
