@@ -168,7 +168,8 @@ class Cadence:
                 return False
         self._due, self._since_s = self._clock.steps, self._clock.now_s()
         self._saves += 1
-        self._next = self._due + self._interval()
+        measured = self._clock.take()  # on every rank, so that none keeps them for ever
+        self._next = self._due + self._broadcast(lambda: self._decide(measured))
         return True
 
     def ignore_step(self) -> None:
@@ -223,20 +224,15 @@ class Cadence:
             return self._tuner.decide().steps
         return self.every if isinstance(self.every, int) else 1
 
-    def _interval(self) -> int:
-        """Steps from here to the next save, or to the next look at the clock, the same on all
-        ranks."""
-        measured = self._clock.take()  # on every rank, so that none keeps them for ever
-        told = self._broadcast(lambda: self._decide(measured))
-        return self.every if isinstance(self.every, int) else told
-
     def _broadcast(self, decide: Callable[[], int]) -> int:
         """What rank 0 decides, on all ranks."""
         # Times are noisy: ranks that decide by themselves decide differently, and a save that only
         # some of them begin hangs.
         rank, count = standing(self._group)
         steps = decide() if rank == 0 else 0
-        if count == 1 or isinstance(self.every, int):
+        if isinstance(self.every, int):
+            return self.every
+        if count == 1:
             return steps
         if not self._has_group:
             self._group, self._has_group = beside(), True

@@ -276,7 +276,7 @@ def account(lines: Iterable[Line]) -> Account | None:
             Restart(
                 time_ns=each.begun.time_ns,
                 down_s=down_s,
-                resumed_step=None if origin is None else _step_of_resume(each),
+                resumed_step=None if origin is None else _resumed_step(each),
                 at=base,
                 lost_steps=lost,
                 lost_s=max(0.0, before.work_s() - base_s) if lost else 0.0,
@@ -335,10 +335,7 @@ def _origin(session: Session, spans: Sequence[SessionSpan]) -> tuple[int, float]
             steps = before.session.steps_at(begun.resumed)
             if steps is not None:
                 return before.base + steps, before.work_s(steps)
-    step = begun.resumed_step
-    if step is None and session.saved:
-        first = session.saved[0]
-        step = first.step - first.steps if first.step > first.steps else None
+    step = _resumed_step(session)
     return None if step is None else _number_of(step, spans)
 
 
@@ -356,10 +353,13 @@ def _number_of(step: int, spans: Sequence[SessionSpan]) -> tuple[int, float] | N
     return None
 
 
-def _step_of_resume(session: Session) -> int | None:
+def _resumed_step(session: Session) -> int | None:
+    """Return the step that a session went on from, as the training calls it; None if nothing
+    tells."""
     if session.begun.resumed_step is not None or not session.saved:
         return session.begun.resumed_step
-    return session.saved[0].step - session.saved[0].steps
+    first = session.saved[0]
+    return first.step - first.steps if first.step > first.steps else None
 
 
 def _gap(before: Session, after: Session) -> float:

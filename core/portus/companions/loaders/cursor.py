@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -576,24 +576,15 @@ class StatefulIteration(Iteration):
     """An iteration for torchdata's loader, which asks for its state. It returns what the stock
     iterator would, so a checkpoint can also be resumed where no cursor follows the loader."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Return the stock iterator's state. It is empty for an epoch that was dealt anew, and
         torchdata refuses that."""
-        if not isinstance(self._stock, _Stateful):
-            return {}
-        found: dict[str, Any] = self._stock.state_dict()
-        return found
+        return self._stock.state_dict() if _has_state(self._stock) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position of a loader that no cursor followed."""
-        if self.resume is None and isinstance(self._stock, _Stateful):
+        if self.resume is None and _has_state(self._stock):
             self._stock.load_state_dict(state)
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class _ResumedIterator(Iterator[Any]):
