@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from portus.companions.cadence.bound import Costs, Rule, Tuner
-from portus.companions.cadence.checkfreq import Profile
 from tests.bench.pages import table, written
-from tests.bench.published import Released, algorithm_1, daly_s
+from tests.bench.published import Profile, Released, algorithm_1, daly_s
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 HOUR: Final = 3600.0

@@ -55,7 +55,7 @@ class User(Process[State]):
 
     def open(self) -> Shelf:
         writer = open_writer(POOL, self.medium_files(), locks=ProcessLocks())
-        return Shelf.on(writer, writable=True, log_bytes=self.log_bytes)
+        return Shelf.on(writer, log_bytes=self.log_bytes)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Shelf]:
@@ -204,7 +204,7 @@ def verify(
         assert EMPTY in allowed
         return
     reader = PoolReader(medium, ProcessLocks())
-    found = shown(Shelf.on(reader, writable=False))
+    found = shown(Shelf.on(reader))
     assert found in allowed, f"found {_said(found)}, expected {[_said(each) for each in allowed]}"
     require_unbroken(files, reader)
 

@@ -93,7 +93,6 @@ LARGE = {
     "reach/dcp/directory_writer: DirectoryWriter": "torch's interface has 12 calls,"
     " and each has a part for the rank and one for the coordinator",
     "reach/files/host": "one save's conversation with a host, request by request",
-    "companions/job/journal": "one file format's writer: each kind of line is a method",
     "companions/loaders/cursor": "a loader with its position: iteration and state are"
     " one thing, which must agree at each batch",
     "companions/loaders/cursor: DataCursor": (

@@ -13,7 +13,6 @@ from portus.cli.output import Json, Output, fields
 from portus.cli.report_charts import by_session, cut, intervals
 from portus.cli.training import (
     WHERE,
-    WHY,
     JournaledRun,
     parts,
     restart_rows,
@@ -21,6 +20,7 @@ from portus.cli.training import (
     summary,
     training_of,
 )
+from portus.companions.cadence.bound import WHY
 
 WIDTH: Final = 48
 """Characters of a bar."""

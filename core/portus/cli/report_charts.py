@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Final, TypeVar
 
 from portus.cli import words
-from portus.companions.journal.account import Account, CommittedSave, IntervalDecision
+from portus.companions.journal.account import Account, Placed, PlacedLine
 
 POINTS_MAX: Final = 1500
 """Points of a line; of more, the highest of each few."""
@@ -18,7 +18,6 @@ Point = tuple[float, float]
 """A moment, in seconds, and a value."""
 
 Value = TypeVar("Value")
-Placed = TypeVar("Placed", CommittedSave, IntervalDecision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ class Chart:
 def course_chart(its: Account) -> Chart:
     """Return steps over time, in red where a restart resumed from an older place."""
     lines = []
-    top = float(max([1, *(each.end for each in its.spells)]))
-    for spell in its.spells:
+    top = float(max([1, *(each.end for each in its.sessions)]))
+    for spell in its.sessions:
         ends = [(spell.begin_s, float(spell.base)), (spell.end_s, float(spell.end))]
         own = [
             (each.time_s, float(each.at))
@@ -58,7 +57,7 @@ def course_chart(its: Account) -> Chart:
             if spell.begin_s <= each.time_s <= spell.end_s and spell.base <= each.at <= spell.end
         ]
         lines.append(Line("kept", sorted([*ends, *_highest(own)])))
-    for before, spell in itertools.pairwise(its.spells):
+    for before, spell in itertools.pairwise(its.sessions):
         lines.append(Line("line", [(spell.begin_s, 0.0), (spell.begin_s, top)], width=1))
         if before.end > spell.base:
             lost = [(before.end_s, float(before.end)), (before.end_s, float(spell.base))]
@@ -98,10 +97,7 @@ def steps_chart(its: Account) -> Chart:
 def intervals(its: Account) -> list[list[Point]]:
     """Return, for each session, points of (moment, steps to the next save) as decided, or else as
     saves came. A last point repeats the last interval at the session's end, or at its last save."""
-    ends = {
-        each.begun.session: spell.end_s
-        for each, spell in zip(its.sessions, its.spells, strict=True)
-    }
+    ends = {each.session.begun.session: each.end_s for each in its.sessions}
     found: list[list[Point]] = []
     for choices in by_session(its.choices):
         points = [(each.time_s, float(each.line.interval)) for each in choices]
@@ -116,9 +112,9 @@ def intervals(its: Account) -> list[list[Point]]:
     return found
 
 
-def by_session(placed: Iterable[Placed]) -> list[list[Placed]]:
+def by_session(placed: Iterable[PlacedLine[Placed]]) -> list[list[PlacedLine[Placed]]]:
     """Return what belongs to each session: nothing is drawn from one to the next."""
-    found: dict[str, list[Placed]] = {}
+    found: dict[str, list[PlacedLine[Placed]]] = {}
     for each in placed:
         found.setdefault(each.line.session, []).append(each)
     return list(found.values())

@@ -15,7 +15,8 @@ from typing import Final
 from portus.cli import words
 from portus.cli.output import Json
 from portus.cli.report_charts import Chart, Line, course_chart, saves_chart, steps_chart
-from portus.cli.training import WHERE, WHY, JournaledRun, parts, restart_rows, state_text, summary
+from portus.cli.training import WHERE, JournaledRun, parts, restart_rows, state_text, summary
+from portus.companions.cadence.bound import WHY
 from portus.companions.journal.account import Account
 
 ROWS_MAX: Final = 50

@@ -34,14 +34,6 @@ WHERE: Final = {
 }
 """The parts of the time, and what they are called."""
 
-WHY: Final = {
-    "bound": "the bound on overhead",
-    "turn": "a save takes so long",
-    "failures": "the least loss at this mtbf",
-    "first": "nothing was measured yet",
-}
-"""The reasons of ``portus.Cadence``, and what they are called."""
-
 
 @dataclass(frozen=True, slots=True)
 class JournaledRun:
@@ -69,7 +61,7 @@ class JournaledRun:
     @property
     def is_running(self) -> bool:
         """True if its newest session runs now, on this machine."""
-        newest = self.account.sessions[-1].begun.session
+        newest = self.account.sessions[-1].session.begun.session
         return any(newest in each.running for each in self.journals)
 
 
@@ -224,12 +216,11 @@ def parts(its: Account) -> list[tuple[str, float]]:
 def state_text(seen: JournaledRun) -> str:
     """Return whether a run is active, and when it was seen last."""
     its = seen.account
-    last = its.sessions[-1]
+    last = its.sessions[-1].session
     time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
-    ended = last.ended
     if seen.is_running:
         return f"runs; its last step ended {words.age(time_ns)}"
-    how = "ended by itself" if ended is not None and ended.closed else "was killed"
+    how = "ended by itself" if last.is_closed else "was killed"
     return f"{how} {words.age(time_ns)}, at step {its.steps}"
 
 

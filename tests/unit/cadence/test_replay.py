@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from portus.companions.cadence.bound import Costs, Rule, Tuner
-from portus.companions.cadence.checkfreq import Profile
 from tests.bench.cadence import (
     BOUND,
     DOCS,
@@ -23,7 +22,7 @@ from tests.bench.cadence import (
     tables,
 )
 from tests.bench.pages import written
-from tests.bench.published import Released, slowdown
+from tests.bench.published import Profile, Released, slowdown
 
 PLAIN = Job(
     profile=Profile(step_s=1.0, update_s=1.0, host_copy_s=2.0, device_copy_s=0.0, store_s=3.0),

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from portus.companions.cadence.bound import Costs, Rule, Tuner, decide, overhead
-from portus.companions.cadence.checkfreq import Profile, SnapshotPlace
+from portus.companions.cadence.bound import Costs, Rule, Tuner, decide, describe_conflict, overhead
 from portus.errors import UsageError
 from tests.bench.published import (
     IntervalChoice,
+    Profile,
     Released,
+    SnapshotPlace,
     algorithm_1,
     daly_s,
     slowdown,
@@ -242,7 +243,6 @@ def test_the_bound_holds_on_the_whole_however_costs_vary(seed: int) -> None:
 
 def test_a_first_interval_supposes_that_a_save_costs_a_step() -> None:
     assert Tuner(Rule(max_overhead=0.035)).decide().steps == 29
-    assert Tuner(Rule(max_overhead=0.035, steps_max=7)).decide().steps == 7
 
 
 ON: dict[str, str | int] = {"device": "cpu", "world": 2, "medium": "file"}
@@ -267,8 +267,11 @@ def test_a_state_of_a_newer_version_is_refused_and_changes_nothing() -> None:
     for state, said in (
         ({**tuner.state_dict(ON), "format": 2}, "made by a newer one. Upgrade"),
         ({**tuner.state_dict(ON), "format": None}, "expected a format of 1 to 1, found None"),
-        ({**tuner.state_dict(ON), "costs": {"step_s": 1.0}}, "expected costs of"),
-        ({**tuner.state_dict(ON), "costs": {**vars_of(before), "step_s": "1"}}, "step_s: expected"),
+        ({**tuner.state_dict(ON), "costs": {"step_s": 1.0}}, "missing required field `cost_s`"),
+        (
+            {**tuner.state_dict(ON), "costs": {**vars_of(before), "step_s": "1"}},
+            "costs: Expected `float`, got `str`",
+        ),
     ):
         with pytest.raises(UsageError, match=said):
             tuner.load_state_dict(state, ON)
@@ -289,7 +292,6 @@ def test_a_bound_that_is_no_share_is_refused(share: Any) -> None:
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     for make, said in (
         (lambda: Rule(mtbf_s=0), "mtbf_s: expected seconds over 0, found 0"),
-        (lambda: Rule(steps_max=0), "steps_max: expected steps over 0"),
         (lambda: Costs(step_s=0, cost_s=1), "step_s: expected seconds over 0"),
         (lambda: Costs(step_s=1, cost_s=math.nan), "cost_s: expected seconds, found nan"),
         (lambda: Costs(step_s=1, cost_s=1, save_s=-1), "save_s: expected seconds, 0 or more"),
@@ -306,15 +308,17 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
             make()
 
 
-def test_a_bound_that_no_interval_holds_is_said_with_what_would() -> None:
+def test_failures_that_come_before_saves_are_said_with_what_would_help() -> None:
     costs = Costs(step_s=0.1, cost_s=2.13, save_s=3.0, stall_s=0.5)
-    with pytest.raises(UsageError, match=r"no interval holds\. max_overhead=0\.043 would") as told:
-        decide(costs, Rule(max_overhead=0.001, steps_max=500))
-    assert "an interval of 21300 steps of 0.1 s, and 500 is the most" in str(told.value)
-    assert overhead(costs, decide(costs, Rule(max_overhead=0.043, steps_max=500)).steps) <= 0.043
-    with pytest.raises(UsageError, match="One of 25 steps would, or faster storage"):
-        decide(costs, Rule(max_overhead=0.9, steps_max=24))
-    assert decide(costs, Rule(mtbf_s=1e9, steps_max=700)).steps == 700
+    told = describe_conflict(costs, Rule(max_overhead=0.001, mtbf_s=50.0))
+    assert "about every 500 steps" in told
+    assert "so saves are 21300 steps of 0.1 s apart. max_overhead=0.043 would let" in told
+    assert describe_conflict(costs, Rule(max_overhead=0.043, mtbf_s=50.0)) == ""
+    assert overhead(costs, 500) <= 0.043
+    told = describe_conflict(costs, Rule(max_overhead=0.9, mtbf_s=2.4))
+    assert "so saves are 25 steps of 0.1 s apart. Faster storage would let" in told
+    assert describe_conflict(costs, Rule(max_overhead=0.9, mtbf_s=2.5)) == ""
+    assert describe_conflict(costs, Rule(max_overhead=0.001)) == ""
 
 
 def test_a_decision_says_its_numbers() -> None:

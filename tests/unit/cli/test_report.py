@@ -147,7 +147,7 @@ def test_nothing_is_drawn_where_nothing_ran(tmp_path: Path) -> None:
     scale = 1000 / seen.wall_s
     gaps = [
         (before.end_s * scale, after.begin_s * scale)
-        for before, after in itertools.pairwise(seen.spells)
+        for before, after in itertools.pairwise(seen.sessions)
     ]
     assert all(end - begin > 1 for begin, end in gaps)
     for title in (
@@ -155,7 +155,7 @@ def test_nothing_is_drawn_where_nothing_ran(tmp_path: Path) -> None:
         "Steps from one save to the next",
     ):  # fmt: skip
         lines = polylines(page.read_text(), title)
-        assert len(lines) >= len(seen.spells)
+        assert len(lines) >= len(seen.sessions)
         for begin, end in gaps:
             middle = (begin + end) / 2
             assert not any(min(line) < middle < max(line) for line in lines), title

@@ -414,7 +414,7 @@ def test_bytes_that_versions_share_are_read_once(pool: Pool) -> None:
 
 def test_a_log_that_makes_no_sense_is_named() -> None:
     pool = Pool()
-    Shelf.on(pool.writer, writable=True).x = np.zeros(3)
+    Shelf.on(pool.writer).x = np.zeros(3)
     assert found(pool) == []
     record = pool.writer.record(pool.entry("shelf"))
     assert record.log is not None
@@ -443,7 +443,7 @@ def test_contents_in_a_log_are_looked_at_as_those_of_the_version(
     contents: list[bytes], expected: str
 ) -> None:
     pool = Pool()
-    Shelf.on(pool.writer, writable=True).x = np.zeros(3)
+    Shelf.on(pool.writer).x = np.zeros(3)
     record = pool.writer.record(pool.entry("shelf"))
     assert record.log is not None
     log = LogWriter(pool.medium, record.log)

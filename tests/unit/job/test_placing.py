@@ -16,7 +16,7 @@ from portus.engine.fence.device import DeviceRoom
 from portus.engine.pipeline.handle import SaveStats
 from tests.unit.job.flight import Flight
 
-ROOM = DeviceRoom(size=10, free=11, total=40)
+ROOM = DeviceRoom(size=10, free=11)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Training:
         (1.0, 0.05, ROOM, [False, True, True, True]),  # 0.25 s too late, once that is known
         (1.0, 0.3, ROOM, [False, True, False, False]),  # tried once, and dearer than the stall
         (1.0, 0.25, ROOM, [False, True, True, True]),  # of two alike the one on the device
-        (9.0, 0.01, DeviceRoom(10, 10, 40), [False] * 4),  # no room for another
+        (9.0, 0.01, DeviceRoom(10, 10), [False] * 4),  # no room for another
     ],
 )
 def test_the_device_is_chosen_where_a_copy_there_stalls_less(

@@ -824,6 +824,22 @@ def test_an_order_that_repeats_is_not_reported_over_several_resumes(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    "made", [list, tuple, np.array, torch.tensor], ids=lambda each: each.__name__
+)
+def test_batches_of_any_kind_are_compared(made: Any, caplog: pytest.LogCaptureFixture) -> None:
+    state: dict[str, Any] = {}
+    for shift, warnings in ((0, 0), (0, 0), (1, 1)):
+        batches = [made([(row + shift) % N, row]) for row in range(8)]
+        cursor = portus.DataCursor(DataLoader(Rows(), batch_sampler=batches))
+        assert not state or cursor.load_state_dict(state) == ""
+        iterator = iter(cursor.loader)
+        delivered = state["position"]["batches"] if state else 0
+        next(iterator)
+        assert len(caplog.messages) == warnings
+        state = state or cursor.state_dict(delivered + 1, iterator=iterator)
+
+
 def test_what_was_loaded_is_saved_again_until_the_next_batch() -> None:
     resumed = _resumed(lambda: RandomSampler(Rows()), 2, 4)
     loaded = resumed.state_dict(4)

@@ -12,7 +12,7 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from portus.companions.samples.deal import Deal, DealtBy, Tail, batch_of_ranks
+from portus.companions.samples.deal import Deal, Tail, batch_of_ranks
 from portus.errors import UsageError
 
 SIZES = [*range(1, 14), 24, 25]
@@ -49,7 +49,6 @@ def test_the_whole_epoch_is_dealt_as_accelerate_deals_it() -> None:
                 samples=n,
                 ranks=ranks,
                 batch=batch,
-                turn=DealtBy.BATCH,
                 tail=Tail.FULL if even else Tail.ASIS,
                 drop_last=drop_last,
             )
@@ -66,13 +65,8 @@ def test_the_whole_epoch_is_dealt_as_accelerate_deals_it() -> None:
     assert tried > 2000
 
 
-@pytest.mark.parametrize(
-    ("turn", "tail"),
-    [(DealtBy.SAMPLE, Tail.EVEN), (DealtBy.BATCH, Tail.FULL), (DealtBy.BATCH, Tail.ASIS)],
-)
-def test_each_sample_is_delivered_once_over_any_restarts(
-    turn: DealtBy, tail: Tail, seed: int
-) -> None:
+@pytest.mark.parametrize("tail", [Tail.EVEN, Tail.FULL, Tail.ASIS])
+def test_each_sample_is_delivered_once_over_any_restarts(tail: Tail, seed: int) -> None:
     chance = random.Random(seed)
     restarts = 0
     for _ in range(400):
@@ -84,7 +78,6 @@ def test_each_sample_is_delivered_once_over_any_restarts(
                 delivered=delivered,
                 ranks=chance.randint(1, 5),
                 batch=chance.randint(1, 5),
-                turn=turn,
                 tail=tail,
             )
             ranks = [list(deal.places(rank)) for rank in range(deal.ranks)]
@@ -118,7 +111,6 @@ def test_a_step_of_a_fixed_size_is_dealt_evenly_or_not_at_all() -> None:
         ({"samples": 3, "ranks": 0}, "ranks: expected a number, 1 or more, found 0"),
         ({"samples": 3, "batch": True}, "batch: expected"),
         ({"samples": 3, "delivered": 4}, "delivered: expected at most the 3 samples"),
-        ({"samples": 3, "tail": Tail.FULL}, "no sampler deals by the sample"),
     ],
     ids=str,
 )

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
-from portus.companions.cadence.steps import round_up, share
+import msgspec
+
 from portus.engine.settings.numbers import is_number, not_negative, over_zero
 from portus.errors import UsageError
 
@@ -28,15 +29,19 @@ FORMAT: Final = 1
 MAX_OVERHEAD: Final = 0.035
 """The bound where nobody sets one: 3.5 %, as in CheckFreq (FAST 2021)."""
 
+_EPSILON: Final = 1e-12
+"""A quotient this little above a whole number is that number: 0.14 / (0.05 * 0.2) is 14."""
+
 Reason = Literal["bound", "turn", "failures", "first", "steps"]
 
-_WHY: Final[dict[Reason, str]] = {
+WHY: Final[dict[str, str]] = {
     "bound": "the bound on overhead",
     "turn": "a save takes so long",
     "failures": "the least loss at this mtbf",
     "steps": "some steps without a save are needed to know what one takes",
-    "first": "nothing is measured yet",
+    "first": "nothing was measured yet",
 }
+"""The reasons for an interval, as they are called for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,22 +73,18 @@ class Rule:
     """What a user asks for.
 
     ``max_overhead``: the share of the time without saves that saves may add (p). ``mtbf_s``: mean
-    time between failures of the whole job, in seconds; None: nobody knows. ``steps_max``: the
-    longest interval that makes sense, such as the steps of the whole training; None: any.
+    time between failures of the whole job, in seconds; None: nobody knows.
 
     Raises ``UsageError`` for what makes no sense.
     """
 
     max_overhead: float = MAX_OVERHEAD
     mtbf_s: float | None = None
-    steps_max: int | None = None
 
     def __post_init__(self) -> None:
         share("max_overhead", self.max_overhead)
         if self.mtbf_s is not None:
             over_zero("mtbf_s", self.mtbf_s, "seconds")
-        if self.steps_max is not None:
-            over_zero("steps_max", self.steps_max, "steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class Decision:
         return 0.0 if self.costs is None else overhead(self.costs, self.steps)
 
     def __str__(self) -> str:
-        text = f"a save every {self.steps} steps ({_WHY[self.reason]}): "
+        text = f"a save every {self.steps} steps ({WHY[self.reason]}): "
         if self.costs is None:
             return f"{text}at most {self.rule.max_overhead:.2%} asked for"
         costs = self.costs
@@ -112,6 +113,21 @@ class Decision:
             f"{self.overhead:.2%} of at most {self.rule.max_overhead:.2%}"
         )
         return text if self.rule.mtbf_s is None else f"{text}, mtbf {self.rule.mtbf_s:.6g} s"
+
+
+def round_up(steps: float) -> int:
+    """The least number of whole steps that is not under ``steps``; at least 1."""
+    return max(1, math.ceil(steps * (1 - _EPSILON)))
+
+
+def share(name: str, value: object) -> float:
+    """``value`` as a float. Raises ``UsageError`` unless it is over 0 and under 1."""
+    if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
+        raise UsageError(
+            f"{name}: expected a share of the time without saves, over 0 and under 1, such as "
+            f"0.035 for 3.5 %; found {value!r}"
+        )
+    return float(value)  # type: ignore[arg-type]
 
 
 def overhead(costs: Costs, steps: int) -> float:
@@ -143,34 +159,31 @@ def least_lost(costs: Costs, mtbf_s: float) -> int:
 
 
 def decide(costs: Costs, rule: Rule) -> Decision:
-    """The interval for these costs under this rule.
-
-    Raises ``UsageError`` if no interval of at most ``rule.steps_max`` steps keeps the bound; the
-    message says which bound one would keep.
-    """
+    """Return the interval for these costs under this rule."""
     steps, reason = shortest(costs, rule.max_overhead)
-    most = rule.steps_max
-    if most is not None and steps > most:
-        raise UsageError(_none_holds(costs, rule, steps, most, reason))
-    if rule.mtbf_s is not None:
-        better = least_lost(costs, rule.mtbf_s)
-        better = better if most is None else min(better, most)
-        if better > steps:
-            steps, reason = better, "failures"
+    if rule.mtbf_s is not None and (better := least_lost(costs, rule.mtbf_s)) > steps:
+        steps, reason = better, "failures"
     return Decision(steps=steps, reason=reason, rule=rule, costs=costs)
 
 
-def _none_holds(costs: Costs, rule: Rule, steps: int, most: int, reason: Reason) -> str:
+def describe_conflict(costs: Costs, rule: Rule) -> str:
+    """Say that failures come before saves under this rule, and what would let saves come first;
+    nothing if they do, or if the rule has no mtbf."""
+    if rule.mtbf_s is None:
+        return ""
+    most = max(1, int(rule.mtbf_s / costs.step_s))
+    steps, reason = shortest(costs, rule.max_overhead)
+    if steps <= most:
+        return ""
     if reason == "turn":
-        return (
-            f"a save takes {costs.save_s:.3g} s until it is committed, that is {steps} steps of "
-            f"{costs.step_s:.3g} s, and an interval has {most} at most: with one save at a time no "
-            f"interval holds. One of {steps} steps would, or faster storage"
-        )
+        cause = f"takes {costs.save_s:.3g} s until it is committed, and there is one at a time"
+        remedy = "Faster storage"
+    else:
+        cause = f"costs {costs.cost_s:.3g} s, and max_overhead={rule.max_overhead:g}"
+        remedy = f"max_overhead={_upwards(overhead(costs, most)):g}"
     return (
-        f"max_overhead={rule.max_overhead:g}: a save costs {costs.cost_s:.3g} s, so it takes an "
-        f"interval of {steps} steps of {costs.step_s:.3g} s, and {most} is the most: no interval "
-        f"holds. max_overhead={_upwards(overhead(costs, most)):g} would"
+        f"failures come about every {most} steps, before the next save: a save {cause}, so saves "
+        f"are {steps} steps of {costs.step_s:.3g} s apart. {remedy} would let saves come first"
     )
 
 
@@ -190,24 +203,16 @@ class Tuner:
 
     def __init__(self, rule: Rule) -> None:
         self.rule: Final = rule
-        self._costs: Costs | None = None
-
-    @property
-    def costs(self) -> Costs | None:
+        self.costs: Costs | None = None
         """The costs that it goes by; None before the first save was measured."""
-        return self._costs
-
-    def forget(self) -> None:
-        """What was measured counts no more."""
-        self._costs = None
 
     def note(self, measured: Costs) -> None:
         """Note the measured costs of one more save."""
-        before = self._costs
+        before = self.costs
         if before is None:
-            self._costs = measured
+            self.costs = measured
             return
-        self._costs = Costs(
+        self.costs = Costs(
             step_s=measured.step_s,  # a median of many steps as it is
             cost_s=(before.cost_s + measured.cost_s) / 2,
             save_s=(before.save_s + measured.save_s) / 2,
@@ -215,18 +220,16 @@ class Tuner:
         )
 
     def decide(self) -> Decision:
-        """The interval from here on. While nothing is measured, as if a save cost one step. Raises
-        as ``decide`` does."""
-        if self._costs is None:
+        """Return the interval from here on. While nothing is measured, as if a save cost one
+        step."""
+        if self.costs is None:
             steps = round_up(1 / self.rule.max_overhead)
-            if self.rule.steps_max is not None:
-                steps = min(steps, self.rule.steps_max)
             return Decision(steps=steps, reason="first", rule=self.rule)
-        return decide(self._costs, self.rule)
+        return decide(self.costs, self.rule)
 
     def state_dict(self, measured_on: Mapping[str, str | int]) -> dict[str, object]:
         """What was measured, as plain values, and on what."""
-        costs = None if self._costs is None else asdict(self._costs)
+        costs = None if self.costs is None else asdict(self.costs)
         return {"format": FORMAT, "measured_on": dict(measured_on), "costs": costs}
 
     def load_state_dict(
@@ -250,18 +253,14 @@ class Tuner:
                 "out; then costs are measured anew"
             )
         if state.get("measured_on") != dict(measured_on):
-            self._costs = None
+            self.costs = None
             return False
-        self._costs = _costs_of(state.get("costs"))
-        return self._costs is not None
+        self.costs = _costs_of(state.get("costs"))
+        return self.costs is not None
 
 
 def _costs_of(saved: object) -> Costs | None:
-    if saved is None:
-        return None
-    names = {field.name for field in fields(Costs)}
-    if not isinstance(saved, Mapping) or set(saved) != names:
-        raise UsageError(
-            f"the state of a cadence: expected costs of {sorted(names)}, found {saved!r}"
-        )
-    return Costs(**saved)
+    try:
+        return msgspec.convert(saved, Costs | None)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the state of a cadence: costs: {error}") from error

@@ -18,11 +18,10 @@ from portus.companions.cadence.bound import (
     Decision,
     Rule,
     Tuner,
-    decide,
+    describe_conflict,
     overhead,
     shortest,
 )
-from portus.companions.cadence.steps import parse_every
 from portus.companions.job import journal
 from portus.companions.job.clock import Clock
 from portus.companions.job.exchange import beside, broadcast, standing
@@ -44,7 +43,19 @@ def parse_cadence(
     """What a user says about when to save, read: "auto", steps (an int) or seconds (a float); and
     the rule. Raises ``UsageError`` for what makes no sense."""
     mtbf_s = None if mtbf is None else parse_seconds("mtbf", mtbf)
-    return parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
+    return _parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
+
+
+def _parse_every(value: object) -> Literal["auto"] | int | float:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        return parse_seconds("every", value)
+    raise UsageError(
+        f"every: expected 'auto', a time such as '30s', or steps over 0, found {value!r}"
+    )
 
 
 class Cadence:
@@ -114,7 +125,7 @@ class Cadence:
         """The newest step that was one to save at."""
         self._measured_on: dict[str, str | int] | None = None
         """Where what was loaded was measured, until a save shows that it was here."""
-        self._said = False
+        self._has_warned = False
         # The clock listens to all optimizers of the process: nobody has to close a cadence.
         weakref.finalize(self, self._clock.close)
 
@@ -157,7 +168,8 @@ class Cadence:
                 return False
         self._due, self._since_s = self._clock.steps, self._clock.now_s()
         self._saves += 1
-        self._next = self._due + self._interval()
+        measured = self._clock.take()  # on every rank, so that none keeps them for ever
+        self._next = self._due + self._broadcast(lambda: self._decide(measured))
         return True
 
     def ignore_step(self) -> None:
@@ -212,20 +224,15 @@ class Cadence:
             return self._tuner.decide().steps
         return self.every if isinstance(self.every, int) else 1
 
-    def _interval(self) -> int:
-        """Steps from here to the next save, or to the next look at the clock, the same on all
-        ranks."""
-        measured = self._clock.take()  # on every rank, so that none keeps them for ever
-        told = self._broadcast(lambda: self._decide(measured))
-        return self.every if isinstance(self.every, int) else told
-
     def _broadcast(self, decide: Callable[[], int]) -> int:
         """What rank 0 decides, on all ranks."""
         # Times are noisy: ranks that decide by themselves decide differently, and a save that only
         # some of them begin hangs.
         rank, count = standing(self._group)
         steps = decide() if rank == 0 else 0
-        if count == 1 or isinstance(self.every, int):
+        if isinstance(self.every, int):
+            return self.every
+        if count == 1:
             return steps
         if not self._has_group:
             self._group, self._has_group = beside(), True
@@ -257,8 +264,8 @@ class Cadence:
             self.decision = decision
             _log.info("step %d: %s", self._due, decision)
             journal.note_decision(decision)
-            if costs is not None and self.rule.mtbf_s is not None:
-                self._say_once(self._hopeless(costs))
+            if costs is not None:
+                self._warn_once(describe_conflict(costs, self.rule))
             # k and k + 1 in turn: a slow step of a period must not meet each save, or none
             # (decision 0124).
             turn = self._saves % 2 if self._clock.is_uneven else 0
@@ -268,7 +275,7 @@ class Cadence:
             share = overhead(costs, steps)
             _log.info("step %d: a save every %d steps costs %.2f %%", self._due, steps, 100 * share)
             if share > self.rule.max_overhead:
-                self._say_once(self._too_dear(costs, steps))
+                self._warn_once(self._too_dear(costs, steps))
         return self._steps_left() if isinstance(self.every, float) else steps
 
     def _own_interval(self) -> int:
@@ -288,19 +295,9 @@ class Cadence:
             "so does every='auto'"
         )
 
-    def _hopeless(self, costs: Costs) -> str | None:
-        """What to say if the bound lets failures come faster than saves."""
-        assert self.rule.mtbf_s is not None
-        most = max(1, int(self.rule.mtbf_s / costs.step_s))
-        try:
-            decide(costs, replace(self.rule, steps_max=most))
-        except UsageError as error:
-            return f"{error}. Failures come about every {most} steps"
-        return None
-
-    def _say_once(self, text: str | None) -> None:
-        if text is not None and not self._said:
-            self._said = True
+    def _warn_once(self, text: str) -> None:
+        if text and not self._has_warned:
+            self._has_warned = True
             _log.warning("%s", text)
 
     def _void_elsewhere(self) -> None:
@@ -310,7 +307,7 @@ class Cadence:
             return
         self._measured_on = None
         if measured_on["medium"] != medium:
-            self._tuner.forget()
+            self._tuner.costs = None
             _log.info("saves now go to another medium (%s): their cost is measured anew", medium)
 
     def _here(self) -> dict[str, str | int]:

@@ -68,8 +68,9 @@ class Clock(fence.Listener):
 
     @calls.mark
     def __init__(self, now: Callable[[], float] | None = None) -> None:
-        self._now: Final = now or time.perf_counter
-        self._timeline: Timeline = HostTimeline(self._now)
+        self.now_s: Final = now or time.perf_counter
+        """Seconds of this process, from any moment on."""
+        self._timeline: Timeline = HostTimeline(self.now_s)
         self._is_free: Final = now is None
         self.steps = 0
         self.medium: str | None = None
@@ -154,14 +155,10 @@ class Clock(fence.Listener):
         self.medium = medium
         self._flying = (*(each for each in self._flying if not each.over), save)
         self._stats = [*self._stats[-SAVES_MAX:], save.stats]
-        self._from = self._now()
+        self._from = self.now_s()
         mark = self._timeline.mark()
         if self._last is not None and mark is not None:
             self._call = (self._last, mark)
-
-    def now_s(self) -> float:
-        """Seconds of this process, from any moment on."""
-        return self._now()
 
     @property
     def step_s(self) -> float | None:
@@ -199,7 +196,7 @@ class Clock(fence.Listener):
         self._costs.add(list(touched), around, is_uneven=self.is_uneven)
         cost_s = self._costs.cost_s
         # While none is over nobody knows how long it takes: let the next one be later.
-        save_s = max(each.total_s for each in stats) or 2 * (self._now() - self._from)
+        save_s = max(each.total_s for each in stats) or 2 * (self.now_s() - self._from)
         return Costs(step_s=step_s, cost_s=cost_s, save_s=save_s, stall_s=min(blocked_s, save_s))
 
     def before_step(self, optimizer: Optimizer) -> None:

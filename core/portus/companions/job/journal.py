@@ -26,8 +26,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -46,7 +45,6 @@ from portus.companions.journal.lines import (
     IntervalDecided,
     Line,
     Saved,
-    SaveRequested,
     SessionBegun,
     SessionEnded,
     decode,
@@ -56,7 +54,6 @@ from portus.companions.journal.lines import (
 from portus.engine.fence import fence
 from portus.engine.loading.origin import take_loaded
 from portus.engine.media.calls import mark
-from portus.engine.media.process import Descriptor
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.run import Save
@@ -93,17 +90,6 @@ _LOOK_AT: Final = 32
 """Steps between two looks at what a step takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingSave:
-    """A save that is not over: when it was asked for, and what the steps before it take."""
-
-    number: int
-    asked: SaveRequested
-    at_s: float
-    work_s: float
-    file: str
-
-
 class Journal(Companion, fence.Listener):
     """The journal of one training, which is called ``model`` there. place: returns the directory of
     the journal; None while there is none. It is asked again at each step and save. medium: the kind
@@ -135,15 +121,15 @@ class Journal(Companion, fence.Listener):
         """A step that no save touched, of late; 0 if none is known."""
         self._is_touched = False
         self._seen: set[int] = set()
-        self._asked: dict[str, _PendingSave] = {}
-        """Saves that are not over, by token."""
+        self._asked: dict[str, Saved] = {}
+        """The lines of saves that are not over, by token; ``file`` is the whole path still."""
         self._number = 0
         self._step_s: float | None = None
         self._cost_s: float | None = None
         """What the newest version that was written down cost, if that is known by now."""
         self._written: tuple[Saved, SaveStats] | None = None
         self._waiting: Final[deque[Line]] = deque(maxlen=_WAITING_MAX)
-        self._said = False
+        self._has_warned = False
         self._closed = False
         self._process: Final = os.getpid()
         global _open
@@ -174,28 +160,39 @@ class Journal(Companion, fence.Listener):
             took_ns = min(took_ns, most_ns)
         self._is_touched = False
         self._work_ns += took_ns
-        if not self.has_begun:
-            self._begin()
+        self._begin()
         page = self._page
         if page is not None:
             with contextlib.suppress(ValueError):  # closed meanwhile
                 heartbeat.beat(page, steps, at_ns, self._work_ns)
 
     def note_start(self, path: str, save: Save) -> None:
-        costs = self._clock.take()
-        if costs is not None:
-            self._step_s = costs.step_s
-            self._cost_s = (self._cost_s or 0.0) + costs.cost_s
+        self._take_costs()
         self._number += 1
-        asked = SaveRequested(token=save.token.hex(), step=save.step, steps=self._steps)
         self._is_touched = True
-        self._asked[asked.token] = _PendingSave(
-            self._number, asked, now_ns() / 1e9, self._work_ns / 1e9, path
+        asked_s = now_ns() / 1e9
+        asked = Saved(
+            session=self._session,
+            number=self._number,
+            step=save.step,
+            steps=self._steps,
+            asked_s=asked_s,
+            at_s=asked_s,
+            token=save.token.hex(),
+            work_s=self._work_ns / 1e9,
+            file=path,
         )
+        self._asked[asked.token] = asked
         page = self._page
         if page is not None:
             with contextlib.suppress(ValueError):
                 heartbeat.ask(page, self._number, asked)
+
+    def _take_costs(self) -> None:
+        costs = self._clock.take()
+        if costs is not None:
+            self._step_s = costs.step_s
+            self._cost_s = (self._cost_s or 0.0) + costs.cost_s
 
     def note_decision(self, decision: Decision) -> None:
         """An interval was chosen for what follows."""
@@ -216,22 +213,22 @@ class Journal(Companion, fence.Listener):
             )
         )
 
-    @property
-    def has_begun(self) -> bool:
-        """True if the session has begun, or never will."""
-        return self._begun is not None or self._closed
-
-    @mark
     def _begin(self) -> None:
         """The session begins, with its page in the directory, unless it has begun, or there is no
         directory yet. On the worker too, where a save comes before all steps."""
-        directory = None if self.has_begun else self._place()
+        if self._begun is None and not self._closed:
+            directory = self._place()
+            if directory is not None:
+                self._begin_in(directory)
+
+    @mark
+    def _begin_in(self, directory: str) -> None:
         with self._beginning:
-            if directory is None or self.has_begun:
+            if self._begun is not None or self._closed:
                 return
             self._directory = directory
             resumed = take_loaded(self._model)
-            rank, ranks = standing(None)
+            rank, ranks = standing()
             begun = SessionBegun(
                 session=self._session,
                 at_s=self._at_ns / 1e9,
@@ -255,43 +252,21 @@ class Journal(Companion, fence.Listener):
 
     def over(self, save: Save) -> None:
         self._begin()
-        if save.error is None:
-            self._note_commit(save.token, save.stats)
-        else:
-            self._note_failure(save.token, save.step, str(save.error))
-
-    def _note_commit(self, token: bytes, stats: SaveStats) -> None:
-        found = self._asked.pop(token.hex(), None)
-        if found is None or self._begun is None:
-            return
-        asked = found.asked
-        line = Saved(
-            session=self._session,
-            number=found.number,
-            step=asked.step,
-            steps=asked.steps,
-            asked_s=found.at_s,
-            at_s=now_ns() / 1e9,
-            token=asked.token,
-            work_s=found.work_s,
-            file=self._relative_path(found.file),
-            step_s=self._clock.step_s or self._step_s,
-        )
-        line = _price(line, stats, None)
-        with self._report_errors():
-            self._write(*self._take_lines(), line)
-        self._written, self._cost_s = (line, stats), None
-
-    def _note_failure(self, token: bytes, step: int, why: str) -> None:
-        found = self._asked.pop(token.hex(), None)
-        steps = self._steps if found is None else found.asked.steps
+        asked = self._asked.pop(save.token.hex(), None)
         if self._begun is None:
             return
-        line = Failed(
-            session=self._session, step=step, steps=steps, at_s=now_ns() / 1e9, why=_short(why)
-        )
-        with self._report_errors():
-            self._write(line)
+        at_s = now_ns() / 1e9
+        if save.error is not None:
+            steps = self._steps if asked is None else asked.steps
+            why = _short(str(save.error))
+            failed = Failed(session=self._session, step=save.step, steps=steps, at_s=at_s, why=why)
+            self._write(failed)
+        elif asked is not None:
+            file, step_s = self._relative_path(asked.file), self._clock.step_s or self._step_s
+            line = msgspec.structs.replace(asked, at_s=at_s, file=file, step_s=step_s)
+            line = _price(line, save.stats, None)
+            self._write(*self._take_lines(), line)
+            self._written, self._cost_s = (line, save.stats), None
 
     # The end.
 
@@ -299,9 +274,7 @@ class Journal(Companion, fence.Listener):
         """Write down that the session ended by itself. A second call does nothing."""
         if self._closed:
             return
-        costs = self._clock.take()
-        if costs is not None:
-            self._cost_s = (self._cost_s or 0.0) + costs.cost_s
+        self._take_costs()
         self._closed = True
         self._leave_hooks()
         page, self._page = self._page, None
@@ -315,8 +288,7 @@ class Journal(Companion, fence.Listener):
                 at_s=now_ns() / 1e9,
                 work_s=self._work_ns / 1e9,
             )
-            with self._report_errors():
-                self._write(*self._take_lines(), ended)
+            self._write(*self._take_lines(), ended)
         if page is not None:
             page.close()
         if self._page_path:
@@ -360,20 +332,23 @@ class Journal(Companion, fence.Listener):
             yield self._waiting.popleft()
 
     def _write(self, *lines: Line) -> None:
-        """Add lines, in one write to the file as it is: other processes may add too."""
+        """Add lines; before the first ones of this session what says which it is."""
         if self._is_refused:
             return
-        known: set[str] | None = None
-        told: list[Head | Line] = [*lines]
-        if not self._is_told:
+        with self._report_errors():
+            if self._is_told:
+                self._append(lines)
+                return
             assert self._begun is not None
-            try:
-                known = self._known_sessions()
-            except UsageError:  # of a newer format: it is not for us to write to
-                self._is_refused = True
-                raise
-            told = [Head(format=FORMAT, model=_short(self._model)), self._begun, *lines]
-        data = b"".join(map(encode, told))
+            known = self._known_sessions()
+            head = Head(format=FORMAT, model=_short(self._model))
+            self._append((head, self._begun, *lines))
+            self._is_told = True
+            self._fold(known)
+
+    def _append(self, lines: Sequence[Head | Line]) -> None:
+        """Add lines, in one write to the file as it is: other processes may add too."""
+        data = b"".join(map(encode, lines))
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         descriptor = os.open(self._path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
@@ -383,9 +358,6 @@ class Journal(Companion, fence.Listener):
             _write_all(descriptor, data)
         finally:
             os.close(descriptor)
-        self._is_told = True
-        if known is not None:
-            self._fold(known)
         if size + len(data) > SIZE_MAX:
             self._shorten()
 
@@ -411,7 +383,7 @@ class Journal(Companion, fence.Listener):
         if self._steps:
             heartbeat.beat(page, self._steps, self._last_ns, self._work_ns)
         for each in list(self._asked.values()):
-            heartbeat.ask(page, each.number, each.asked)
+            heartbeat.ask(page, each.number, each)
         self._page = page
 
     def _fold(self, known: set[str]) -> None:
@@ -422,9 +394,9 @@ class Journal(Companion, fence.Listener):
                 continue
             begun, ended = page
             if begun.session in known:
-                self._write(ended)
+                self._append((ended,))
             elif ended.steps:
-                self._write(begun, ended)
+                self._append((begun, ended))
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
@@ -443,8 +415,10 @@ class Journal(Companion, fence.Listener):
         try:
             yield
         except (OSError, PortusError) as error:
-            if not self._said:
-                self._said = True
+            # Of a newer format: it is not for us to write to.
+            self._is_refused = self._is_refused or isinstance(error, UsageError)
+            if not self._has_warned:
+                self._has_warned = True
                 _log.warning(
                     "portus: cannot write the journal of %s (saves go on; portus report lacks them "
                     "until it can be written): %s",
@@ -492,20 +466,17 @@ def _map_new_file(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | Non
         path = f"{place}.{session}{BEAT}"
         fresh = f"{path}.new"
         try:
-            with open(fresh, "xb") as file:
+            with open(fresh, "x+b", buffering=0) as file:
                 file.write(data)
-            medium = LocalFiles().open(fresh, writable=True)
-            medium.close()
-            # Only where a store into the mapping cannot end in SIGBUS, as on a full sparse file.
-            if isinstance(medium, MappedFile):
-                descriptor = Descriptor(fresh, os.O_RDWR)
-                try:
-                    page = mmap.mmap(descriptor.number, PAGE)
-                finally:
-                    descriptor.close()
-                # Renamed when it is whole: who reads pages finds none that is half.
-                os.replace(fresh, path)
-                return page, path
+                medium = LocalFiles().open(fresh, writable=True)
+                medium.close()
+                # Only where a store into the mapping cannot end in SIGBUS, as on a full sparse
+                # file.
+                if isinstance(medium, MappedFile):
+                    page = mmap.mmap(file.fileno(), PAGE)
+                    # Renamed when it is whole: who reads pages finds none that is half.
+                    os.replace(fresh, path)
+                    return page, path
         except (OSError, ValueError) as error:
             _log.debug("%s: no heartbeat there: %s", path, error)
         with contextlib.suppress(OSError):

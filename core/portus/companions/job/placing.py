@@ -1,9 +1,10 @@
 """Where memory of a device is copied to first: on the device or to the host, by what each stalls.
 
-CheckFreq's Algorithm 1 (FAST'21, section 4.2; ``portus.companions.cadence.checkfreq``), with times
-that were measured here: Ti and Tw by the steps between saves, Tc by the copies of the saves before,
-Tg by the copies on the device. Until a copy to the host was seen to outlast a step, nothing is
-copied on the device; then it is tried, which measures it.
+Algorithm 1 of CheckFreq (FAST'21, section 4.2): on the device if that has room for a second copy,
+and if training stands still no longer for it than for a copy to the host, which goes on until the
+next update. Its times were measured here: Ti and Tw by the steps between saves, Tc by the copies of
+the saves before, Tg by the copies on the device. Until a copy to the host was seen to outlast a
+step, nothing is copied on the device; then it is tried, which measures it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from portus.companions.cadence.checkfreq import Profile, SnapshotPlace, place_snapshot
 from portus.companions.job.clock import Clock
 from portus.engine.fence.device import DeviceRoom, Timeline
 from portus.engine.pipeline.run import Save
@@ -44,19 +44,9 @@ class Placing:
         if self._step_s is None or self._host_copy_s is None:
             return False
         update_s = min(self._step_s, self._clock.called_after_s or 0.0)
-        if self._host_copy_s <= self._step_s - update_s:
-            return False  # nothing stalls, whatever a copy on the device takes
-        profile = Profile(
-            step_s=self._step_s,
-            update_s=update_s,
-            host_copy_s=self._host_copy_s,
-            device_copy_s=self._device_copy_s,
-            store_s=0.0,  # does not count for where, only for when
-            size=room.size,
-            device_used=room.total - room.free,
-            device_size=room.total,
-        )
-        return place_snapshot(profile)[0] is SnapshotPlace.DEVICE
+        stall_s = self._host_copy_s - (self._step_s - update_s)
+        # If nothing stalls, the host, whatever a copy on the device takes.
+        return stall_s > 0 and room.is_enough and self._device_copy_s <= stall_s
 
     def _learn(self) -> None:
         costs = self._clock.take()

@@ -19,9 +19,11 @@ from n - m.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from portus.companions.journal.lines import (
     Failed,
@@ -31,7 +33,7 @@ from portus.companions.journal.lines import (
     Saved,
     SessionBegun,
     SessionEnded,
-    cost_of,
+    add_line,
 )
 
 
@@ -70,15 +72,16 @@ class Session:
         return self.last_s - self.begun.at_s
 
     @property
-    def cost_s(self) -> float:
-        """What its saves added to its time, on the whole: of one it may be measured under 0."""
-        folded_s = self.folded.cost_s if self.folded else 0.0
-        return max(0.0, sum(map(cost_of, self.saved)) + folded_s)
+    def sums(self) -> FoldedLines:
+        """The sums of all its lines, those that were taken out too."""
+        none = FoldedLines(session=self.begun.session)
+        lines: list[Line] = [*self.saved, *self.failed]
+        return functools.reduce(add_line, lines, self.folded or none)
 
     @property
-    def is_whole(self) -> bool:
-        """True if its last step is known."""
-        return self.ended is not None
+    def is_closed(self) -> bool:
+        """True if it ended by itself; else it was killed, or runs."""
+        return self.ended is not None and self.ended.closed
 
     def work_s(self, steps: int) -> float:
         """What its first steps take without saves: known at its saves and at its end, and between
@@ -142,7 +145,6 @@ class Restart:
     done beyond that place before; at least so much, if not ``is_exact``. ``killed``: how the one
     before ended."""
 
-    session: str
     time_ns: int
     down_s: float
     resumed_step: int | None
@@ -153,33 +155,46 @@ class Restart:
     killed: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Placed = TypeVar("Placed", Saved, IntervalDecided)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLine(Generic[Placed]):
+    """A line by its place in the training. ``time_s``: since the training began."""
+
+    time_s: float
+    at: int
+    line: Placed
+
+
+@dataclass(frozen=True, slots=True)
 class SessionSpan:
-    """A session by its place in the training: from ``begin_s``, at the step ``base``, to ``end_s``,
-    at the step ``end``."""
+    """A session by its place in the training: from ``begin_s``, at the step ``base``, with
+    ``base_s`` of work done, to ``end_s``, at the step ``end``."""
 
-    begin_s: float
-    end_s: float
-    base: int
-    end: int
+    session: Session
+    base: int = 0
+    base_s: float = 0.0
+    begin_s: float = 0.0
 
+    @property
+    def end(self) -> int:
+        """The step at its end."""
+        return self.base + self.session.steps
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedSave:
-    """A version, by its place in the training. ``time_s``: its commit, since the training began."""
+    @property
+    def end_s(self) -> float:
+        """The moment of its end."""
+        return self.begin_s + self.session.elapsed_s
 
-    time_s: float
-    at: int
-    line: Saved
+    def work_s(self, steps: int | None = None) -> float:
+        """Return the work of the training that was done after so many of its steps; None: all."""
+        return self.base_s + self.session.work_s(self.session.steps if steps is None else steps)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntervalDecision:
-    """A decision about the interval, by its place in the training."""
-
-    time_s: float
-    at: int
-    line: IntervalDecided
+    def place(self, line: Placed) -> PlacedLine[Placed]:
+        """Return a line of this session by its place."""
+        time_s = self.begin_s + line.at_s - self.session.begun.at_s
+        return PlacedLine(time_s, self.base + line.steps, line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,11 +217,10 @@ class Account:
     steps: int
     pending_steps: int
     lost_steps: int
-    sessions: tuple[Session, ...]
-    spells: tuple[SessionSpan, ...]
+    sessions: tuple[SessionSpan, ...]
     restarts: tuple[Restart, ...]
-    saves: tuple[CommittedSave, ...]
-    choices: tuple[IntervalDecision, ...]
+    saves: tuple[PlacedLine[Saved], ...]
+    choices: tuple[PlacedLine[IntervalDecided], ...]
     committed: int
     failed: int
     blocked_s: float
@@ -243,98 +257,53 @@ class Account:
         return statistics.median([each.line.blocked_s for each in self.saves] or [0.0])
 
 
-@dataclass(slots=True)
-class _PlacedSession:
-    """A session, where it went on from (``base``, ``base_s`` of work), and when it began, in
-    seconds of this training."""
-
-    session: Session
-    base: int
-    base_s: float
-    time_s: float
-
-    @property
-    def end(self) -> int:
-        return self.base + self.session.steps
-
-    @property
-    def end_s(self) -> float:
-        return self.base_s + self.session.work_s(self.session.steps)
-
-    def moment_s(self, at_s: float) -> float:
-        """A moment of the session, by its machine's clock, in seconds of this training."""
-        return self.time_s + at_s - self.session.begun.at_s
-
-    def place(self, steps: int) -> tuple[int, float]:
-        return self.base + steps, self.base_s + self.session.work_s(steps)
-
-
 def account(lines: Iterable[Line]) -> Account | None:
     """Where the time of the newest training of a journal went; None if none began."""
-    found = sessions(lines)
-    if not found:
-        return None
-    placed: list[_PlacedSession] = []
+    spans: list[SessionSpan] = []
     restarts: list[Restart] = []
-    earlier, down_s = 0, 0.0
-    for each in found:
-        if not placed:
-            placed = [_PlacedSession(each, 0, 0.0, 0.0)]
+    earlier = 0
+    for each in sessions(lines):
+        before = spans[-1] if spans else None
+        origin = _origin(each, spans)
+        if before is None or (origin is None and before.session.is_closed and before.session.saved):
+            earlier += len(spans[:1])
+            spans, restarts = [SessionSpan(each)], []
             continue
-        before = placed[-1]
-        origin = _origin(each, placed)
-        ended = before.session.ended
-        if origin is None and ended is not None and ended.closed and before.session.saved:
-            earlier, down_s = earlier + 1, 0.0
-            placed, restarts = [_PlacedSession(each, 0, 0.0, 0.0)], []
-            continue
-        gap_s = _gap(before.session, each)
+        down_s = _gap(before.session, each)
         base, base_s = origin or (0, 0.0)
         lost = max(0, before.end - base)
         restarts.append(
             Restart(
-                session=each.begun.session,
                 time_ns=each.begun.time_ns,
-                down_s=gap_s,
-                resumed_step=None if origin is None else _step_of_resume(each),
+                down_s=down_s,
+                resumed_step=None if origin is None else _resumed_step(each),
                 at=base,
                 lost_steps=lost,
-                lost_s=max(0.0, before.end_s - base_s) if lost else 0.0,
-                is_exact=before.session.is_whole,
-                killed=not (ended is not None and ended.closed),
+                lost_s=max(0.0, before.work_s() - base_s) if lost else 0.0,
+                is_exact=before.session.ended is not None,
+                killed=not before.session.is_closed,
             )
         )
-        down_s += gap_s
-        time_s = before.time_s + before.session.elapsed_s + gap_s
-        placed.append(_PlacedSession(each, base, base_s, time_s))
-    return _account(placed, restarts, down_s, earlier)
+        spans.append(SessionSpan(each, base, base_s, before.end_s + down_s))
+    return _account(spans, restarts, earlier) if spans else None
 
 
-def _account(
-    placed: Sequence[_PlacedSession], restarts: Sequence[Restart], down_s: float, earlier: int
-) -> Account:
-    last = placed[-1]
-    wall_s = last.time_s + last.session.elapsed_s
-    lost_s = sum(each.lost_s for each in restarts)
-    folds = [each.session.folded for each in placed if each.session.folded is not None]
-    saves = [
-        CommittedSave(time_s=each.moment_s(line.at_s), at=each.base + line.steps, line=line)
-        for each in placed
-        for line in each.session.saved
-    ]
-    choices = [
-        IntervalDecision(time_s=each.moment_s(line.at_s), at=each.base + line.steps, line=line)
-        for each in placed
-        for line in each.session.decided
-    ]
+def _account(spans: Sequence[SessionSpan], restarts: Sequence[Restart], earlier: int) -> Account:
+    last = spans[-1]
+    wall_s = last.end_s
+    sums = [each.session.sums for each in spans]
+    saves = [each.place(line) for each in spans for line in each.session.saved]
     # Times are measured, and medians among them: none may take what another has.
+    down_s = sum(each.down_s for each in restarts)
     up_s = max(0.0, wall_s - down_s)
-    kept_s = min(last.end_s, up_s)
-    lost_s = min(lost_s, up_s - kept_s)
-    saves_s = min(sum(each.session.cost_s for each in placed), up_s - kept_s - lost_s)
+    kept_s = min(last.work_s(), up_s)
+    lost_s = min(sum(each.lost_s for each in restarts), up_s - kept_s)
+    # The cost of a save is a difference of times: of one session it may be measured under 0.
+    cost_s = sum(max(0.0, each.cost_s) for each in sums)
+    saves_s = min(cost_s, up_s - kept_s - lost_s)
     committed = [save.at for save in saves if save.at <= last.end]
     return Account(
-        begun_ns=placed[0].session.begun.time_ns,
+        begun_ns=spans[0].session.begun.time_ns,
         wall_s=wall_s,
         kept_s=kept_s,
         lost_s=lost_s,
@@ -344,62 +313,53 @@ def _account(
         steps=last.end,
         pending_steps=last.end - max([last.base, *committed]),
         lost_steps=sum(each.lost_steps for each in restarts),
-        sessions=tuple(each.session for each in placed),
-        spells=tuple(
-            SessionSpan(
-                begin_s=each.time_s,
-                end_s=each.time_s + each.session.elapsed_s,
-                base=each.base,
-                end=each.end,
-            )
-            for each in placed
-        ),
+        sessions=tuple(spans),
         restarts=tuple(restarts),
         saves=tuple(saves),
-        choices=tuple(choices),
-        committed=len(saves) + sum(each.saves for each in folds),
-        failed=sum(len(each.session.failed) for each in placed) + sum(e.failed for e in folds),
-        blocked_s=sum(s.line.blocked_s for s in saves) + sum(each.blocked_s for each in folds),
-        copy_s=sum(s.line.copy_s for s in saves) + sum(each.copy_s for each in folds),
-        copied_bytes=sum(s.line.copied_bytes for s in saves) + sum(e.copied_bytes for e in folds),
-        shared_bytes=sum(s.line.shared_bytes for s in saves) + sum(e.shared_bytes for e in folds),
+        choices=tuple(each.place(line) for each in spans for line in each.session.decided),
+        committed=sum(each.saves for each in sums),
+        failed=sum(each.failed for each in sums),
+        blocked_s=sum(each.blocked_s for each in sums),
+        copy_s=sum(each.copy_s for each in sums),
+        copied_bytes=sum(each.copied_bytes for each in sums),
+        shared_bytes=sum(each.shared_bytes for each in sums),
         earlier=earlier,
     )
 
 
-def _origin(session: Session, placed: Sequence[_PlacedSession]) -> tuple[int, float] | None:
+def _origin(session: Session, spans: Sequence[SessionSpan]) -> tuple[int, float] | None:
     """The place that a session went on from, and the work that was done by then; None: anew."""
     begun = session.begun
     if begun.resumed is not None:
-        for before in reversed(placed):
+        for before in reversed(spans):
             steps = before.session.steps_at(begun.resumed)
             if steps is not None:
-                return before.place(steps)
-    step = begun.resumed_step
-    if step is None and session.saved:
-        first = session.saved[0]
-        step = first.step - first.steps if first.step > first.steps else None
-    return None if step is None else _number_of(step, placed)
+                return before.base + steps, before.work_s(steps)
+    step = _resumed_step(session)
+    return None if step is None else _number_of(step, spans)
 
 
-def _number_of(step: int, placed: Sequence[_PlacedSession]) -> tuple[int, float] | None:
+def _number_of(step: int, spans: Sequence[SessionSpan]) -> tuple[int, float] | None:
     """The place that a training calls ``step``, if its numbers count the optimizer's steps."""
-    for before in reversed(placed):
+    for before in reversed(spans):
         for save in reversed(before.session.saved):
             if save.step == step:
-                return before.place(save.steps)
-    for before in reversed(placed):
+                return before.base + save.steps, before.work_s(save.steps)
+    for before in reversed(spans):
         for save in reversed(before.session.saved):
             steps = save.steps + step - save.step
             if before.base + save.steps == save.step and 0 <= steps <= before.session.steps:
-                return before.place(steps)
+                return before.base + steps, before.work_s(steps)
     return None
 
 
-def _step_of_resume(session: Session) -> int | None:
+def _resumed_step(session: Session) -> int | None:
+    """Return the step that a session went on from, as the training calls it; None if nothing
+    tells."""
     if session.begun.resumed_step is not None or not session.saved:
         return session.begun.resumed_step
-    return session.saved[0].step - session.saved[0].steps
+    first = session.saved[0]
+    return first.step - first.steps if first.step > first.steps else None
 
 
 def _gap(before: Session, after: Session) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from portus.companions.journal.lines import (
     Head,
-    JournalContents,
+    Saved,
     SaveRequested,
     SessionBegun,
     SessionEnded,
@@ -91,12 +91,11 @@ def beat(into: Buffer, steps: int, at_ns: int, work_ns: int) -> None:
     _BEAT.pack_into(into, BEATS[steps & 1], steps, at_ns, work_ns, check)
 
 
-def ask(into: Buffer, number: int, asked: SaveRequested) -> None:
+def ask(into: Buffer, number: int, asked: SaveRequested | Saved) -> None:
     """The save ``number`` of this session, from 1 on, was asked for."""
-    token = bytes.fromhex(asked.token)
-    data = ASKED.pack(number=number, steps=asked.steps, step=asked.step, token=token)
-    check = zlib.crc32(data[:_CHECKED])
-    _ASKED.pack_into(into, SAVES[number & 3], number, asked.steps, asked.step, token, check)
+    values = number, asked.steps, asked.step, bytes.fromhex(asked.token)
+    check = zlib.crc32(ASKED.row(*values, 0)[:_CHECKED])
+    _ASKED.pack_into(into, SAVES[number & 3], *values, check)
 
 
 def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
@@ -133,7 +132,7 @@ def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
 
 
 def _session_of(line: bytes, name: str) -> SessionBegun:
-    found: JournalContents = decode(encode(Head(format=1, model="")) + line, name)
+    found = decode(encode(Head(format=1, model="")) + line, name)
     if len(found.lines) != 1 or not isinstance(found.lines[0], SessionBegun):
         raise CorruptionError(f"{name}: expected the line of a session, found none that is whole")
     return found.lines[0]

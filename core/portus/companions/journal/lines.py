@@ -140,11 +140,9 @@ class FoldedLines(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_f
     session: str
     saves: Count = 0
     failed: Count = 0
-    decided: Count = 0
     cost_s: float = 0.0
     blocked_s: Seconds = 0.0
     copy_s: Seconds = 0.0
-    commit_s: Seconds = 0.0
     copied_bytes: Count = 0
     shared_bytes: Count = 0
 
@@ -203,19 +201,13 @@ def decode(data: bytes, name: str) -> JournalContents:
         )
     if not heads:
         raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
-    lines = tuple(each for each in known if not isinstance(each, Head | _UnknownLine))
+    lines = tuple(each for each in known if not isinstance(each, Head | _Kind))
     return JournalContents(heads[0], lines, damaged=len(found) - len(known), torn=bool(tail))
 
 
-class _UnknownLine:
-    """A whole line of a kind that a later Portus of this format writes."""
-
-
-_UNKNOWN: Final = _UnknownLine()
-
-
-def _decode_line(line: bytes) -> Head | Line | _UnknownLine | None:
-    """Return what a line says; None for a damaged one."""
+def _decode_line(line: bytes) -> Head | Line | _Kind | None:
+    """Return what a line says; its kind alone, if a later Portus of this format writes that; None
+    for a damaged one."""
     mark, text = line[:8], line[9:]
     if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:
         return None
@@ -224,7 +216,8 @@ def _decode_line(line: bytes) -> Head | Line | _UnknownLine | None:
     except (msgspec.DecodeError, RecursionError):
         pass
     try:
-        return None if _KIND.decode(text).kind in _KINDS else _UNKNOWN
+        found = _KIND.decode(text)
+        return None if found.kind in _KINDS else found
     except (msgspec.DecodeError, RecursionError):
         return None
 
@@ -234,52 +227,33 @@ def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
     only the sums stay; those of the newest, of saves that a session resumed from, and of each
     session's last save are kept. If that is too much, the oldest sessions go."""
     rest = _newest(lines)
-    weighed = {id(each): len(encode(each)) for each in rest}
-    total = len(encode(head)) + sum(weighed.values())
     resumed = {each.resumed for each in rest if isinstance(each, SessionBegun)}
     last = {each.session: each for each in rest if isinstance(each, Saved)}
-    folded: dict[str, FoldedLines] = {}
-    gone: set[int] = set()
+    sums = {each.session: each for each in rest if isinstance(each, FoldedLines)}
+    kept: list[Line] = []
+    excess = len(_join_lines(head, rest)) - size
     for each in rest:
-        if total <= size:
-            break
-        if isinstance(each, SessionBegun | SessionEnded | FoldedLines) or each is last.get(
-            each.session
-        ):
+        is_needed = isinstance(each, SessionBegun | SessionEnded) or (
+            isinstance(each, Saved) and (each is last[each.session] or each.token in resumed)
+        )
+        if isinstance(each, FoldedLines):
             continue
-        if isinstance(each, Saved) and each.token in resumed:
+        if is_needed or excess <= 0:
+            kept.append(each)
             continue
-        before = folded.get(each.session)
-        if before is None:
-            before = next(
-                (
-                    one
-                    for one in rest
-                    if isinstance(one, FoldedLines) and one.session == each.session
-                ),
-                FoldedLines(session=each.session),
-            )
-            total += len(encode(before)) + _FOLDED_GROWTH - weighed.get(id(before), 0)
-        folded[each.session] = _with(before, each)
-        gone.add(id(each))
-        total -= weighed[id(each)]
-    kept = [
-        each
-        for each in rest
-        if id(each) not in gone and not (isinstance(each, FoldedLines) and each.session in folded)
-    ]
-    kept += folded.values()
+        before = sums.get(each.session)
+        excess -= len(encode(each)) - (_SUMS_MAX if before is None else 0)
+        sums[each.session] = add_line(before or FoldedLines(session=each.session), each)
+    kept += sums.values()
     sessions = list(dict.fromkeys(each.session for each in kept))
-    made = _join_lines(head, kept)
-    while len(made) > size and len(sessions) > 1:
-        out, sessions = sessions[: len(sessions) // 2], sessions[len(sessions) // 2 :]
-        kept = [each for each in kept if each.session not in out]
-        made = _join_lines(head, kept)
+    while len(made := _join_lines(head, kept)) > size and len(sessions) > 1:
+        sessions = sessions[len(sessions) // 2 :]
+        kept = [each for each in kept if each.session in sessions]
     return made
 
 
-_FOLDED_GROWTH: Final = 96
-"""Bytes that the line of sums may get longer by, as numbers get bigger."""
+_SUMS_MAX: Final = 384
+"""Bytes of the line of sums."""
 
 
 def _join_lines(head: Head, lines: Iterable[Line]) -> bytes:
@@ -300,8 +274,8 @@ def _newest(lines: Iterable[Line]) -> list[Line]:
     return [e for position, e in enumerate(found) if position in stays or not isinstance(e, single)]
 
 
-def _with(sums: FoldedLines, line: Line) -> FoldedLines:
-    """The sums with one line more."""
+def add_line(sums: FoldedLines, line: Line) -> FoldedLines:
+    """Return the sums with one line more."""
     if isinstance(line, Saved):
         return msgspec.structs.replace(
             sums,
@@ -309,14 +283,13 @@ def _with(sums: FoldedLines, line: Line) -> FoldedLines:
             cost_s=sums.cost_s + cost_of(line),
             blocked_s=sums.blocked_s + line.blocked_s,
             copy_s=sums.copy_s + line.copy_s,
-            commit_s=sums.commit_s + line.commit_s,
             copied_bytes=sums.copied_bytes + line.copied_bytes,
             shared_bytes=sums.shared_bytes + line.shared_bytes,
         )
     if isinstance(line, Failed):
         return msgspec.structs.replace(sums, failed=sums.failed + 1)
     assert isinstance(line, IntervalDecided)
-    return msgspec.structs.replace(sums, decided=sums.decided + 1)
+    return sums
 
 
 def cost_of(save: Saved) -> float:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -69,10 +69,24 @@ class DataCursor:
     Raises ``UsageError`` for another ``fixed``, and for a loader whose position is unknown.
     """
 
-    def __new__(cls, loader: Any, **_: Any) -> DataCursor:
+    is_asked: bool = False
+    """True if the loader, or its dataset, says itself where it is."""
+
+    newest: Iteration | None = None
+    """The iteration that began last."""
+
+    _waiting: _Resume | None = None
+    """The epoch that the next iterator goes on with."""
+
+    _over: Mapping[str, Any] | None = None
+    """The state of an epoch's end that was loaded, until the next one begins."""
+
+    def __new__(cls, loader: Any, *, fixed: str = "local", **_: Any) -> DataCursor:
         reason = cls.why_not(loader)
         if reason:
             raise UsageError(f"loader: {reason}")
+        if fixed not in ("local", "global"):
+            raise UsageError(f"fixed: expected 'local' or 'global', found {fixed!r}")
         return super().__new__(_AskingCursor if _who_knows(loader) is not None else cls)
 
     @staticmethod
@@ -103,8 +117,6 @@ class DataCursor:
         fixed: Literal["local", "global"] = "local",
         dispatch: Dispatch | None = None,
     ) -> None:
-        if fixed not in ("local", "global"):
-            raise UsageError(f"fixed: expected 'local' or 'global', found {fixed!r}")
         self.loader: Any = loader
         self._fixed: Final = fixed
         self._where: Final = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -116,10 +128,6 @@ class DataCursor:
         self._ranks = ranks if self._way is None else self._way.ranks
         self._batch_before: int | None = None
         """What the loader was made with, where another one was put in its place."""
-        self._newest: Iteration | None = None
-        self._waiting: _Resume | None = None
-        self._over: Mapping[str, Any] | None = None
-        """The state of an epoch's end that was loaded, until the next one begins."""
         self._place(_FollowedSampler(self))
 
     @staticmethod
@@ -133,16 +141,18 @@ class DataCursor:
         that is to be gone on with, else of the newest. Raises ``TypeError`` if the sampler has no
         length."""
         resume = self._waiting
-        if resume is None and self._newest is not None:
-            resume = self._newest.resume
+        if resume is None and self.newest is not None:
+            resume = self.newest.resume
         if resume is None or resume.deal is None:
             return len(self.stock)
-        return resume.position.batches * self._at_once + self._remaining_batches(resume.deal)
+        assert self._way is not None
+        own, rank = self._way.of_loader(resume.deal)
+        return resume.position.batches * self.at_once + own.batches(rank)
 
     @property
-    def newest(self) -> Iteration | None:
-        """The iteration that began last."""
-        return self._newest
+    def at_once(self) -> int:
+        """Batches that the loader gives in a step."""
+        return 1 if self._way is None else self._way.at_once
 
     def sampler_after(self, batches: int) -> Any:
         """The loader's index sampler for somebody who passes over the first ``batches`` of it
@@ -163,7 +173,7 @@ class DataCursor:
         """
         running = getattr(iterator, "_sampler_iter", iterator)
         if not isinstance(running, Iteration):
-            running = self._newest
+            running = self.newest
         if self._over is not None:
             return dict(self._over)
         pending = None if is_over else self._pending(running, delivered)
@@ -175,7 +185,7 @@ class DataCursor:
         return {
             "position": self._position(delivered, is_over, running).state(),
             "start": None if start is None else start.state(),
-            "now": self._note_start(no_randomness()).state(),
+            "now": self.note(no_randomness()).state(),
             "asked": 0 if running is None else running.request_count,
             "random": no_randomness() if start is None else start.random,
         }
@@ -198,7 +208,7 @@ class DataCursor:
         """
         position = Position.of(state["position"])
         batch = self._batch_for(position)
-        reason = position.describe_change(length(self.loader.dataset), self._fingerprint())
+        reason = position.describe_change(*self._data)
         self._waiting = self._over = None
         if not reason and position.is_over:
             self._over = state
@@ -217,17 +227,12 @@ class DataCursor:
 
     def forget(self) -> None:
         """Forget the position to resume at: the next epoch is stock's."""
-        self._waiting = self._newest = self._over = None
+        self._waiting = self.newest = self._over = None
 
     def keep(self, fetched: int) -> None:
         """Keep the state after ``fetched`` batches, before one more is requested: for whoever
         fetches ahead. ``state_dict`` then says what it was once so many were delivered, if that is
         one of the last two numbers."""
-
-    @property
-    def is_asked(self) -> bool:
-        """True if the loader, or its dataset, says itself where it is."""
-        return False
 
     def close(self) -> None:
         """Let the loader have its own sampler and batch again. May be called again."""
@@ -244,8 +249,8 @@ class DataCursor:
         """Begin an iteration; called twice for one epoch where there are workers."""
         is_stateful = samplers.is_torchdatas(self.loader, "state_dict")
         kind = StatefulIteration if is_stateful else Iteration
-        self._newest = kind(self, self._waiting, passed_over, self._at_once)
-        return self._newest
+        self.newest = kind(self, self._waiting, passed_over)
+        return self.newest
 
     def start(
         self, resume: _Resume | None, order: DeliveredOrder
@@ -274,15 +279,22 @@ class DataCursor:
         finally:
             restore_randomness(now, _CPU)
 
-    def note(self) -> _Start:
-        """What the order of an epoch that begins now follows from."""
-        return self._note_start(capture_randomness(_CPU))
+    def note(self, random: torch.Tensor | None = None) -> _Start:
+        """Return what the order of an epoch that begins now follows from. random: the states of the
+        global generators; None: as they are."""
+        own = samplers.chain(self.stock)
+        return _Start(
+            loader=samplers.generators_of(self.loader),
+            samplers=[samplers.state_of(each) for each in own],
+            sequence=None if self._way is None else samplers.sequence_of(self._way.dealt),
+            random=capture_randomness(_CPU) if random is None else random,
+        )
 
     def _skip(self, resume: _Resume, order: DeliveredOrder) -> Iterator[Any]:
         """What is left of the stock sampler. It was asked for more than was delivered where batches
         are fetched ahead: so it is now, and then its generators stand where they did, though other
         loaders may have drawn from the same ones since the epoch began."""
-        batches, count = iter(self.stock), resume.position.batches * self._at_once
+        batches, count = iter(self.stock), resume.position.batches * self.at_once
         for number in range(count):
             batch = next(batches, _END)
             if batch is _END:
@@ -366,28 +378,27 @@ class DataCursor:
 
     def _position(self, delivered: int, is_over: bool, running: Iteration | None) -> Position:
         resume = None if running is None else running.resume
-        deal = None if self._way is None else self._way.deal()
+        deal, before, digest = None, 0, None
+        dealt_anew = resume is not None and resume.deal is not None
         if resume is not None and resume.deal is not None:
-            deal = resume.deal
-        before = 0 if resume is None or resume.deal is None else resume.position.batches
+            # No digest: other ranks were given the first part.
+            deal, before = resume.deal, resume.position.batches
+        else:
+            deal = None if self._way is None else self._way.deal()
+            digest = None if running is None else running.order.after(delivered * self.at_once)
+        data, fingerprint = self._data
         return Position(
             batches=delivered,
             delivered=0 if deal is None else deal.after(delivered - before),
             ranks=self._ranks,
             batch=self._batch,
             samples=None if deal is None else deal.samples,
-            data=length(self.loader.dataset),
-            fingerprint=self._fingerprint(),
-            dealt_anew=resume is not None and (resume.deal is not None),
+            data=data,
+            fingerprint=fingerprint,
+            dealt_anew=dealt_anew,
             is_over=is_over,
-            order=None if running is None else self._order_of(running, delivered),
+            order=None if digest is None else f"{_rank()}:{digest}",
         )
-
-    def _order_of(self, running: Iteration, delivered: int) -> str | None:
-        if running.resume is not None and running.resume.deal is not None:
-            return None  # other ranks were given the first part
-        digest = running.order.after(delivered * self._at_once)
-        return None if digest is None else f"{_rank()}:{digest}"
 
     def _batch_for(self, position: Position) -> int | None:
         """The batch of each rank, if that has to change for a step to have as many samples."""
@@ -395,15 +406,6 @@ class DataCursor:
             return None
         batch = batch_of_ranks(position.ranks * position.batch, self._ranks)
         return None if batch == self._batch else batch
-
-    def _note_start(self, random: torch.Tensor) -> _Start:
-        own = samplers.chain(self.stock)
-        return _Start(
-            loader=samplers.generators_of(self.loader),
-            samplers=[samplers.state_of(each) for each in own],
-            sequence=None if self._way is None else samplers.sequence_of(self._way.dealt),
-            random=random,
-        )
 
     def _put(self, start: _Start) -> None:
         samplers.put_generators(self.loader, start.loader)
@@ -429,8 +431,12 @@ class DataCursor:
             self._batch_before = self._way.batch
         change_batch(self.stock, self._way, batch)
 
-    def _fingerprint(self) -> str | None:
-        return _fingerprint_of(self.loader.dataset)
+    @property
+    def _data(self) -> tuple[int | None, str | None]:
+        """The length and the fingerprint of the dataset, as far as it says them."""
+        dataset = getattr(self.loader, "dataset", None)
+        fingerprint = getattr(dataset, "fingerprint", None)
+        return length(dataset), fingerprint if isinstance(fingerprint, str) else None
 
     def _place(self, sampler: object) -> None:
         # A DataLoader refuses another sampler by assignment, and a new loader would need the
@@ -440,45 +446,21 @@ class DataCursor:
         if kept is not None and hasattr(kept, "_index_sampler"):
             kept._index_sampler = sampler  # workers that persist keep what they were made with
 
-    def _remaining_batches(self, deal: Deal) -> int:
-        """Batches that the loader still gives."""
-        assert self._way is not None
-        own, rank = self._way.of_loader(deal)
-        return own.batches(rank)
-
-    @property
-    def _at_once(self) -> int:
-        return 1 if self._way is None else self._way.at_once
-
     @property
     def _batch(self) -> int | None:
-        if self._way is None:
-            return None
-        return self._way.batch
+        return None if self._way is None else self._way.batch
 
 
 class _AskingCursor(DataCursor):
     """A cursor for a loader that knows its position itself, or whose dataset does."""
 
-    def __init__(
-        self,
-        loader: Any,
-        *,
-        ranks: int = 1,
-        fixed: Literal["local", "global"] = "local",
-        dispatch: Dispatch | None = None,
-    ) -> None:
-        if fixed not in ("local", "global"):
-            raise UsageError(f"fixed: expected 'local' or 'global', found {fixed!r}")
+    is_asked = True
+
+    def __init__(self, loader: Any, *, ranks: int = 1, **_: Any) -> None:
         self.loader = self.stock = loader
-        self._newest = self._waiting = self._over = None
         self._asked: Final = _who_knows(loader)
         self._ranks = ranks
         self._kept: dict[int, Any] = {}
-
-    @property
-    def is_asked(self) -> bool:
-        return True
 
     @property
     def batches(self) -> int:
@@ -488,14 +470,15 @@ class _AskingCursor(DataCursor):
         self, delivered: int, *, is_over: bool = False, iterator: object | None = None
     ) -> dict[str, object]:
         kept = None if is_over else self._kept.get(delivered)
+        data, fingerprint = self._data
         position = Position(
             batches=delivered,
             delivered=0,
             ranks=self._ranks,
             batch=None,
             samples=None,
-            data=self._data,
-            fingerprint=self._fingerprint(),
+            data=data,
+            fingerprint=fingerprint,
             is_over=is_over,
         )
         return {
@@ -508,7 +491,7 @@ class _AskingCursor(DataCursor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         position = Position.of(state["position"])
-        reason = position.describe_change(self._data, self._fingerprint())
+        reason = position.describe_change(*self._data)
         if not reason and state.get("own") is None:
             reason = f"its {_name(self._asked)} was not asked for its position"
         if not reason:
@@ -538,28 +521,16 @@ class _AskingCursor(DataCursor):
     def _state(self) -> Any:
         return deepcopy(self._asked.state_dict())  # it may go on changing what it gave
 
-    @property
-    def _data(self) -> int | None:
-        return length(getattr(self.loader, "dataset", None))
-
-    def _fingerprint(self) -> str | None:
-        return _fingerprint_of(getattr(self.loader, "dataset", None))
-
 
 class Iteration(Iterator[Any]):
     """The numbers of the samples of one epoch, in batches, as a loader asks for them."""
 
-    def __init__(
-        self, cursor: DataCursor, resume: _Resume | None, passed_over: int, at_once: int
-    ) -> None:
+    def __init__(self, cursor: DataCursor, resume: _Resume | None, passed_over: int) -> None:
         self._cursor: Final = cursor
         self._passed_over: Final = passed_over
-        self._at_once: Final = at_once
         self.resume: Final = resume
-        whole = resume is None or resume.start is None
-        self.before: Final[int] = (
-            passed_over // at_once if resume is None or whole else resume.position.batches
-        )
+        delivered = None if resume is None or resume.start is None else resume.position.batches
+        self.before: Final[int] = passed_over // cursor.at_once if delivered is None else delivered
         """Batches of its epoch that each rank was given before it."""
         self.start: _Start | None = None
         """What its order follows from; None before it has begun."""
@@ -597,7 +568,7 @@ class Iteration(Iterator[Any]):
         """How often the sampler was asked for what comes next, over all restarts."""
         if self.resume is None or self.resume.start is None:
             return self._asked
-        delivered = self.resume.position.batches * self._at_once
+        delivered = self.resume.position.batches * self._cursor.at_once
         return delivered + max(0, self._asked - self._passed_over)
 
 
@@ -605,24 +576,15 @@ class StatefulIteration(Iteration):
     """An iteration for torchdata's loader, which asks for its state. It returns what the stock
     iterator would, so a checkpoint can also be resumed where no cursor follows the loader."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Return the stock iterator's state. It is empty for an epoch that was dealt anew, and
         torchdata refuses that."""
-        if not isinstance(self._stock, _Stateful):
-            return {}
-        found: dict[str, Any] = self._stock.state_dict()
-        return found
+        return self._stock.state_dict() if _has_state(self._stock) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position of a loader that no cursor followed."""
-        if self.resume is None and isinstance(self._stock, _Stateful):
+        if self.resume is None and _has_state(self._stock):
             self._stock.load_state_dict(state)
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class _ResumedIterator(Iterator[Any]):
@@ -733,11 +695,6 @@ def _is_followed(loader: object) -> bool:
 def _has_state(what: object) -> bool:
     methods = (getattr(what, name, None) for name in ("state_dict", "load_state_dict"))
     return all(map(callable, methods))
-
-
-def _fingerprint_of(dataset: object) -> str | None:
-    found = getattr(dataset, "fingerprint", None)
-    return found if isinstance(found, str) else None
 
 
 def _as_it_is(stock: Any) -> Any:

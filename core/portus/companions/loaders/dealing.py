@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from portus.companions.loaders import samplers
-from portus.companions.samples.deal import Deal, DealtBy, Tail
+from portus.companions.samples.deal import Deal, Tail
 
 Dispatch = Literal["batches", "pieces"]
 """What a process that loads for all ranks hands out: a batch to each, or a piece of one batch."""
@@ -31,7 +31,6 @@ class EpochDealing:
     """How many the whole sequence has."""
     rank: int = 0
     ranks: int = 1
-    turn: DealtBy = DealtBy.SAMPLE
     tail: Tail = Tail.EVEN
     pieces: int = 1
     """Ranks that share a batch of ``batches``."""
@@ -55,7 +54,6 @@ class EpochDealing:
             delivered=delivered,
             ranks=self.ranks,
             batch=self.batch,
-            turn=self.turn,
             tail=self.tail,
             drop_last=self.batches is not None and self.batches.drop_last,
         )
@@ -77,33 +75,16 @@ def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | 
     """Return how a loader deals; None if that is not known. ranks: processes that train
     together."""
     if (type(stock).__module__, type(stock).__qualname__) == _SHARD:
-        inner = _of_one_sequence(stock.batch_sampler)
-        if inner is None:
-            return None
-        return _check(
-            replace(
-                inner,
-                rank=stock.process_index,
-                ranks=stock.num_processes,
-                turn=DealtBy.BATCH,
-                tail=Tail.FULL if stock.even_batches else Tail.ASIS,
-                pieces=stock.num_processes if stock.split_batches else 1,
-            )
+        return _of_one_sequence(
+            stock.batch_sampler,
+            rank=stock.process_index,
+            ranks=stock.num_processes,
+            tail=Tail.FULL if stock.even_batches else Tail.ASIS,
+            pieces=stock.num_processes if stock.split_batches else 1,
         )
     if dispatch is not None:
-        inner = _of_one_sequence(stock)
-        if inner is None:
-            return None
-        return _check(
-            replace(
-                inner,
-                ranks=ranks,
-                turn=DealtBy.BATCH,
-                tail=Tail.ASIS,
-                pieces=ranks if dispatch == "pieces" else 1,
-                for_all=True,
-            )
-        )
+        pieces = ranks if dispatch == "pieces" else 1
+        return _of_one_sequence(stock, ranks=ranks, tail=Tail.ASIS, pieces=pieces, for_all=True)
     return _of_torch(stock, ranks)
 
 
@@ -141,19 +122,14 @@ def _of_torch(stock: Any, ranks: int) -> EpochDealing | None:
     return EpochDealing(batches=batches, dealt=dealt, samples=samples)
 
 
-def _of_one_sequence(stock: Any) -> EpochDealing | None:
-    """Return how ``stock`` batches the whole sequence, which other code deals to ranks; None if it
-    does not, or if that is not known."""
+def _of_one_sequence(stock: Any, **by_ranks: Any) -> EpochDealing | None:
+    """Return how ``stock`` batches the whole sequence, which other code deals to ranks as
+    ``by_ranks`` says; None if it does not, if that is not known, or if pieces would differ in
+    size."""
     way = _of_torch(stock, 1)
     if way is None or way.batches is None or isinstance(way.batches.sampler, DistributedSampler):
         return None
-    return way
-
-
-def _check(way: EpochDealing) -> EpochDealing | None:
-    """Return the dealing; None if pieces would differ in size."""
-    assert way.batches is not None
-    size = way.batches.batch_size
+    size, way = way.batches.batch_size, replace(way, **by_ranks)
     return None if size % way.pieces or way.ranks % way.pieces else way
 
 

@@ -57,14 +57,13 @@ def put(sampler: Any, state: Mapping[str, Any]) -> None:
     if "own" in state:
         sampler.load_state_dict(deepcopy(state["own"]))
         return
-    put_numbers(sampler, state)
+    _put_numbers(sampler, state, _NUMBERS)
     put_generators(sampler, state["generators"])
 
 
-def put_numbers(sampler: Any, state: Mapping[str, Any]) -> None:
-    """Put back only the numbers."""
+def _put_numbers(sampler: Any, state: Mapping[str, Any], names: Iterable[str]) -> None:
     for name, value in state.get("numbers", {}).items():
-        if hasattr(sampler, name) and not _is_fixed(sampler, name):
+        if name in names and hasattr(sampler, name) and not _is_fixed(sampler, name):
             setattr(sampler, name, value)
 
 
@@ -79,8 +78,7 @@ def mismatched_number(sampler: Any, state: Mapping[str, Any]) -> str:
 def put_seed(sampler: Any, state: Mapping[str, Any]) -> None:
     """Put back the seed that the order of all epochs follows from, of a framework's sampler."""
     if isinstance(sampler, DistributedSampler) or _is_seedable(sampler):
-        seeds = {name: each for name, each in state.get("numbers", {}).items() if name in _SEEDS}
-        put_numbers(sampler, {"numbers": seeds})
+        _put_numbers(sampler, state, _SEEDS)
 
 
 def generators_of(owner: object) -> dict[str, Any]:

@@ -10,26 +10,20 @@ from typing import Final
 from portus.errors import UsageError
 
 
-class DealtBy(Enum):
-    """What ranks get in turn."""
-
-    SAMPLE = "sample"
-    """One sample each, as torch's ``DistributedSampler`` deals."""
-    BATCH = "batch"
-    """A batch each, as Accelerate deals; split batches too, whose pieces are the batches here."""
-
-
 class Tail(Enum):
-    """What becomes of the last samples, if there is not one for each turn."""
+    """What ranks get in turn, and what becomes of the last samples, if there is not one for each
+    turn."""
 
     EVEN = "even"
-    """Samples from the start of the sequence are repeated until each rank has as many."""
-    FULL = "full"
-    """The same until each rank's last batch is full."""
+    """One sample each, as torch's ``DistributedSampler`` deals; samples from the start of the
+    sequence are repeated until each rank has as many."""
     CUT = "cut"
-    """The last samples are left out, so that each rank has as many."""
+    """One sample each; the last ones are left out, so that each rank has as many."""
+    FULL = "full"
+    """A batch each, as Accelerate deals; samples from the start are repeated until each rank's last
+    batch is full. Split batches too, whose pieces are the batches here."""
     ASIS = "as is"
-    """Ranks may get fewer samples than others, and a batch less."""
+    """A batch each; ranks may get fewer samples than others, and a batch less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +41,6 @@ class Deal:
     ranks: int = 1
     batch: int = 1
     """Samples that a rank gets in a step."""
-    turn: DealtBy = DealtBy.SAMPLE
     tail: Tail = Tail.EVEN
     drop_last: bool = False
     """Whether a rank's last batch is left out unless it is full."""
@@ -62,8 +55,6 @@ class Deal:
                 f"delivered: expected at most the {self.samples} samples of the epoch, found "
                 f"{self.delivered}"
             )
-        if (self.turn, self.tail) in _NOBODYS:
-            raise UsageError(f"no sampler deals by the {self.turn.value} with {self.tail}")
 
     @property
     def step(self) -> int:
@@ -104,20 +95,12 @@ class Deal:
 
     def _place(self, rank: int, number: int) -> int:
         """Where in the sequence the sample is that ``rank`` gets as its ``number``-th."""
-        if self.turn is DealtBy.SAMPLE:
+        if self.tail in (Tail.EVEN, Tail.CUT):
             place = self.delivered + number * self.ranks + rank
         else:
             step, within = divmod(number, self.batch)
             place = self.delivered + step * self.step + rank * self.batch + within
         return place if place < self.samples else (place - self.samples) % self.samples
-
-
-_NOBODYS: Final = {
-    (DealtBy.SAMPLE, Tail.FULL),
-    (DealtBy.SAMPLE, Tail.ASIS),
-    (DealtBy.BATCH, Tail.EVEN),
-    (DealtBy.BATCH, Tail.CUT),
-}
 
 
 def batch_of_ranks(step: int, ranks: int) -> int:

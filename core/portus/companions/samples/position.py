@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 from portus.errors import UsageError
 
 FORMAT: Final = 1
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
     """How far an epoch was, and how it was dealt.
 
     What was delivered to training counts; what a loader fetched ahead does not.
     """
 
-    batches: int
+    batches: _Count
     """Batches that each rank was given since the epoch began, over all restarts."""
-    delivered: int
+    delivered: _Count
     """Samples of the epoch's sequence, from its start."""
-    ranks: int
-    batch: int | None
+    ranks: _Positive
+    batch: _Positive | None
     """Samples that a rank gets in a step; None if that is not known, or not always the same."""
-    samples: int | None
+    samples: _Count | None
     """How many the whole sequence has; None if that is not known."""
-    data: int | None
+    data: _Count | None
     """How many samples the dataset has; None if it does not say."""
     fingerprint: str | None = None
     """What the user says the dataset is; None if nothing."""
@@ -41,7 +44,7 @@ class Position:
 
     def state(self) -> dict[str, object]:
         """Return the fields as plain values, with the number of the format."""
-        return {"format": FORMAT, **{each.name: getattr(self, each.name) for each in fields(self)}}
+        return {"format": FORMAT, **msgspec.structs.asdict(self)}
 
     @classmethod
     def of(cls, state: Mapping[str, object]) -> Position:
@@ -58,12 +61,10 @@ class Position:
                 f"the position in the data: expected format {FORMAT}, found {found!r}: this "
                 "checkpoint was changed, or not saved by Portus"
             )
-        values: dict[str, object] = {}
-        for each in fields(cls):
-            value = values[each.name] = state.get(each.name)
-            if not _fits(each.name, value):
-                raise UsageError(f"the position in the data: {each.name} cannot be {value!r}")
-        return cls(**values)  # type: ignore[arg-type]
+        try:
+            return msgspec.convert(dict(state), cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the position in the data: {error}") from error
 
     def describe_change(self, data: int | None, fingerprint: str | None) -> str:
         """What changed of the dataset since; nothing if nothing is known to have."""
@@ -72,19 +73,3 @@ class Position:
         if self.fingerprint is not None and self.fingerprint != fingerprint:
             return f"the dataset's fingerprint was {self.fingerprint!r}, and is {fingerprint!r} now"
         return ""
-
-
-_MAY_BE_NONE: Final = {"batch", "samples", "data", "fingerprint", "order"}
-_TEXTS: Final = {"fingerprint", "order"}
-_FLAGS: Final = {"dealt_anew", "is_over"}
-
-
-def _fits(name: str, value: object) -> bool:
-    if value is None:
-        return name in _MAY_BE_NONE
-    if name in _TEXTS:
-        return isinstance(value, str)
-    if name in _FLAGS:
-        return isinstance(value, bool)
-    least = 1 if name in ("ranks", "batch") else 0
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

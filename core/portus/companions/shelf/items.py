@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 Item = Any
 """See the module: its types are closed, and cannot be said to a type checker."""
 
-Values = np.ndarray[Any, Any]
-
 _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
 
@@ -252,12 +250,12 @@ def copy_item(value: object, path: str, depth: int = 0) -> Item:
     if isinstance(value, np.generic):
         value = np.asarray(value)
     try:
-        if isinstance(value, np.ndarray):
-            return _take_array(value)
-        if _is_tensor(value):
-            return _take_tensor(value)
+        made = _make_array_for(value)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
+    if made is not None:
+        made.begin(value)
+        return made
     raise UsageError(
         f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be put on a shelf; "
         "numpy arrays, tensors, None, bool, int, float, str, bytes, and dicts, lists and tuples of "
@@ -272,23 +270,22 @@ def _key(key: object, path: str) -> str | int:
     raise UsageError(f"{path}: keys on a shelf are text or integers, found {key!r:.80}")
 
 
-def _take_array(value: Values) -> Array:
-    if isinstance(value, np.ma.MaskedArray):
-        raise UsageError("the mask of an array would be lost; assign .data and .mask separately")
-    dtype_node(value.dtype)  # refuses what cannot be saved
-    if value.dtype.itemsize == 0 and value.size:
-        raise UsageError(f"numpy arrays of {value.dtype} have no bytes to save")
-    made = Array.of_shape(ArrayShape(value.dtype, value.shape, False))
-    made.begin(value)
-    return made
-
-
-def _take_tensor(value: Any) -> Array:
+def _make_array_for(value: Any) -> Array | None:
+    """Return a new array that ``value`` fits; None if it is neither an array nor a tensor."""
+    if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise UsageError(
+                "the mask of an array would be lost; assign .data and .mask separately"
+            )
+        dtype_node(value.dtype)  # refuses what cannot be saved
+        if value.dtype.itemsize == 0 and value.size:
+            raise UsageError(f"numpy arrays of {value.dtype} have no bytes to save")
+        return Array.of_shape(ArrayShape(value.dtype, value.shape, False))
+    if not _is_tensor(value):
+        return None
     if not _is_dense_tensor(value):
         raise UsageError("only dense tensors can be put on a shelf")
-    made = Array.of_tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
-    made.begin(value)
-    return made
+    return Array.of_tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
 def arrays_of(item: Item) -> Iterator[Array]:

@@ -18,6 +18,7 @@ from portus.engine.settings.text import is_text
 from portus.errors import StaleError, UsageError
 from portus.reach.index.directory import create_pool, has_pool, open_reader, open_writer
 from portus.reach.index.place import Place
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.media.local import LocalFiles
 
@@ -29,8 +30,6 @@ _HALF_UNDONE: Final = "a change of this shelf was interrupted while it was undon
 _OWN: Final = frozenset(
     {
         "_pool",
-        "_writable",
-        "_log_bytes",
         "_guard",
         "_in_transaction",
         "_closed",
@@ -108,34 +107,32 @@ class Shelf:
             )
         else:
             pool = open_reader(place.path, files)
-        self._begin(pool, writable=mode == "w", log_bytes=log_bytes)
+        self._begin(pool, log_bytes)
         self._has_opened = True
 
     @classmethod
-    def on(cls, pool: PoolReader, *, writable: bool, log_bytes: int | None = None) -> Shelf:
+    def on(cls, pool: PoolReader, *, log_bytes: int | None = None) -> Shelf:
         """A shelf on an open pool, which ``close`` closes; for tests on other kinds of media."""
         made = cls.__new__(cls)
-        made._begin(pool, writable=writable, log_bytes=log_bytes)
+        made._begin(pool, log_bytes)
         return made
 
-    def _begin(self, pool: PoolReader, *, writable: bool, log_bytes: int | None) -> None:
+    def _begin(self, pool: PoolReader, log_bytes: int | None) -> None:
         self._pool = pool
-        self._writable = writable
-        self._log_bytes = log_bytes
         self._guard = threading.RLock()
         self._in_transaction = False
         self._closed = False
         self._process = os.getpid()
         try:
-            self._load()
+            self._load(log_bytes)
         except BaseException:
             self._abandon()
             raise
 
-    def _load(self) -> None:
+    def _load(self, log_bytes: int | None = None) -> None:
         for left in reversed(range(_TRIES)):
             try:
-                self._store = ShelfStore(self._pool, self._log_bytes)
+                self._store = ShelfStore(self._pool, log_bytes)
                 break
             except StaleError:
                 if not left:
@@ -294,7 +291,7 @@ class Shelf:
         are. Raises the errors of the constructor."""
         with self._guard:
             self._check_open()
-            if self._writable:
+            if isinstance(self._pool, PoolWriter):
                 raise UsageError("refresh: this shelf is open for writing, so it is always current")
             self._load()
 
@@ -308,7 +305,7 @@ class Shelf:
             if self._in_transaction:
                 raise UsageError("close inside a transaction: leave the transaction first")
             try:
-                if self._writable:
+                if isinstance(self._pool, PoolWriter):
                     self.sync()
                     self._store.seal()
             finally:
@@ -406,7 +403,7 @@ class Shelf:
     def _check_writable(self) -> None:
         self._check_open()
         self._check_process()
-        if not self._writable:
+        if not isinstance(self._pool, PoolWriter):
             raise UsageError(
                 f"{self._pool.medium.info.name}: opened for reading; open it without mode='r'"
             )

@@ -81,8 +81,6 @@ class ShelfStore:
         """Nothing is behind the last entry of the log."""
         self.items: Mapping[str, Item] = {}
         self._load()
-        if isinstance(pool, PoolWriter):
-            self._make_durable()
 
     def commit(self, items: Mapping[str, Item], changed: Collection[Array]) -> None:
         """Make ``items`` what is committed, and of the arrays ``changed``, which are theirs, what
@@ -113,16 +111,10 @@ class ShelfStore:
     def _encode(self, items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
         """The contents and the arrays of ``items``; the very list, if they are those of the
         version."""
-        there = self._record is not None
-        if there and (items is self.items or _are_the_same(items, self.items)):
+        if items is self.items and self._record is not None:
             return self._contents, self._arrays
         contents, arrays = encode(items)
-        return contents, self._arrays if there and arrays == self._arrays else arrays
-
-    def _make_durable(self) -> None:
-        """Make what counts durable: whoever appended it may have been killed before it was."""
-        if self._log is not None:
-            self._log.cut()
+        return contents, self._arrays if arrays == self._arrays else arrays
 
     def seal(self) -> None:
         """Say that the last entry of the log was not torn, by one more behind it: from now on
@@ -137,9 +129,7 @@ class ShelfStore:
     def _append(self, items: Mapping[str, Item], dirty: Dirty, contents: bytes) -> bool:
         """Commit by an entry of the log. False if it is not made for that."""
         log, record = self._log, self._record
-        if log is None or record is None:
-            return False
-        if any(_mostly(each, runs) for each, runs in dirty.items()):
+        if log is None or record is None or any(map(_mostly, dirty, dirty.values())):
             return False
         pieces = self._pieces(dirty)
         said = b"" if contents == self._contents else contents
@@ -154,14 +144,13 @@ class ShelfStore:
         return True
 
     def _pieces(self, dirty: Dirty) -> list[Piece]:
-        """Where what changed in arrays of the version is."""
+        """Return where what changed in arrays of the version is, cut where extents end."""
         found: list[Piece] = []
-        for each, runs in dirty.items():
-            extents = self._extents[each]
-            if len(extents) == 1 and runs[0] == (0, each.size):
-                found.append((extents[0], each, 0))
-            else:
-                found += _pieces_of(each, runs, extents)
+        for array, runs in dirty.items():
+            for start, end in runs:
+                for extent in part(self._extents[array], start, end):
+                    found.append((extent, array, start))
+                    start += extent.length
         return found
 
     # --- a change of anything -------------------------------------------------------------------
@@ -225,8 +214,7 @@ class ShelfStore:
         log.log = record.log
         if entry is not None:
             log.advance(entry)
-        logged_before = set() if fold else self._logged
-        self._logged = (logged_before | set(logged) if not fold else set()) - afresh
+        self._logged = set() if fold else (self._logged | set(logged)) - afresh
         self._log = log
         self._is_at(record, arrays, contents)
         self.items = items
@@ -359,6 +347,8 @@ class ShelfStore:
             pool = self._pool
             if isinstance(pool, PoolWriter):
                 self._log = LogWriter(pool.medium, record.log, last, pool.glance)
+                # What counts becomes durable: whoever appended it may have been killed before.
+                self._log.cut()
             self._open_end = last is not None and bool(last.patches or last.contents)
 
     def _no_shelf(self, models: Sequence[str]) -> UsageError:
@@ -385,13 +375,6 @@ class ShelfStore:
                 f"digest {group.digests[bad[0]].tobytes().hex()}, found "
                 f"{found[bad[0]].tobytes().hex()}"
             )
-
-
-def _are_the_same(items: Mapping[str, Item], others: Mapping[str, Item]) -> bool:
-    """True if they hold the very same objects, which are not changed but for what arrays hold."""
-    return list(items) == list(others) and all(
-        a is b for a, b in zip(items.values(), others.values(), strict=True)
-    )
 
 
 class _VersionArrays:
@@ -437,18 +420,6 @@ def _patch(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iterat
 def _mostly(array: Array, runs: Sequence[Run]) -> bool:
     """True if an array is large, and more than half of it changed."""
     return array.size >= _LARGE and 2 * sum(end - start for start, end in runs) > array.size
-
-
-def _pieces_of(array: Array, runs: Sequence[Run], extents: Sequence[Extent]) -> Iterator[Piece]:
-    """Where runs of an array are, cut where its extents end."""
-    before = 0
-    for extent in extents:
-        after = before + extent.length
-        for start, end in runs:
-            low, high = max(start, before), min(end, after)
-            if low < high:
-                yield Extent(extent.offset + low - before, high - low), array, low
-        before = after
 
 
 def _copy_views(pieces: Sequence[Piece]) -> list[Patch]:

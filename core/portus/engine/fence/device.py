@@ -115,12 +115,10 @@ class DeviceTimeline:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoom:
-    """What is to be copied of a device, and what the device has. Bytes; ``free``: that nobody has
-    reserved, so what training takes at most is ``total`` less that."""
+    """What is to be copied of a device, and what nobody has reserved of it, in bytes."""
 
     size: int
     free: int
-    total: int
 
     @property
     def is_enough(self) -> bool:
@@ -176,7 +174,7 @@ def feeds_of(
         mine = {i: storage for i, storage in away.items() if storage.device == device}
         size = sum(storage.nbytes() for storage in mine.values())
         if choice is not None and choice.on_device(
-            DeviceRoom(size, *torch.cuda.mem_get_info(device))
+            DeviceRoom(size, torch.cuda.mem_get_info(device)[0])
         ):
             cloned = _clone(mine, device, choice)
             copies |= cloned.keys()
