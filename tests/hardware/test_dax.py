@@ -179,8 +179,8 @@ class TestFsdax(MappedMediumContract, SparseMediumContract):
     def test_it_survives_power_loss(self, medium: Medium) -> None:
         assert not medium.info.volatile
 
-    def test_persist_writes_its_ranges_back_and_waits_once(self, mapped: MappedMedium) -> None:
-        assert_writes_back(mapped, self.cpu)
+    def test_persist_writes_its_ranges_back_and_waits_once(self, medium: MappedMedium) -> None:
+        assert_writes_back(medium, self.cpu)
 
 
 def test_what_is_a_dax_device_is_known_without_opening_it() -> None:
