@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from portus.reach.dcp.face import PortusStorageReader as PortusStorageReader
-from portus.reach.dcp.face import PortusStorageWriter as PortusStorageWriter
+from portus.reach.dcp.directory_reader import PortusStorageReader as PortusStorageReader
+from portus.reach.dcp.directory_writer import PortusStorageWriter as PortusStorageWriter
 from portus.reach.dcp.rank_files import FilesOfRank as FilesOfRank
 from portus.reach.dcp.rank_files import LatestFile as LatestFile
 from portus.reach.dcp.rank_files import RankFiles as RankFiles

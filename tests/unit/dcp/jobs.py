@@ -28,7 +28,6 @@ import portus.reach.shards.arrival
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError, PortusError, UsageError
-from portus.reach.dcp.directory_writer import DirectoryWriter
 from portus.reach.training.training_files import TrainingFiles
 from tests.unit.dcp import sharded
 from tests.unit.dcp.sharded import Job, collectives, say
@@ -206,14 +205,14 @@ def dirs_unbegun(rank: int, count: int, root: Path) -> None:
 
 def dirs_apart(rank: int, count: int, root: Path) -> None:
     """Rank 1 sees another file system at the same path."""
-    real = DirectoryWriter.write_data
+    real = PortusStorageWriter.write_data
 
-    def write_data(self: DirectoryWriter, *more: Any) -> Any:
+    def write_data(self: PortusStorageWriter, *more: Any) -> Any:
         if rank == 1:
             self._directory = str(root / "elsewhere" / "step_1")
         return real(self, *more)
 
-    setattr(DirectoryWriter, "write_data", write_data)  # noqa: B010
+    setattr(PortusStorageWriter, "write_data", write_data)  # noqa: B010
     setattr(portus.reach.shards.arrival, "SEEN_S", 0.3)  # noqa: B010
     job, writer = Job(1, count), PortusStorageWriter()
     (root / "elsewhere").mkdir(exist_ok=True)

@@ -22,7 +22,6 @@ from portus.engine.loading.checkpoint_file import verify_file
 from portus.errors import CorruptionError, UsageError
 from portus.reach.daemon.server import Server
 from portus.reach.dcp import whole_calls
-from portus.reach.dcp.directory_writer import DirectoryWriter
 from portus.reach.pools import resolve
 from tests.hosts import serving, url
 from tests.unit.dcp.running import run
@@ -119,6 +118,16 @@ def test_the_files_of_a_directory_are_those_that_a_directory_without_a_host_has(
     assert stored(pointer)[:-64] == shard.read_bytes()[:-64]  # each save has an id at its end
     verify_file(pointer)
     assert_loads(pooled, 1)
+
+
+def test_calls_without_a_writer_save_to_the_host_of_the_variable(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_POOL", host)
+    portus.dcp.save(state(1), tmp_path / "step_1")
+    whole_calls._writers[0].close()
+    assert steps(host) == [1]
+    assert_loads(tmp_path / "step_1", 1)
 
 
 def test_a_part_is_loaded_by_its_keys(host: str, tmp_path: Path) -> None:
@@ -227,6 +236,5 @@ def test_what_has_no_room_on_the_host_is_heard_of_by_all_ranks(tmp_path: Path) -
 
 
 def test_a_pool_file_takes_no_shards(tmp_path: Path) -> None:
-    place = portus.Place.parse(tmp_path / "run.portus")
     with pytest.raises(UsageError, match="one pool, with one writer"):
-        DirectoryWriter(pool=place)
+        PortusStorageWriter(pool=tmp_path / "run.portus")

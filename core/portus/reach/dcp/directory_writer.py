@@ -1,11 +1,12 @@
-"""``DirectoryWriter``: a checkpoint directory as torch's own storage writes it, in the background.
+"""``PortusStorageWriter``: checkpoint directories as torch's own storage writes them, in the
+background; also where storage hosts have the bytes of their files.
 
 Each rank publishes one file, ``__R_N.distcp``; N is the number of the save, so no file of another
 save is in the way. The rank that coordinates publishes its file together with ``.metadata``, once
 those of all others are there. Without ``.metadata`` stock torch sees no checkpoint, and with it
 there is a whole one. Nothing is told between ranks but for the planning: in that, at the next save,
 each rank says which of its saves failed. A late save of a state that looks like the one before it
-is planned as that was, after one exchange (``planned``).
+is planned as that was, after one exchange (``plans``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from portus.companions.job.exchange import ID_SIZE, RankReport
+from portus.companions.job.exchange import ID_SIZE, RankReport, standing
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
 from portus.engine.paths.request import PreparedFile
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim
-from portus.reach.index.place import DEFAULT_DIRECTORY, Place
+from portus.reach.dcp.torch_calls import call_torch
+from portus.reach.index.place import DEFAULT_DIRECTORY, Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, not_shared, unseen
 from portus.reach.shards.directories import (
     complete_in,
@@ -44,12 +46,17 @@ from portus.reach.shards.directories import (
     series_of,
     stale_in,
 )
-from portus.reach.shards.layouts import TORCH, DirectoryLayout, ShardContents
+from portus.reach.shards.layouts import LAYOUTS, TORCH, ShardContents
 from portus.reach.shards.metadata_file import NAME, metadata_image
 from portus.reach.shards.plans import RankPlan, agree, values_of
 from portus.reach.shards.rank_contents import in_bytes, resolve_items
 from portus.reach.training.literal import LiteralContents
 from portus.reach.training.training_files import TrainingFiles
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from portus.engine.job.settings import SettingsDict
 
 _log: Final = logging.getLogger("portus")
 
@@ -94,39 +101,66 @@ class _RankSave:
     handle: SaveHandle | None = None
 
 
-class DirectoryWriter(StorageWriter):
-    """Saves this rank's part of checkpoint directories. Make one on each rank, with the same
-    arguments, and keep it for the whole training.
+class PortusStorageWriter(StorageWriter):
+    """Saves a state as ``torch.distributed.checkpoint`` does, in the background.
 
-    directory: where to save if a save names no ``checkpoint_id``. keep: how many complete
-        directories stay of those whose names differ in their numbers alone; None: all. name: of the
-        run, in the journal and the mirror. links: the directory for the journal; None: ``.portus``
-            beside the checkpoints. layout: of the directories. pool: storage hosts, over which the
-        files of the ranks are spread; in the directories are pointers to them.
+    Make one on each rank, with the same arguments, before training starts, and keep it for the
+    whole training. ``dcp.save(state, checkpoint_id="ckpt/step_100", storage_writer=writer)`` writes
+    that directory, as torch's own storage would, and returns when it is complete; ``save`` returns
+    before.
+
+    place: the directory to save to where a save has no ``checkpoint_id``; or ``pool``.
+    model: the name of the run, in the journal, in the mirror and on a storage host.
+    links: the directory for the journal; None: ``.portus`` beside the checkpoints.
+    keep: how many complete checkpoints stay, of directories whose names differ in their numbers
+        alone; None: all.
+    pool: the address of a storage host (``portus://host:7117``), or a list of several: the files of
+        ranks go there, spread over them, and in the directories are pointers to them. None:
+        ``$PORTUS_POOL`` if that is a storage host.
+    layout: of directories; ``"torch"``, or ``"safetensors"``: as torch's
+        ``HuggingFaceStorageWriter`` writes them with ``save_distributed``, for tensors alone.
+    settings: as of ``portus.Checkpointer``.
     """
 
     def __init__(
         self,
-        directory: str | None = None,
-        settings: Settings | None = None,
+        place: PlaceName | None = None,
+        model: str | None = None,
         *,
-        name: str | None = None,
         keep: int | None = None,
         links: str | None = None,
-        layout: DirectoryLayout = TORCH,
-        pool: Place | None = None,
+        layout: Literal["torch", "safetensors"] = "torch",
+        pool: PlaceName | None = None,
+        **settings: Unpack[SettingsDict],
     ) -> None:
         super().__init__()
-        if pool is not None and not pool.is_shared:
+        named = hosts_of(place)
+        hosts = named or hosts_of(pool)
+        if pool is not None and hosts is None:
             raise UsageError(
-                f"pool: {pool} is one pool, with one writer; shards go to directories of files, or "
-                "to storage hosts"
+                f"pool: {Place.parse(pool)} is one pool, with one writer; shards go to directories "
+                "of files, or to storage hosts"
             )
-        self._pool: Final = pool
-        self._default: Final = directory
-        self._layout: Final = layout
-        self._settings: Final = settings or Settings()
-        self._name: Final = name
+        laid = LAYOUTS.get(layout)
+        if laid is None or (hosts is not None and laid is not TORCH):
+            expected = " or ".join(LAYOUTS) if hosts is None else "torch, for a storage host"
+            raise UsageError(f"layout: expected {expected}, found {layout!r:.200}")
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise UsageError(f"keep: expected 1 or more, found {keep!r:.200}")
+        self._pool: Final = hosts
+        self._default: Final = None if place is None or named else Place.parse(place).path
+        self._arguments: Final[dict[str, Any]] = dict(
+            place=self._default,
+            model=model,
+            keep=keep,
+            links=links,
+            layout=layout,
+            pool=hosts,
+            **settings,
+        )
+        self._layout: Final = laid
+        self._settings: Final = Settings(**settings)
+        self._name: Final = model
         self._keep: Final = keep
         self._links: Final = links
         self._files: TrainingFiles | None = None
@@ -149,39 +183,63 @@ class DirectoryWriter(StorageWriter):
         self._metadata: Metadata | None = None
         self._planned: _PlannedDirectory | None = None
         # Now, not at the first save: until an optimizer has stepped nobody knows what it steps.
-        self._open_files(is_first=_rank() == 0).open()
+        self._open_files(is_first=standing()[0] == 0).open()
 
     # What a user calls.
 
     @property
     def last(self) -> SaveHandle | None:
-        """The handle of this rank's part of the newest save; on the rank that coordinates, of the
-        whole checkpoint. None before the first one."""
+        """The handle of the newest save, see ``save``; None before the first one."""
         return self._asked[-1].handle if self._asked else None
 
-    def begin(
+    def save(
+        self,
+        state: dict[str, Any],
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        *,
+        files: Mapping[str, object] | None = None,
+        blocking: bool = False,
+        step: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        fenced: Sequence[torch.Tensor] = (),
+    ) -> SaveHandle:
+        """Begin to save ``state``. Call it on every rank.
+
+        checkpoint_id: the directory. files: further states that are to be torch files in it, by
+            their names; those of the rank that coordinates count. blocking: return when the
+            checkpoint is complete. step: of training; None: the number at the end of the name of
+            the directory. process_group: all ranks of the job, with a backend for tensors on the
+            CPU; None: the job's own. fenced: tensors that nobody writes before ``fence`` was
+            called.
+
+        Returns the handle of this rank's part; on the rank that coordinates, of the whole
+        checkpoint. Raises as ``portus.dcp.async_save``.
+        """
+        self._expect(files or {}, step, is_late=not blocking, fenced=fenced)
+        with call_torch():
+            self._save(state, checkpoint_id, process_group)
+        assert self.last is not None
+        return self.last
+
+    def _expect(
         self,
         files: Mapping[str, object],
-        step: int | None = None,
+        step: int | None,
         *,
         is_late: bool,
         fenced: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Set what applies to the next save. files: further states by the names of their files, on
-        the rank that coordinates. step: of training; None: the number at the end of the directory's
-        name. is_late: the save returns before it is complete. fenced: tensors that nobody writes
-        before ``fence`` is called."""
+        """Set what applies to the next save; a save of torch's own has none of it."""
         self._more, self._said, self._is_late, self._fenced = files, step, is_late, fenced
 
-    def save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
-        """Save ``state`` to ``directory``, as said to ``begin``. On every rank. Raises as
-        ``portus.dcp.async_save``, but what a planning of torch raises as that does."""
+    def _save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
         self.reset(directory)
         state, planner = values_of(state), DefaultSavePlanner()
         # None while it is under way: what raises leaves no plan that other ranks may not have.
         before, self._planned = self._planned, None
         # Always, for nobody knows whether the others have a planning of before.
-        word = RankReport(named=self._directory, id=self._next_id(), failed=self._take_failures())
+        number = self._next().to_bytes(ID_SIZE, "big")
+        word = RankReport(named=self._directory, id=number, failed=self._take_failures())
         planned = None if before is None else before.planned
         found, said = agree(
             planned, state, planner, partial(self._reuse_contents, before), word, ranks
@@ -204,26 +262,27 @@ class DirectoryWriter(StorageWriter):
             RankPlan.of(number, self._local, planner, state, ranks), self._sizes, self._metadata
         )
 
-    def fetch(self, checkpoints: str) -> None:
+    def fetch(self, checkpoints: str | os.PathLike[str]) -> None:
         """Fetch what the mirror has of the run that saves to the directory ``checkpoints``, if the
-        settings name a mirror and this machine lacks the newest of it. On the first rank. See
-        ``TrainingFiles.fetch``."""
-        if _rank() == 0:
-            name, place = self._run(os.path.realpath(checkpoints))
-            self._open_files(is_first=True).fetch(name, place, os.path.realpath(checkpoints))
+        settings name a mirror and this machine lacks the newest of it. Call it on every rank, and
+        have the others wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
+        if standing()[0] == 0:
+            above = os.path.realpath(checkpoints)
+            self._open_files(is_first=True).fetch(*self._run(above), above)
 
     def link(self, link: str, target: str) -> None:
-        """Have ``link`` lead to the directory ``target`` once that is complete. On the rank that
-        coordinates."""
+        """Have ``link`` lead to the directory ``target``, both absolute, once that is complete.
+        Call it on the rank that coordinates. Raises ``OSError`` where no link can be made."""
         self._open_files().link(link, target)
 
-    def remove(self, directory: str) -> None:
-        """Remove a directory as soon as the newest save so far, or a later one, is complete. Call
-        it on the rank that coordinates."""
+    def remove(self, directory: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint directory as soon as the newest save so far, or a later one, is
+        complete. Call it on the rank that coordinates. Returns at once."""
         self._open_files().remove(os.path.realpath(directory))
 
     def fence(self) -> None:
-        """Block until no save in flight reads a tensor of this rank."""
+        """Block until no save in flight reads a tensor of this rank. Optimizers that step do so by
+        themselves."""
         if self._files is not None:
             self._files.fence()
 
@@ -254,15 +313,7 @@ class DirectoryWriter(StorageWriter):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs to make this writer in another process: its arguments."""
-        made = partial(
-            DirectoryWriter,
-            name=self._name,
-            keep=self._keep,
-            links=self._links,
-            layout=self._layout,
-            pool=self._pool,
-        )
-        return made, (self._default, self._settings)
+        return partial(PortusStorageWriter, **self._arguments), ()
 
     # What torch calls.
 
@@ -280,9 +331,6 @@ class DirectoryWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """What torch keeps beside its plan."""
-        return self._meta()
-
-    def _meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self._directory)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -312,10 +360,7 @@ class DirectoryWriter(StorageWriter):
         # Before any rank writes: they do once they have the plans that this returns.
         self._take()
         self._clear()
-        failed: dict[int, str] = {}
-        for rank, word in enumerate(words):
-            for save, why in word.failed.items():
-                failed.setdefault(save, f"rank {rank}: {why}")
+        failed = _failures([word.failed for word in words])
         save = self._next()
         return [
             replace(plan, storage_data=_Start(save, rank, failed))
@@ -376,7 +421,7 @@ class DirectoryWriter(StorageWriter):
             self._step(),
             fenced=self._fenced,
         )
-        self.begin({}, None, is_late=False)
+        self._expect({}, None, is_late=False)
 
     def _begin_whole(self, contents: ShardContents, metadata: Metadata, count: int) -> None:
         """The file of the rank that coordinates, and the metadata of ``count`` ranks. Returns when
@@ -384,8 +429,8 @@ class DirectoryWriter(StorageWriter):
         start, asked = self._start, self._asked[-1]
         assert start is not None
         more, is_late, step, fenced = self._more, self._is_late, self._step(), self._fenced
-        self.begin({}, None, is_late=False)
-        metadata.storage_meta = replace(self._meta(), save_id=str(start.save))
+        self._expect({}, None, is_late=False)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._directory, save_id=str(start.save))
         own = os.path.basename(asked.path)
         others = [self._layout.file_name(rank, start.save) for rank in range(count)]
         others.remove(own)
@@ -439,9 +484,6 @@ class DirectoryWriter(StorageWriter):
         }
         self._begin_whole(contents, metadata, before.planned.count)
 
-    def _next_id(self) -> bytes:
-        return self._next().to_bytes(ID_SIZE, "big")
-
     # Between saves.
 
     def _open_files(self, *, is_first: bool | None = None) -> TrainingFiles:
@@ -459,7 +501,7 @@ class DirectoryWriter(StorageWriter):
                 removed_elsewhere=not self._is_first and self._pool is None,
                 pool=self._pool,
                 is_named=self._name is not None,
-                rank=_rank(),
+                rank=standing()[0],
             )
         return self._files
 
@@ -580,10 +622,6 @@ def _failures(said: Sequence[Mapping[int, str]]) -> dict[int, str]:
         for save, why in one.items():
             failed.setdefault(save, f"rank {rank}: {why}")
     return failed
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _version() -> str:

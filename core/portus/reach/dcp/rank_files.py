@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from portus.companions.job.exchange import standing
 from portus.engine.directory.waiting import in_flight
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
@@ -68,7 +69,7 @@ class RankFiles:
         called. Raises ``UsageError`` for settings that only pools have."""
         self._settings: Final = settings
         self._name: Final = name
-        self._is_first: Final = _rank() == 0
+        self._is_first: Final = standing()[0] == 0
         alone = replace(settings, journal=False, mirror="none")
         self._files: Final = TrainingFiles(
             settings if self._is_first else alone,
@@ -356,14 +357,10 @@ def _require_committed(handle: SaveHandle | None, latest: LatestFile) -> None:
         )
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def _exchange(word: Any) -> list[Any]:
     """What all ranks say, by rank. Collective."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [word]
-    said: list[Any] = [None] * dist.get_world_size()
+    said = [word] * standing()[1]
+    if len(said) == 1:
+        return said
     dist.all_gather_object(said, word)
     return said

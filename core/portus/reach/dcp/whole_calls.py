@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
@@ -19,40 +15,17 @@ from portus.companions.job.mirroring import mirror_of
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import CorruptionError, PortusError, UsageError, printable
-from portus.reach.dcp.directory_writer import DirectoryWriter
+from portus.reach.dcp.directory_reader import PortusStorageReader
+from portus.reach.dcp.directory_writer import PortusStorageWriter
+from portus.reach.dcp.torch_calls import call_torch
 from portus.reach.index.place import DEFAULT_DIRECTORY
 from portus.reach.shards.directories import complete_in
-from portus.reach.shards.directory_reader import DirectoryReader
 from portus.reach.training.training_files import TrainingFiles
 
 _log: Final = logging.getLogger("portus")
 
-_writers: Final[list[DirectoryWriter]] = []
+_writers: Final[list[PortusStorageWriter]] = []
 """The writer of ``save`` and ``async_save``."""
-
-
-def save_with(
-    writer: DirectoryWriter,
-    state: dict[str, Any],
-    directory: str | os.PathLike[str] | None,
-    *,
-    files: Mapping[str, object] | None = None,
-    step: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    is_late: bool = False,
-    fenced: Sequence[torch.Tensor] = (),
-) -> SaveHandle:
-    """Save ``state`` to ``directory``; see ``async_save``, and ``DirectoryWriter.begin``."""
-    writer.begin(files or {}, step, is_late=is_late, fenced=fenced)
-    try:
-        with _perhaps_alone():
-            writer.save(state, directory, process_group)
-    except CheckpointException as error:
-        found = reason_of(error)
-        raise found from (None if found is error else error)
-    handle = writer.last
-    assert handle is not None
-    return handle
 
 
 def save(
@@ -64,7 +37,7 @@ def save(
     """Save ``state`` to the directory ``checkpoint_id``, as ``dcp.save`` does. Call it on every
     rank. Returns when the checkpoint is complete, durable, on all ranks. See ``async_save`` for
     what is raised; what failed raises here."""
-    save_with(_writer(), state, checkpoint_id, process_group=process_group)
+    _writer().save(state, checkpoint_id, blocking=True, process_group=process_group)
 
 
 def async_save(
@@ -83,20 +56,12 @@ def async_save(
     Raises on all ranks ``UsageError`` for what cannot be saved, ``BusyError`` if another job saves
     checkpoints of such names, and what an earlier save failed with, as long as none succeeded.
     """
-    return save_with(_writer(), state, checkpoint_id, process_group=process_group, is_late=True)
+    return _writer().save(state, checkpoint_id, process_group=process_group)
 
 
-@contextlib.contextmanager
-def _perhaps_alone() -> Iterator[None]:
-    """A program of one process without a process group means what it does."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")
-        yield
-
-
-def _writer() -> DirectoryWriter:
+def _writer() -> PortusStorageWriter:
     if not _writers:
-        _writers.append(DirectoryWriter())
+        _writers.append(PortusStorageWriter())
     return _writers[0]
 
 
@@ -116,24 +81,13 @@ def load(
     Raises ``NoCheckpointError`` if there is none, ``CorruptionError`` (``state`` may be changed in
     part by then), and ``UsageError`` if ``state`` does not fit.
     """
-    reader = DirectoryReader(checkpoint_id, verify=verify)
+    reader = PortusStorageReader(checkpoint_id, verify=verify)
     try:
-        with _perhaps_alone():
+        with call_torch():
             torch_load(state, storage_reader=reader, process_group=process_group, **more)
     except CheckpointException as error:
-        found = reason_of(error)
-        if found is not error:
-            raise found from error
         told = "; ".join(f"rank {rank}: {why[0]}" for rank, why in sorted(error.failures.items()))
         raise UsageError(f"{printable(os.fspath(checkpoint_id))} was not loaded: {told}") from error
-
-
-def reason_of(error: CheckpointException) -> BaseException:
-    """What went wrong on the lowest rank that says so in our words; else ``error`` itself."""
-    for _, failure in sorted(error.failures.items()):
-        if isinstance(failure[0], PortusError):
-            return failure[0]
-    return error
 
 
 def load_newest(

@@ -293,3 +293,10 @@ def quote(name: str) -> str:
     model, part = (found[1], found[2]) if found else (name, "")
     start = fitting(urllib.parse.quote(model, safe=""), _QUOTED_MAX)
     return start + urllib.parse.quote(part, safe="")
+
+
+def hosts_of(place: PlaceName | None) -> Place | None:
+    """Return the storage hosts that ``place``, or else ``$PORTUS_POOL``, names; None if it names
+    something else."""
+    found = Place.by_variable() if place is None else Place.parse(place)
+    return found if found is not None and found.is_shared else None

@@ -30,9 +30,6 @@ from portus.errors import PortusError, UsageError
 
 Taken = TypeVar("Taken")
 
-Parts = dict[str, Any]
-"""What a rank saves, by the keys of its part."""
-
 
 @dataclass(frozen=True, slots=True)
 class StateOutline:
@@ -196,12 +193,6 @@ def _live(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def collect_parts(plan: SavePlan, planner: SavePlanner) -> Parts:
-    """What a plan says to save: live shards, and objects themselves, not the pickles that torch
-    would make of them. Raises ``UsageError``."""
-    return by_key(_values(plan, planner))
-
-
 def _values(plan: SavePlan, planner: SavePlanner) -> list[Any]:
     return [_value_of(item, planner) for item in plan.items]
 
@@ -215,19 +206,3 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
     return tensor.detach()
-
-
-def by_key(values: list[Any]) -> Parts:
-    """Return ``values`` by the keys that items of a part have."""
-    return {f"i{number}": value for number, value in enumerate(values)}
-
-
-__all__ = [
-    "Parts",
-    "RankPlan",
-    "agree",
-    "by_key",
-    "collect_parts",
-    "look",
-    "values_of",
-]

@@ -1,4 +1,4 @@
-"""``DirectoryReader``: loads from a checkpoint directory of torch's, verifying all on the way.
+"""``PortusStorageReader``: loads from checkpoint directories of torch's, verifying all on the way.
 
 Shards that are wanted as they are go straight to where they belong, and are verified there; of the
 others, the units that are needed. What stock torch wrote has no digests, and torch loads it.
@@ -41,6 +41,8 @@ from portus.errors import (
 )
 from portus.reach.formats.safetensors import SAVE, SUFFIX
 from portus.reach.formats.safetensors_reader import SafetensorsFile, read_safetensors
+from portus.reach.index.place import Place, PlaceName, hosts_of
+from portus.reach.pools.resolve import allow
 from portus.reach.shards.directories import has_safetensors_of_torch, read_metadata
 from portus.reach.shards.metadata_file import NAME as METADATA
 from portus.reach.shards.rank_file import (
@@ -88,18 +90,21 @@ class _UnitsToRead:
     then: Callable[[], None]
 
 
-class DirectoryReader(FileSystemReader):
-    """Loads from a directory that ``DirectoryWriter`` or torch's own storage wrote.
+class PortusStorageReader(FileSystemReader):
+    """Loads what ``PortusStorageWriter`` saved, or torch's own storage, verified.
 
-    directory: None where each load names it as its ``checkpoint_id``. verify: False compares no
-    digests of tensors.
+    place: the checkpoint directory, where a load has no ``checkpoint_id``. verify: False compares
+        no digests of tensors.
+
+    Storage hosts are asked if they are allowed: see ``portus.allow``.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str] | None = None, *, verify: bool = True
-    ) -> None:
-        super().__init__("." if directory is None else directory)
-        self._is_named = directory is not None
+    def __init__(self, place: PlaceName | None = None, *, verify: bool = True) -> None:
+        hosts = hosts_of(place)
+        if hosts is not None:
+            allow(hosts)
+        self._is_named = place is not None and hosts is None
+        super().__init__(Place.parse(place).path if self._is_named else ".")
         self._verify: Final = verify
         self._problem: PortusError | None = None
         self._known: Mapping[str, Any] = {}
@@ -255,7 +260,7 @@ class DirectoryReader(FileSystemReader):
 class _FileLoader:
     """The loading of items from one open file of a directory."""
 
-    def __init__(self, reader: DirectoryReader, file: OpenFile, planner: LoadPlanner) -> None:
+    def __init__(self, reader: PortusStorageReader, file: OpenFile, planner: LoadPlanner) -> None:
         self._reader: Final = reader
         self._file: Final = file
         self._planner: Final = planner
