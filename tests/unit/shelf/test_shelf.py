@@ -6,7 +6,6 @@ import contextlib
 import gc
 import io
 import multiprocessing
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -829,17 +828,6 @@ def test_every_way_to_load_a_version_sees_what_the_log_says(tmp_path: Path) -> N
         torch_file.write(reader, entry, out)
     out.seek(0)
     assert plain(torch.load(out, weights_only=False)) == expected
-
-
-@pytest.mark.parametrize("size", [0, 1, 2_045_222_510, 2_045_222_511, 2**31 - 1, 2**31, 2**33])
-def test_storages_of_any_size_lie_aligned_in_a_file_that_leaves(size: int) -> None:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        for number in range(3):
-            file = torch_file.open_aligned(archive, f"data/{number}", size, out.tell())
-            assert out.tell() % 64 == 0
-            file.write(bytes(number))
-            file.close()
 
 
 def _read_in_child(path: str, view: np.ndarray, found: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
