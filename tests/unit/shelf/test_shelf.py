@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import multiprocessing
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import portus
 from portus.companions.media import private
 from portus.companions.media.private import PrivateMapping, WriteDetection
 from portus.companions.shelf import Shelf, store
+from portus.engine.image.torch_reader import read_torch
 from portus.engine.spec import PAGE
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.format.layout import SLOT_OFFSETS
@@ -826,6 +828,14 @@ def test_every_way_to_load_a_version_sees_what_the_log_says(tmp_path: Path) -> N
         [entry] = reader.catalogue().entries()
         out = io.BytesIO()
         torch_file.write(reader, entry, out)
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+    data = out.getvalue()
+
+    def read(offset: int, length: int) -> bytes:
+        return data[offset : offset + length]
+
+    read_torch(read, len(data), "out").verify(read)
     out.seek(0)
     assert plain(torch.load(out, weights_only=False)) == expected
 
