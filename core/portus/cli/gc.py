@@ -57,7 +57,12 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
     found = part.look()
     for info in found.gone:
         name, size = f"{info.model}@{info.step}", words.size(info.size)
-        output.line(f"{title}: {name}, {size}: no pointer leads to it any more")
+        output.line(f"{title}: {name}, {size}: no pointer that was found leads to it any more")
+    if found.errors:
+        output.line(f"{title}: nothing was removed: what could not be read may be a pointer")
+        for error in found.errors[1:]:
+            output.skip(error)
+        raise found.errors[0]
     if not dry_run:
         question = f"Remove {words.count(len(found.gone), 'version')}?"
         if found.gone and not yes and not output.ask(question):
