@@ -39,6 +39,13 @@ def find_pool(
     return Place.parse(place)
 
 
+def only_place(place: str | None, pool: str | None) -> str | None:
+    """Return the place that an argument, or ``--pool``, names. Raises ``UsageError`` for both."""
+    if place is not None and pool is not None:
+        raise UsageError(f"expected one place, found {place} and --pool {pool}: leave one out")
+    return pool if place is None else place
+
+
 def refuse_pointer(place: Place) -> None:
     """Raise ``UsageError`` where a checkpoint is named in place of a pool."""
     if pointer_at(place.path) is not None:
