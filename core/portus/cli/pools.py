@@ -31,6 +31,8 @@ def find_pool(
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)
     if place is None:
+        if target is not None and os.path.isdir(target):
+            raise UsageError(f"{target}: there are no checkpoints in this directory")
         if target is None:
             missing = f"there is no {DEFAULT_DIRECTORY} in {start} or above; name a directory"
         else:
