@@ -7,7 +7,7 @@ import os
 from portus.cli import files, words
 from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, Texts, flag, option
 from portus.cli.output import Json, Output
-from portus.cli.pools import open_places, version_document
+from portus.cli.pools import only_place, open_places, version_document
 from portus.errors import PortusError, UsageError
 from portus.reach.places.base import Collection, Garbage, GarbageOptions, OpenPlace
 
@@ -29,12 +29,13 @@ def command(
     With --missing, first delete versions whose pointers somebody removed. It looks at the files of
     this machine: run it where DIR is mounted.
     """
-    path = None if missing or empty else files.find_files(place or pool, None)
+    where = only_place(place, pool)
+    path = None if missing or empty else files.find_files(where, None)
     is_directory = path is not None and os.path.isdir(path)
     options = GarbageOptions(missing=missing or (), empty=empty)
     documents: list[Json] = []
     parts = OpenPlace.parts
-    with files.open_files(path) if path and is_directory else open_places(place or pool) as places:
+    with files.open_files(path) if path and is_directory else open_places(where) as places:
         for each in places.all():
             parts = each.parts
             for part in each.collections(options):
@@ -57,7 +58,12 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
     found = part.look()
     for info in found.gone:
         name, size = f"{info.model}@{info.step}", words.size(info.size)
-        output.line(f"{title}: {name}, {size}: no pointer leads to it any more")
+        output.line(f"{title}: {name}, {size}: no pointer that was found leads to it any more")
+    if found.errors:
+        output.line(f"{title}: nothing was removed: what could not be read may be a pointer")
+        for error in found.errors[1:]:
+            output.skip(error)
+        raise found.errors[0]
     if not dry_run:
         question = f"Remove {words.count(len(found.gone), 'version')}?"
         if found.gone and not yes and not output.ask(question):

@@ -9,7 +9,7 @@ from typing import Final
 from portus.cli import files, words
 from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, flag
 from portus.cli.output import Json, Output, Row, error_line, fields, newest_rows
-from portus.cli.pools import open_places, table_document, version_document
+from portus.cli.pools import only_place, open_places, table_document, version_document
 from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
 from portus.reach.index.file_table import FileTable
@@ -31,7 +31,8 @@ def command(
 ) -> None:
     """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
     their versions, and the directories of the pointers to them."""
-    directory = files.find_files(place or pool, None)
+    where = only_place(place, pool)
+    directory = files.find_files(where, None)
     if directory is not None:
         listed = files.ls(directory, every, output)
         hidden = os.path.join(directory, DEFAULT_DIRECTORY)
@@ -39,7 +40,7 @@ def command(
         output.document({"directories": listed, "pools": [], "ended": ended})
         return
     documents, failed, ended = list[Json](), list[Json](), list[Json]()
-    with open_places(place or pool) as places:
+    with open_places(where) as places:
         for each in places.all():
             try:
                 documents.append(_show_place(each, every, bool(documents), output))

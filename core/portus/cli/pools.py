@@ -31,12 +31,21 @@ def find_pool(
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)
     if place is None:
+        if target is not None and os.path.isdir(target):
+            raise UsageError(f"{target}: there are no checkpoints in this directory")
         if target is None:
             missing = f"there is no {DEFAULT_DIRECTORY} in {start} or above; name a directory"
         else:
             missing = f"{target}: there is no checkpoint file of this name; name another one"
         raise UsageError(f"{missing}, or a pool: --pool PATH, or {DIRECTORY_VARIABLE}=PATH")
     return Place.parse(place)
+
+
+def only_place(place: str | None, pool: str | None) -> str | None:
+    """Return the place that an argument, or ``--pool``, names. Raises ``UsageError`` for both."""
+    if place is not None and pool is not None:
+        raise UsageError(f"expected one place, found {place} and --pool {pool}: leave one out")
+    return pool if place is None else place
 
 
 def refuse_pointer(place: Place) -> None:

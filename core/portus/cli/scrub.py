@@ -5,7 +5,7 @@ from __future__ import annotations
 from portus.cli.files import find_files, open_files
 from portus.cli.options import POOL, POOL_ARGUMENT, Text, option
 from portus.cli.output import FOUND, ROT, Output
-from portus.cli.pools import open_places
+from portus.cli.pools import only_place, open_places
 from portus.cli.verify import run_checks
 from portus.reach.daemon.pools import parse_rate
 
@@ -18,7 +18,7 @@ def command(
 ) -> None:
     """Read every byte as verify does, but slowly, and from the disk rather than the page cache.
     Exit code 4 if damage was found."""
-    bytes_per_s, pool = parse_rate(rate), place or pool
+    bytes_per_s, pool = parse_rate(rate), only_place(place, pool)
     path = find_files(pool, None)
     with open_places(pool) if path is None else open_files(path) as places:
         run_checks(places, output, bytes_per_s=bytes_per_s)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file as load_safetensors
 
 import portus
+from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import portus as command
 from tests.unit.cli.scene import portus_json as document
 from tests.warm import in_process
@@ -312,6 +313,22 @@ def test_a_directory_that_has_the_hidden_folder_alone_has_no_file_to_verify(tmp_
     (tmp_path / ".portus").mkdir()
     said = command("verify", tmp_path)
     assert (said.code, "no checkpoint file to verify" in said.err) == (2, True)
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+@pytest.mark.parametrize("name", ["show", "verify", "rm"])
+def test_a_directory_without_checkpoints_is_called_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_pool: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    if has_pool:
+        with PoolCheckpointer(".portus/net.portus", "net") as run:
+            run.save({"x": torch.zeros(3)}, 1).wait()
+    said = command(name, "empty")
+    assert said.code == 2
+    assert "empty: there are no checkpoints in this directory" in said.err
+    assert ("it holds the models 'net'" in said.err) == has_pool
 
 
 @pytest.mark.parametrize("name", ["show", "verify", "rm"])

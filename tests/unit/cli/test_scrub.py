@@ -14,6 +14,15 @@ from tests.unit.cli.scene import Run, portus, portus_json
 from tests.unit.cli.test_process import MAIN
 
 
+@pytest.mark.parametrize("command", ["scrub", "gc", "ls"])
+def test_a_place_that_is_named_twice_is_refused(run: Run, command: str) -> None:
+    other = run.pool / "other.portus"
+    said = portus(command, run.net, "--pool", other)
+    assert said.code == 2
+    assert f"expected one place, found {run.net} and --pool {other}" in said.err
+    assert said.out == ""
+
+
 def test_rot_is_told_of_before_a_version_is_needed(run: Run) -> None:
     said = portus("scrub", run.pool)
     assert said.code == 0

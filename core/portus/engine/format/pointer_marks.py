@@ -17,10 +17,13 @@ HEAD_SIZE: Final = 256
 
 HEAD_MARK: Final = f"c{GLOBAL_MODULE}\n{GLOBAL_NAME}\n".encode()
 
-README: Final = (
-    b"This file is a pointer of Portus: the checkpoint itself is in the pool named in data.pkl.\n"
-    b"torch.load reads it through Portus (pip install portus-checkpoint).\n"
-    b"To make a file of it: portus export PATH FILE\n"
+README: Final = b" ".join(  # at run time, or this file, compiled or not, would have the mark
+    (
+        b"This file is a pointer of Portus:",
+        b"the checkpoint itself is in the pool named in data.pkl.\n"
+        b"torch.load reads it through Portus (pip install portus-checkpoint).\n"
+        b"To make a file of it: portus export PATH FILE\n",
+    )
 )
 
 _TAIL_MARK: Final = README[:64]

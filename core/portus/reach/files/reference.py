@@ -8,7 +8,7 @@ from typing import Final
 
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.media.process import Descriptor
-from portus.errors import CorruptionError, MediumError
+from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.reference import Reference, decode
 
 _NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -19,15 +19,16 @@ def read(path: str | os.PathLike[str]) -> Reference | None:
     """What the pointer at ``path`` says; None if there is no regular file, or another's.
 
     Reads at most ``POINTER_MAX`` bytes, and nothing of a longer file. Raises ``CorruptionError``
-    for a damaged pointer, naming it, and ``MediumError`` for what cannot be read.
+    for a damaged pointer and ``UsageError`` for one that a newer Portus wrote, both naming it, and
+    ``MediumError`` for what cannot be read.
     """
     data = _read_small(os.fspath(path))
     if data is None:
         return None
     try:
         return decode(data)
-    except CorruptionError as error:
-        raise CorruptionError(f"{os.fspath(path)}: {error}") from error
+    except (CorruptionError, UsageError) as error:
+        raise type(error)(f"{os.fspath(path)}: {error}") from error
 
 
 def _read_small(path: str) -> bytes | None:

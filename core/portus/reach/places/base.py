@@ -113,8 +113,9 @@ class CheckPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GarbageOptions:
-    """What counts as garbage besides free space. ``missing``: directories; versions that have their
-    pointers there, or below, and have none any more. ``empty``: pool files without versions."""
+    """What counts as garbage besides free space. ``missing``: directories; versions that had their
+    pointers there, or below, and to which none there leads any more. ``empty``: pool files without
+    versions."""
 
     missing: Sequence[str] = ()
     empty: bool = False
@@ -123,9 +124,11 @@ class GarbageOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
     """What a collection removes. ``gone``: versions. ``is_removed``: the pool file itself.
-    ``freed``: bytes. ``pieces``: how many files or objects; None where there are none."""
+    ``freed``: bytes. ``pieces``: how many files or objects; None where there are none. ``errors``:
+    of what could not be read, and may lead to one of ``gone``; then nothing is to be removed."""
 
     gone: Sequence[VersionInfo] = ()
+    errors: Sequence[PortusError] = ()
     is_removed: bool = False
     freed: int = 0
     pieces: int | None = None

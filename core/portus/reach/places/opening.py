@@ -108,6 +108,11 @@ class Places(contextlib.ExitStack):
             raise error
         if os.path.isfile(target):
             raise UsageError(f"{target} is a file, but no checkpoint")
+        if os.path.isdir(target) and not named:
+            raise UsageError(
+                f"{target}: there are no checkpoints in this directory, and no model of this name "
+                f"in {self.place}: {_choices(model, named, models)}"
+            )
         raise UsageError(f"there is no {target} in {self.place}: {_choices(model, named, models)}")
 
     def by_place(

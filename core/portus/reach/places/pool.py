@@ -49,6 +49,7 @@ from portus.reach.places.version import (
     open_version,
     pointers_of,
     remove_files,
+    tokens_below,
 )
 from portus.reach.pools.version_file import table_in
 
@@ -188,11 +189,11 @@ class PoolPlace(OpenPlace):
         return [journal_directory(self.place.path)]
 
     def _garbage(self, options: GarbageOptions) -> Garbage:
-        gone = self._without_pointers(self.reader, options.missing)
+        gone, errors = self._without_pointers(self.reader, options.missing)
         ids = {info.id for info in gone}
         is_removed = options.empty and self._is_file and self.reader.catalogue().ids() == ids
         freed = self.disk_bytes() if is_removed else self._reclaimable_bytes(ids)
-        return Garbage(gone=gone, is_removed=is_removed, freed=freed)
+        return Garbage(gone=gone, is_removed=is_removed, freed=freed, errors=errors)
 
     def _reclaimable_bytes(self, gone: AnyCollection[int]) -> int:
         """Return about how many of the bytes that a pool takes of its file system would be given
@@ -204,10 +205,10 @@ class PoolPlace(OpenPlace):
 
     def _without_pointers(
         self, reader: PoolReader, directories: Sequence[str]
-    ) -> Sequence[VersionInfo]:
-        """Return the versions that have their pointers in one of these directories, or below, and
-        of which none is there. Raises ``CorruptionError``, ``MediumError``: then it is not known.
-        """
+    ) -> tuple[Sequence[VersionInfo], Sequence[PortusError]]:
+        """Return the versions that had their pointers in one of these directories, or below, and to
+        which no pointer there leads; and why that is not sure: the errors of what could not be
+        read. Raises ``CorruptionError``, ``MediumError``."""
         roots = [os.path.realpath(os.path.expanduser(each)) for each in directories]
         found = []
         for entry in reader.catalogue().entries() if roots else ():
@@ -218,16 +219,21 @@ class PoolPlace(OpenPlace):
                 if table is None or not table.directory:
                     continue
                 where = os.path.realpath(table.directory)
-                is_below = any(os.path.commonpath([where, root]) == root for root in roots)
-                if is_below and not pointers_of(table, entry.info.token):
+                if any(os.path.commonpath([where, root]) == root for root in roots):
                     found.append(entry.info)
-        return found
+        # By the token alone: a second host has the versions of the first in a pool of its own.
+        tokens, errors = tokens_below(roots) if found else (set[str](), [])
+        gone = [info for info in found if info.token.hex() not in tokens]
+        return gone, errors if gone else []
 
     def _still_gone(
         self, reader: PoolReader, gone: Sequence[VersionInfo], missing: Sequence[str]
     ) -> set[bytes]:
-        """Return the tokens of these versions. Raises ``UsageError`` if a pointer came back."""
-        found = self._without_pointers(reader, missing) if gone else []
+        """Return the tokens of these versions. Raises ``UsageError`` if a pointer came back, and
+        the error of what cannot be read any more."""
+        found, errors = self._without_pointers(reader, missing) if gone else ([], [])
+        for error in errors:
+            raise error
         tokens = {info.token for info in gone}
         # All or nothing: what a person agreed to remove was this list.
         if not {info.token for info in found} >= tokens:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from portus.engine.copying.segments import Stop
-from portus.errors import CorruptionError, UsageError
+from portus.engine.format.pointer_marks import POINTER_MAX
+from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.reader import PoolReader
@@ -73,6 +75,37 @@ def pointers_of(table: FileTable, token: bytes) -> list[str]:
     paths = [os.path.join(table.directory, each.name) for each in table.files]
     found = [(path, pointer_at(path)) for path in paths if table.directory]
     return [path for path, said in found if said is not None and said.token == token.hex()]
+
+
+def tokens_below(directories: Sequence[str]) -> tuple[set[str], list[PortusError]]:
+    """Return the tokens of the versions that pointers in these directories, or below, lead to,
+    whatever the pointers are called; and the errors of all that could not be read."""
+    tokens, errors, seen = set[str](), list[PortusError](), set[str]()
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a directory may be gone, or a link broken
+            text = f"cannot read {error.filename}: {error.strerror}"
+            errors.append(MediumError(error.errno, text))
+
+    for root in directories:
+        for directory, names, files in os.walk(root, onerror=note, followlinks=True):
+            real = os.path.realpath(directory)
+            if real in seen:  # a link may lead to a directory above it
+                names.clear()
+                continue
+            seen.add(real)
+            for path in (os.path.join(directory, name) for name in files):
+                try:
+                    status = os.stat(path)
+                    # Looked at before it is opened: what is no pointer need not be readable.
+                    if stat.S_ISREG(status.st_mode) and status.st_size <= POINTER_MAX:
+                        said = pointer_at(path)
+                        tokens.update([said.token] if said is not None else [])
+                except OSError as error:
+                    note(error)
+                except PortusError as error:
+                    errors.append(error)
+    return tokens, errors
 
 
 def remove_files(paths: Sequence[str]) -> None:
