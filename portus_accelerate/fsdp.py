@@ -43,22 +43,17 @@ def saving(
 ) -> Iterator[list[portus.SaveHandle]]:
     """What this thread lets torch save inside is saved late by ``writer``, or, if ``now``, returns
     when it is complete; the handles of these saves. What Portus cannot save, torch does."""
-    thread, stock = threading.get_ident(), _of_torch().save
     handles: list[portus.SaveHandle] = []
 
-    def save(state_dict: dict[str, Any], **named: Any) -> Any:
-        path = _path_of(named, "storage_writer")
-        if path is None or threading.get_ident() != thread:
-            return stock(state_dict, **named)
+    def save(state_dict: dict[str, Any], path: str, **named: Any) -> bool:
         try:
             handles.append(writer.save(state_dict, path, step=step, blocking=now))
         except portus.UsageError as error:
             ACCELERATE.say_it_saves(error)
-            return stock(state_dict, **named)
-        return None
+            return False
+        return True
 
-    # For all threads: torch's module has one name, which others may call meanwhile.
-    with _replacing("save", save):
+    with _replacing("save", "storage_writer", save):
         yield handles
 
 
@@ -67,40 +62,38 @@ def verifying() -> Iterator[None]:
     """What this thread lets torch load inside is verified, if Portus saved it."""
     from portus.dcp import has_digests, load
 
-    thread, stock = threading.get_ident(), _of_torch().load
-
-    def load_verified(state_dict: dict[str, Any], **named: Any) -> None:
-        path = _path_of(named, "storage_reader")
-        if path is None or threading.get_ident() != thread or not has_digests(path):
-            stock(state_dict, **named)
-            return
+    def load_verified(state_dict: dict[str, Any], path: str, **named: Any) -> bool:
+        if not has_digests(path):
+            return False
         more = {key: named[key] for key in ("planner", "process_group") if key in named}
         load(state_dict, path, **more)
+        return True
 
-    with _replacing("load", load_verified):
+    with _replacing("load", "storage_reader", load_verified):
         yield
 
 
 @contextlib.contextmanager
-def _replacing(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, torch's function ``name`` is ``function``."""
-    of_torch = _of_torch()
-    stock = getattr(of_torch, name)
-    setattr(of_torch, name, function)
+def _replacing(name: str, storage: str, function: Callable[..., bool]) -> Iterator[None]:
+    """Call ``function`` where this thread calls torch's function ``name`` inside for a path: with
+    the state, and the absolute path. If it returns False, torch does the work.
+
+    storage: the name of torch's argument that may have the path."""
+    import torch.distributed.checkpoint  # few programs save in shards
+
+    module, thread = torch.distributed.checkpoint, threading.get_ident()
+    stock = getattr(module, name)
+
+    def call(state_dict: dict[str, Any], **named: Any) -> Any:
+        path = getattr(named.get(storage), "path", None) or named.get("checkpoint_id")
+        # torch's module has one name for all threads: others may call it meanwhile.
+        if path is None or threading.get_ident() != thread:
+            return stock(state_dict, **named)
+        is_done = function(state_dict, os.path.abspath(os.fspath(path)), **named)
+        return None if is_done else stock(state_dict, **named)
+
+    setattr(module, name, call)
     try:
         yield
     finally:
-        setattr(of_torch, name, stock)
-
-
-def _of_torch() -> Any:
-    """torch's module: imported where it is needed, since few programs save in shards."""
-    import torch.distributed.checkpoint
-
-    return torch.distributed.checkpoint
-
-
-def _path_of(named: dict[str, Any], storage: str) -> str | None:
-    """The absolute path that a call of torch's ``save`` or ``load`` is about."""
-    path = getattr(named.get(storage), "path", None) or named.get("checkpoint_id")
-    return None if path is None else os.path.abspath(os.fspath(path))
+        setattr(module, name, stock)

@@ -186,7 +186,7 @@ class StateLoader:
         """Warn if this process found no states of its own, or another number of processes saved."""
         origin, saved = origin_of(directory), own or of_main
         rank, now = self._accelerator.process_index, self._accelerator.num_processes
-        if origin is None or (saved and "processes" not in saved):  # saved by an older Portus
+        if origin is None:
             return
         count = saved["processes"] if saved else None
         if count is None or (own is None and count == now):

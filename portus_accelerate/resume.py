@@ -41,8 +41,6 @@ KEY: Final = "portus"
 """Where this is in the file of random states; Accelerate looks at keys that it knows only."""
 
 FORMAT: Final = 2
-_FORMATS: Final = (1, FORMAT)
-"""1: plain loaders were as others."""
 
 _FIRST_WAITS: Final = "_initial_iter_for_state_dict"
 """The attribute of a ``StatefulDataLoader`` that says whether its iterator was made to be asked for
@@ -116,7 +114,7 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
         followed.forget()
     if not isinstance(saved, dict):
         return
-    if saved["format"] not in _FORMATS:
+    if saved["format"] != FORMAT:
         raise portus.UsageError(
             f"the positions in data of this checkpoint have format {saved['format']}, and this "
             f"Portus knows {FORMAT}: a newer one saved it. Upgrade Portus here, or set "
@@ -136,10 +134,10 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
         told = ""
         if plain is not None and "plain" in own:
             told = plain.load_state_dict(own["plain"])
-        elif plain is None and data.is_within(own.get("plain")):
+        elif plain is None:
+            told = _OTHER_KIND if data.is_within(own.get("plain")) else ""
+        elif running is not None and running["index"] == number:
             told = _OTHER_KIND
-        elif plain is not None and running is not None and running["index"] == number:
-            told = _OTHER_KIND if saved["format"] == FORMAT else ""
         if told and accelerator.is_main_process:
             data.tell(told)
     for loader, state in zip(loaders, saved.get("states", ()), strict=False):

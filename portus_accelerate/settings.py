@@ -64,20 +64,8 @@ class Settings(portus.Settings):
         return portus.Place.of_pool(self.pool)
 
 
-_GONE: Final = {
-    "keep": "checkpoints are files, and total_limit (save_total_limit) says which of them stay; "
-    "leave keep out",
-    "materialize": "checkpoints are files; leave it out",
-    "materialize_within": "checkpoints are files; leave it out",
-}
-"""Keys of earlier versions, and what is there instead."""
-
-
 def from_mapping(values: Mapping[str, object], where: str) -> Settings:
     """Settings from a YAML or JSON object. Raises ``UsageError`` naming unknown keys."""
-    for name in values:
-        if name in _GONE:
-            raise portus.UsageError(f"{where}: {name}: {_GONE[name]}")
     known = {each.name for each in fields(Settings)}
     unknown = sorted(set(values) - known)
     if unknown:

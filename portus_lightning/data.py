@@ -123,7 +123,7 @@ class TrainingData:
         random = state["random"]
         # Of another number of ranks, all take rank 0's: samples are one sequence (decision 0128).
         rank = self._trainer.global_rank if len(random) == self._trainer.world_size else 0
-        own = state.get("own") or [[None] * len(state["loaders"])]
+        own = state["own"]
         said = own[min(rank, len(own) - 1)]
         self._saved = [
             None if each is None else {**each, "random": drawn.clone(), "own": asked}

@@ -34,16 +34,6 @@ _LAST_CHANCE: Final = "hpc_ckpt_"
 """How the names of checkpoints begin that Lightning saves when SLURM is about to end the job: they
 must be durable now."""
 
-_GONE: Final = {
-    "materialize": "checkpoints are real files; leave it out",
-    "materialize_within": "checkpoints are real files; leave it out",
-    "prepare": "files need no room ahead; leave it out",
-    "keep": "ModelCheckpoint(save_top_k=...) says which checkpoints stay; leave it out",
-    "copy_to": "name a mirror: PortusIO(mirror='file:///path')",
-    "copy_every_minutes": "name a mirror: PortusIO(mirror='file:///path')",
-}
-"""Arguments of the time when checkpoints were references, and what replaced them."""
-
 
 class PortusIO(CheckpointIO):
     """Saves checkpoints in the background, while training continues.
@@ -76,9 +66,6 @@ class PortusIO(CheckpointIO):
         fixed_batch: Literal["local", "global"] = "local",
         **settings: Unpack[portus.SettingsDict],
     ) -> None:
-        for name in settings:
-            if name in _GONE:
-                raise portus.UsageError(f"{name}: {_GONE[name]}")
         self.preempt_within: Final = preempt_within
         if preempt_within is not None:
             portus.Preemption(preempt_within)  # says what makes no sense, now

@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 import portus
 import portus_accelerate
-from portus_accelerate import randomness, resume
+from portus_accelerate import resume
 
 ROWS = TensorDataset(torch.arange(24))
 
@@ -501,26 +501,6 @@ def test_a_dataset_that_changed_is_told_and_the_epoch_is_stocks(
     accelerator.load_state(str(tmp_path / "one"))
     assert "the dataset had 24 samples, and has 23 now" in caplog.text
     assert sorted(flat(rows(data))) == [*range(23)]
-    accelerator.end_training()
-
-
-def test_what_a_portus_saved_that_did_not_follow_loaders_goes_on_too(tmp_path: Path) -> None:
-    accelerator, (data,) = prepared(tmp_path, made("shuffled"))
-    start = {"random": randomness.take(), "generators": {}, "made": None}
-    batches = iter(data)
-    next(batches)
-    saved: Any = {
-        "format": 1,
-        "processes": 1,
-        "loaders": [{"iteration": 0, "generators": {}, "made": None}],
-        "running": {"index": 0, "start": start},
-    }
-    now = randomness.take()
-    expected = rows(batches), float(torch.rand(1))
-    elsewhere()
-    randomness.put(now)
-    resume.go_back(accelerator, saved, saved)
-    assert (rows(skip_first_batches(data, 1)), float(torch.rand(1))) == expected
     accelerator.end_training()
 
 

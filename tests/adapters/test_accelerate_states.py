@@ -750,13 +750,6 @@ def test_the_page_has_every_key_of_the_yaml_that_is_no_setting_of_portus() -> No
     assert sorted(keys) == sorted(fields - general)
 
 
-def test_what_stays_is_said_to_accelerate_where_checkpoints_are_files(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, on=False)
-    with pytest.raises(portus.UsageError, match=r"keep: .* total_limit .*leave keep out"):
-        portus_accelerate.enable(scene.accelerator, keep={"last": 3})
-    portus_accelerate.enable(scene.accelerator)
-
-
 def test_an_unknown_key_in_the_yaml_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.commands.config import config_args
 

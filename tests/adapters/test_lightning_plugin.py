@@ -111,14 +111,8 @@ def test_arguments_out_of_range_say_so() -> None:
 @pytest.mark.parametrize(
     ("argument", "instead"),
     [
-        ({"materialize": "all"}, "real files"),
-        ({"materialize_within": 3}, "real files"),
-        ({"prepare": False}, "leave it out"),
-        ({"copy_to": "/mnt/last.ckpt"}, "mirror"),
-        ({"copy_every_minutes": 3}, "mirror"),
         ({"max_bytes": 1 << 30}, "files"),
         ({"durable": 2}, "storage hosts"),
-        ({"keep": 3}, "save_top_k"),
     ],
 )
 def test_an_argument_that_files_have_no_use_for_says_what_to_do(
