@@ -895,3 +895,28 @@ def test_what_the_place_refuses_in_the_call_fails_the_save_and_not_the_training(
             handle.wait()
         checkpointer.save({"w": torch.ones(1000)}, 3).wait()
         assert checkpointer.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_a_full_pool_says_why_what_is_free_does_not_do(tmp_path: Path, contiguous: bool) -> None:
+    path = tmp_path / "pool.portus"
+    with PoolCheckpointer(path) as run:
+        run.save({"x": torch.zeros(3)}, 1).wait()
+    writer = WRITERS.open(str(path))
+    try:
+        writer.max_bytes = writer.medium.size
+        held = []
+        while writer.free_bytes() >= 72 << 10:
+            held.append(writer.reserve(64 << 10))
+        for each in held[::2]:
+            writer.release(each)
+        free, size = writer.free_bytes(), writer.medium.size
+        with pytest.raises(MediumError) as caught:
+            writer.reserve(128 << 10 if contiguous else size, contiguous=contiguous)
+        for each in held[1::2]:
+            writer.release(each)
+    finally:
+        WRITERS.close(writer)
+    smaller = f"more bytes needed in one piece; {free} of {size} are free, in smaller pieces, max"
+    short = f"more bytes needed than the {free} of {size} that are free, max"
+    assert (smaller if contiguous else short) in str(caught.value)

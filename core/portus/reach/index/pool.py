@@ -529,7 +529,8 @@ class PoolWriter(PoolReader):
         if self.max_bytes is not None:
             size = min(size, self.max_bytes - self.max_bytes % PAGE)
             if size < exact:
-                raise MediumError(errno.ENOSPC, self._full(pages, f"max_bytes is {self.max_bytes}"))
+                why = f"max_bytes is {self.max_bytes}"
+                raise MediumError(errno.ENOSPC, self._full(pages, why, contiguous=contiguous))
         self._grow_to(size, exact)
         return [*filled, Extent(before, self.medium.size - before)]
 
@@ -557,12 +558,14 @@ class PoolWriter(PoolReader):
         self._space.fill(extents)
         return extents
 
-    def _full(self, pages: int, why: str) -> str:
+    def _full(self, pages: int, why: str, *, contiguous: bool) -> str:
+        free = f"{self.free_bytes()} of {self.medium.size}"
+        piece = f" than the {free} that are free"
+        if contiguous:
+            piece = f" in one piece; {free} are free, in smaller pieces"
         pinned = self._space.pinned_versions()
-        return (
-            f"{self.medium.info.name}: {pages * PAGE} more bytes needed, "
-            f"{self.free_bytes()} of {self.medium.size} free, {why}"
-            + (f"; readers hold versions {pinned}" if pinned else "")
+        return f"{self.medium.info.name}: {pages * PAGE} more bytes needed{piece}, {why}" + (
+            f"; readers hold versions {pinned}" if pinned else ""
         )
 
     def _draft_commit(
