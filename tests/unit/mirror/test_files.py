@@ -105,8 +105,11 @@ def test_names_that_are_quoted_are_never_those_of_others() -> None:
         "a b" * 400 + "c",
     ]
     names += ["a", f"a{DIGEST_SUFFIX}", f"a{DIGEST_SUFFIX}{DIGEST_SUFFIX}", f"a{DIGEST_SUFFIX}/b"]
+    names += ["x" * 248, "x" * 249, f"a/{'x' * 255}", "_portus", "versions"]
     found = {file_name(each) + beside for each in names for beside in ("", DIGEST_SUFFIX)}
     assert len(found) == 2 * len(names)
+    assert max(len(each) for name in found for each in name.split("/")) <= 255
+    assert "_portus" not in found, "there is a directory of that name"
 
 
 def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(

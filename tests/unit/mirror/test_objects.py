@@ -9,6 +9,7 @@ import pytest
 from portus.reach.mirror import objects, pieces, writer
 from portus.reach.mirror.names import is_name
 from portus.reach.mirror.objects import (
+    DIGEST_SUFFIX,
     NUMBER_MAX,
     entry_name,
     entry_number,
@@ -53,11 +54,14 @@ def test_no_two_files_of_a_version_are_one_object() -> None:
         "a=2Fb",
         "/a",
         "\udcff",
+        "x" * 249,
         "x" * 900,
     )
     found = {version_file_name(1, name, bytes(16), bytes(8), 0) for name in names}
     assert len(found) == len(names)
-    assert all(is_name(each) for each in found)
+    assert all(is_name(each + DIGEST_SUFFIX) for each in found)
+    segments = [each for name in found for each in (name + DIGEST_SUFFIX).split("/")]
+    assert max(map(len, segments)) <= 255, "file systems take no more"
 
 
 def structs() -> list[type[msgspec.Struct]]:

@@ -184,6 +184,36 @@ def test_what_the_run_removes_goes_after_the_newest_is_there(
     assert bucket.files() == {"ckpt/2.ckpt": 2}
 
 
+def test_what_is_removed_while_all_was_mirrored_stays_until_the_newest_is_there(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("0.ckpt", 0).wait()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/0.ckpt": 0, "ckpt/1.ckpt": 1})
+    asked, answer, create = threading.Event(), threading.Event(), bucket.store.create
+
+    def create_late(name: str, data: bytes) -> bool:
+        asked.set()
+        assert answer.wait(30)
+        return create(name, data)
+
+    bucket.create = create_late  # type: ignore[attr-defined]
+    run.files.link(str(tmp_path / "run/ckpt/last.ckpt"), str(tmp_path / "run/ckpt/0.ckpt"))
+    assert asked.wait(30)  # nothing waited to be uploaded
+    bucket.gate.clear()
+    bucket.begun.clear()
+    run.save("2.ckpt", 2).wait()
+    run.remove("1.ckpt")
+    until(lambda: run.here() == {"0.ckpt", "2.ckpt", "last.ckpt"})
+    answer.set()
+    assert bucket.begun.wait(30)
+    assert bucket.files()["ckpt/1.ckpt"] == 1, "the newest there stays"
+    bucket.gate.set()
+    run.files.close()
+    assert bucket.files() == {"ckpt/0.ckpt": 0, "ckpt/2.ckpt": 2, "ckpt/last.ckpt": -1}
+
+
 def test_a_file_that_is_removed_while_it_is_uploaded_is_removed_there(
     bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -10,7 +10,10 @@ from portus.errors import CorruptionError, UsageError
 NAME_SIZE_MAX: Final = 900
 """Less than the least that a store allows (1,024 bytes, Google and S3), for the prefix."""
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(?:/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
+_SEGMENT: Final = "[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,254}"
+"""No longer than what file systems take."""
+
+_NAME: Final = re.compile(f"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 def is_name(name: str) -> bool:
@@ -24,7 +27,7 @@ def check_name(name: str, where: object) -> str:
         return name
     raise UsageError(
         f"{where}: an object cannot be called {name!r:.100}; expected segments of ASCII letters, "
-        f"digits and '-_.=', none with '.' in front, and at most {NAME_SIZE_MAX} in all"
+        f"digits and '-_.=', none with '.' in front or of more than 255, {NAME_SIZE_MAX} in all"
     )
 
 

@@ -392,7 +392,7 @@ def name_before(name: str, tag: bytes) -> str:
 
 
 def _file_name(path: str) -> str:
-    is_plain = _is_free(path, name_before(path, bytes(WRITER_SIZE))) and not path.startswith(
+    is_plain = _is_free(path, name_before(path, bytes(WRITER_SIZE))) and not f"{path}/".startswith(
         (OWN, VERSIONS)
     )
     return path if is_plain else QUOTED + _quote_path(path)

@@ -384,7 +384,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _remove_gone(self) -> None:
         with self._guard:
-            gone = list(self._note.gone)
+            # Asked together: what waits by now is to take the place of what goes.
+            gone = [] if self._waiting else list(self._note.gone)
         # What was to take their place is not there: the mirror would lose the newest that it has.
         if not gone or self._is_behind:
             return
