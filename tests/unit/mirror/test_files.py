@@ -16,7 +16,7 @@ import xxhash
 from portus.engine.copying.segments import Stop, StoppedError
 from portus.engine.format.checksum import UNIT
 from portus.engine.loading.open_file import open_file
-from portus.errors import CorruptionError, StaleError, UsageError
+from portus.errors import CorruptionError, StaleError, TransportError, UsageError
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
@@ -144,6 +144,28 @@ def test_a_writer_that_is_killed_anywhere_leaves_the_file_before_or_the_new_one(
         if copies:
             assert store.get("run/last.ckpt") in (before, new), "for whoever has no Portus"
     assert calls == (8 if copies else 5), "it was killed at each of them"
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_copy_that_fails_is_asked_for_again(
+    tmp_path: Path, store: FileStore, files: MirroredFiles, failures: int
+) -> None:
+    made(tmp_path / "last.ckpt", 1000)
+    put(files, tmp_path / "last.ckpt")
+    left, copy = [failures], store.copy
+
+    def fail(name: str, target: str, size: int) -> bool:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise TransportError("503")
+        return copy(name, target, size)
+
+    store.copy = fail  # type: ignore[method-assign]
+    new = made(tmp_path / "last.ckpt", 500)
+    put(files, tmp_path / "last.ckpt")
+    assert fetched(files, "last.ckpt", tmp_path / "back") == new
+    there = [each.name for each in store.list("run/") if each.name.endswith("last.ckpt")]
+    assert there == (["run/last.ckpt"] if failures < 3 else ["run/_portus/again/last.ckpt"])
 
 
 class _Killing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -40,6 +40,11 @@ from portus.reach.mirror.objects import (
 from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import FileStore, ListedObject
 from portus.reach.mirror.writer import GRACE_S
+
+
+_COPIES: Final = 3
+"""Times that a copy in the store is asked for. Each has another name: one that lands late copies
+what has been put there meanwhile."""
 
 
 class FileToUpload(Protocol):
@@ -116,11 +121,13 @@ class MirroredFiles(Mirror):
         self._say([each for each in map(self._copy_aside, own) if each is not None])
 
     def _copy_aside(self, filed: FileAdded) -> FileAdded | None:
-        name = name_before(filed.name, self._random(WRITER_SIZE))
         # What cannot be copied stays, and what replaces it gets another name.
-        with contextlib.suppress(TransportError, CorruptionError):
-            if self._objects.copy_file(filed.name, name, filed.size, filed.digest):
-                return replace(filed, name=name)
+        with contextlib.suppress(CorruptionError):
+            for _ in range(_COPIES):
+                name = name_before(filed.name, self._random(WRITER_SIZE))
+                with contextlib.suppress(TransportError):
+                    there = self._objects.copy_file(filed.name, name, filed.size, filed.digest)
+                    return replace(filed, name=name) if there else None
         return None
 
     def count(self, files: Sequence[FileAdded], gone: Sequence[str] = ()) -> None:
