@@ -41,7 +41,6 @@ from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import FileStore, ListedObject
 from portus.reach.mirror.writer import GRACE_S
 
-
 _COPIES: Final = 3
 """Times that a copy in the store is asked for. Each has another name: one that lands late copies
 what has been put there meanwhile."""
