@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 from portus.engine.extensions import STEPS_OF, extension
@@ -60,6 +59,10 @@ class Steps(Protocol):
     def note_commit(self, request: StepRequest) -> None:
         """Note that a save was committed, and remove files that ``keep`` lets go of."""
 
+    def make_room(self, request: StepRequest) -> bool:
+        """Remove, from a full disk, the oldest of what ``keep`` removes once that save is there,
+        while a newer one stays. Return whether that was done."""
+
     def versions(self) -> list[VersionInfo]:
         """See ``Checkpointer.versions``."""
 
@@ -77,7 +80,9 @@ class StepRequest(SaveRequest):
     path: str = ""
 
     def make_room(self) -> bool:
-        return any(each.yield_space() for each in self.owner._steps.companions)
+        # Both, in this order: an upload may hold the space of the file that was just removed.
+        has_removed = self.owner._steps.make_room(self)
+        return any(each.yield_space() for each in self.owner._steps.companions) or has_removed
 
     def note_start(self, save: Save) -> None:
         for each in self.owner._steps.companions:
@@ -319,12 +324,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except PortusError as late:
