@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -142,3 +143,24 @@ def test_on_a_full_disk_what_keep_removes_goes_first_while_a_newer_one_remains(
     for each in made[left[-1] + 1 :]:
         with pytest.raises(MediumError, match="No space left on device"):
             each.wait()
+
+
+@pytest.mark.parametrize("path", [".portus", ".portus/a.pt", "below/.portus/more/a.pt"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_nothing_is_saved_into_the_folder_of_portus(
+    tmp_path: Path, path: str, is_there: bool
+) -> None:
+    place = tmp_path / path
+    if is_there:
+        (place.parent if place.suffix else place).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with contextlib.closing(portus.TrainingFiles(portus.Settings(journal=False))) as files:
+        for refused in (
+            lambda: save(state(1), place),
+            lambda: files.save(state(1), str(place), 1),
+            lambda: files.save_directory(str(place), {"a.pt": state(1)}, 1),
+            lambda: portus.Checkpointer(f"{place}/run"),
+        ):
+            with pytest.raises(portus.UsageError, match=r"\.portus is the folder of Portus"):
+                refused()
+            assert sorted(tmp_path.rglob("*")) == before

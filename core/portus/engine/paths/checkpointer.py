@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from portus.engine.extensions import STEPS_OF, extension
 from portus.engine.fence.fence import before_write
@@ -29,8 +29,6 @@ from portus.errors import PortusError, UsageError, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-Result = TypeVar("Result")
 
 _log: Final = logging.getLogger("portus")
 
@@ -196,8 +194,9 @@ class Checkpointer:
         checkpoint, ``UsageError`` if nothing in it matches a pattern, ``CorruptionError`` if it
         does not verify, or none does, ``MediumError``, and what ``torch.load`` raises.
         """
-        verify = self.settings.verify
-        return self._use(step, lambda found: found.load(names, verify=verify, **settings))
+        self._check_usable()
+        pick = partial(self._steps.choose, step)
+        return use_newest(pick, lambda it: it.load(names, verify=self.settings.verify, **settings))
 
     @calls.entry
     def restore_into(
@@ -238,7 +237,10 @@ class Checkpointer:
             weights_only=weights_only,
             verify=self.settings.verify,
         )
-        return self._use(step, lambda found: found.restore_into(state, options))
+        self._check_usable()
+        choose = partial(self._steps.choose, step)
+        report: RestoreReport = use_newest(choose, lambda it: it.restore_into(state, options))
+        return report
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, oldest commit first."""
@@ -298,11 +300,6 @@ class Checkpointer:
     def has_committed(self) -> bool:
         """True once a save of this object was committed."""
         return self._saver.reports.has_committed
-
-    def _use(self, step: int | None, use: Callable[[StepSource], Result]) -> Result:
-        """Return what ``use`` gives for a step, or for the newest that verifies."""
-        self._check_usable()
-        return use_newest(partial(self._steps.choose, step), use)
 
     def _check_usable(self) -> None:
         self._check_process()

@@ -22,7 +22,7 @@ from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import StepRequest
 from portus.engine.paths.process import Closable, join, recover_left
-from portus.engine.paths.request import make_directory
+from portus.engine.paths.request import make_directory, refuse_hidden
 from portus.engine.paths.saver import FileSaver
 from portus.engine.paths.step_files import StepFiles
 from portus.engine.pipeline.companions import Companion
@@ -75,6 +75,7 @@ class DirectorySteps:
         owner: Closable,
     ) -> None:
         self.path: Final = os.fspath(directory)
+        refuse_hidden(self.path)
         if model != "default":
             raise UsageError(
                 f"model: {printable(self.path)} is a directory, which has the checkpoints of one "
@@ -96,8 +97,7 @@ class DirectorySteps:
         # Later than all that is there, whatever the clock says: by this the newest save is found,
         # also after a run went back to an earlier step (decision 0206).
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
-        note = self._files.note(self._last_ns, request.metrics)
-        request = replace(request, note=note, path=path)
+        request = replace(request, note=self._files.note(self._last_ns, request.metrics), path=path)
         try:
             return self.saver.save(state, path, request)
         except BaseException:
