@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import portus
 from portus.engine.paths import process
 from portus.engine.paths.face import load, save
+from portus.engine.paths.saver import FileSaver
 from portus.errors import MediumError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -97,3 +100,67 @@ def test_one_path_is_saved_to_for_ever_on_a_disk_that_has_room_for_two(
             found = load(place / "last.pt")
             assert (found["w"] == found["step"]).all()
     assert load(place / "last.pt")["step"] >= 6
+
+
+@pytest.mark.parametrize(
+    ("keep", "mib", "losses", "left"),
+    [
+        (2, 6, (0.0,) * 6, [4, 5]),  # the disk has room for two
+        (3, 4, (0.0,) * 6, [3, 4, 5]),
+        (1, 9, (0.0,) * 3, [0]),  # room for one: the only one stays
+        (None, 6, (0.0,) * 4, [0, 1]),
+        (portus.Keep(last=1, best=("loss", "min", 1)), 6, (0.9, 0.1, 0.5), [1, 2]),
+        # What the rule would remove is the newest one that is there.
+        (portus.Keep(last=1, best=("loss", "min", 1)), 6, (0.1, 0.9, 0.5), [0, 1]),
+    ],
+)
+def test_on_a_full_disk_what_keep_removes_goes_first_while_a_newer_one_remains(
+    mount: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    keep: int | portus.Keep | None,
+    mib: int,
+    losses: tuple[float, ...],
+    left: list[int],
+) -> None:
+    place, remove, remaining = mount("tmpfs") / "run", FileSaver.remove, []
+
+    def watch(own: FileSaver, path: str) -> None:
+        remove(own, path)
+        remaining.append((path, sorted(set(os.listdir(place)) - {".portus"})))
+
+    monkeypatch.setattr(FileSaver, "remove", watch)
+    with portus.Checkpointer(place, keep=keep, journal=False, on_error="warn") as run:
+        made = []
+        for step, loss in enumerate(losses):
+            numbers = {"w": torch.full((mib << 18,), float(step)), "step": step}
+            made.append(run.save(numbers, step, metrics={"loss": loss}))
+            made[-1].join()
+        assert run.steps() == left
+    assert all(names and max(names) > os.path.basename(path) for path, names in remaining)
+    for step in left:
+        check(place / f"step-{step:08}.pt", step)
+    assert [each.committed for each in made] == [step <= left[-1] for step in range(len(losses))]
+    for each in made[left[-1] + 1 :]:
+        with pytest.raises(MediumError, match="No space left on device"):
+            each.wait()
+
+
+@pytest.mark.parametrize("path", [".portus", ".portus/a.pt", "below/.portus/more/a.pt"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_nothing_is_saved_into_the_folder_of_portus(
+    tmp_path: Path, path: str, is_there: bool
+) -> None:
+    place = tmp_path / path
+    if is_there:
+        (place.parent if place.suffix else place).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with contextlib.closing(portus.TrainingFiles(portus.Settings(journal=False))) as files:
+        for refused in (
+            lambda: save(state(1), place),
+            lambda: files.save(state(1), str(place), 1),
+            lambda: files.save_directory(str(place), {"a.pt": state(1)}, 1),
+            lambda: portus.Checkpointer(f"{place}/run"),
+        ):
+            with pytest.raises(portus.UsageError, match=r"\.portus is the folder of Portus"):
+                refused()
+            assert sorted(tmp_path.rglob("*")) == before

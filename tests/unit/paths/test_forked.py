@@ -10,6 +10,7 @@ import pytest
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.opening import open_file_store
+from tests.unit.paths.programs import SLOW
 from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -44,3 +45,35 @@ def test_what_a_child_saves_is_in_the_mirror_and_in_the_journal(
     assert names == ["ckpt/1.ckpt"]
     (journal,) = (tmp_path / "run" / ".portus").rglob("*.lines")
     assert "1.ckpt" in journal.read_text()
+
+
+WAITING = (
+    SLOW
+    + """
+import os, signal
+import portus
+handle = portus.save({{"step": 1}}, {path!r})
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    for wait in (handle.wait, lambda: handle.wait(60), handle.join):
+        try:
+            wait()
+        except portus.UsageError as error:
+            assert "the parent's process saves it" in str(error), error
+        else:
+            os._exit(1)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+done = handle.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0 if handle.wait() == done else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+)
+
+
+def test_a_forked_child_is_told_that_its_parent_saves_what_it_waits_for(tmp_path: Path) -> None:
+    ran = in_process(WAITING.format(path=str(tmp_path / "a.pt")))
+    assert ran.returncode == 0, ran.stderr

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from portus.engine.extensions import STEPS_OF, extension
 from portus.engine.fence.fence import before_write
@@ -30,8 +29,6 @@ from portus.errors import PortusError, UsageError, printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-Result = TypeVar("Result")
 
 _log: Final = logging.getLogger("portus")
 
@@ -60,6 +57,10 @@ class Steps(Protocol):
     def note_commit(self, request: StepRequest) -> None:
         """Note that a save was committed, and remove files that ``keep`` lets go of."""
 
+    def make_room(self, request: StepRequest) -> bool:
+        """Remove, from a full disk, the oldest of what ``keep`` removes once that save is there,
+        while a newer one stays. Return whether that was done."""
+
     def versions(self) -> list[VersionInfo]:
         """See ``Checkpointer.versions``."""
 
@@ -77,7 +78,9 @@ class StepRequest(SaveRequest):
     path: str = ""
 
     def make_room(self) -> bool:
-        return any(each.yield_space() for each in self.owner._steps.companions)
+        # Both, in this order: an upload may hold the space of the file that was just removed.
+        has_removed = self.owner._steps.make_room(self)
+        return any(each.yield_space() for each in self.owner._steps.companions) or has_removed
 
     def note_start(self, save: Save) -> None:
         for each in self.owner._steps.companions:
@@ -191,8 +194,9 @@ class Checkpointer:
         checkpoint, ``UsageError`` if nothing in it matches a pattern, ``CorruptionError`` if it
         does not verify, or none does, ``MediumError``, and what ``torch.load`` raises.
         """
-        verify = self.settings.verify
-        return self._use(step, lambda found: found.load(names, verify=verify, **settings))
+        self._check_usable()
+        pick = partial(self._steps.choose, step)
+        return use_newest(pick, lambda it: it.load(names, verify=self.settings.verify, **settings))
 
     @calls.entry
     def restore_into(
@@ -233,7 +237,10 @@ class Checkpointer:
             weights_only=weights_only,
             verify=self.settings.verify,
         )
-        return self._use(step, lambda found: found.restore_into(state, options))
+        self._check_usable()
+        choose = partial(self._steps.choose, step)
+        report: RestoreReport = use_newest(choose, lambda it: it.restore_into(state, options))
+        return report
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, oldest commit first."""
@@ -294,11 +301,6 @@ class Checkpointer:
         """True once a save of this object was committed."""
         return self._saver.reports.has_committed
 
-    def _use(self, step: int | None, use: Callable[[StepSource], Result]) -> Result:
-        """Return what ``use`` gives for a step, or for the newest that verifies."""
-        self._check_usable()
-        return use_newest(partial(self._steps.choose, step), use)
-
     def _check_usable(self) -> None:
         self._check_process()
         if self._is_closed:
@@ -319,12 +321,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except PortusError as late:

@@ -22,7 +22,7 @@ from portus.engine.loading.restore_report import RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import StepRequest
 from portus.engine.paths.process import Closable, join, recover_left
-from portus.engine.paths.request import make_directory
+from portus.engine.paths.request import make_directory, refuse_hidden
 from portus.engine.paths.saver import FileSaver
 from portus.engine.paths.step_files import StepFiles
 from portus.engine.pipeline.companions import Companion
@@ -75,7 +75,12 @@ class DirectorySteps:
         owner: Closable,
     ) -> None:
         self.path: Final = os.fspath(directory)
-        _refuse_names(self.path, model)
+        refuse_hidden(self.path)
+        if model != "default":
+            raise UsageError(
+                f"model: {printable(self.path)} is a directory, which has the checkpoints of one "
+                f"run; found {model!r:.200}. Name a directory for each run, without model="
+            )
         self._keep: Final = keep
         self._files: Final = StepFiles(self.path)
         self.companions: Final[Sequence[Companion]] = extension(COMPANIONS)(self.path, settings)
@@ -92,8 +97,7 @@ class DirectorySteps:
         # Later than all that is there, whatever the clock says: by this the newest save is found,
         # also after a run went back to an earlier step (decision 0206).
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
-        note = self._files.note(self._last_ns, request.metrics)
-        request = replace(request, note=note, path=path)
+        request = replace(request, note=self._files.note(self._last_ns, request.metrics), path=path)
         try:
             return self.saver.save(state, path, request)
         except BaseException:
@@ -108,7 +112,11 @@ class DirectorySteps:
 
     def choose(self, step: int | None) -> list[FileStep]:
         if not calls.is_nested():  # else what is committed by now counts
-            self._await_saves(os.path.realpath(self.path))
+            where = os.path.realpath(self.path)
+            PENDING.wait_for(where)
+            with PENDING.exempt():  # and those of other processes
+                wait_for_drafts(where)
+                recover_left(where)
         path = self.path if step is None else self._files.path_of(step)
         found = self.versions()
         chosen = [
@@ -129,32 +137,24 @@ class DirectorySteps:
             return max((info.time_ns for info in self.versions()), default=0)
         return 0
 
-    def _await_saves(self, where: str) -> None:
-        """Wait for what is in flight, here and in other processes."""
-        PENDING.wait_for(where)
-        with PENDING.exempt():
-            wait_for_drafts(where)
-            recover_left(where)
-
     def note_commit(self, request: StepRequest) -> None:
         self._files.note_commit(request.step, request.note)
-        if self._keep is None:
-            return
+        self._remove_surplus()
+
+    def make_room(self, request: StepRequest) -> bool:
+        return self._remove_surplus(self._files.describe(request.step, request.note), most=1)
+
+    def _remove_surplus(self, *coming: VersionInfo, most: int | None = None) -> bool:
+        """Remove the oldest ``most`` of what ``keep`` removes. Return whether there was one."""
         try:
-            for path in self._files.surplus(self._keep):
+            found = [] if self._keep is None else self._files.surplus(self._keep, *coming)
+            for path in found[:most]:
                 for each in self.companions:
                     each.removing(path)
                 self.saver.remove(path)
+            return bool(found)
         except MediumError as error:
             _log.warning(
                 "portus: %s; more checkpoints than keep= says stay until the next commit", error
             )
-
-
-def _refuse_names(path: str, model: str) -> None:
-    where = printable(path)
-    if model != "default":
-        raise UsageError(
-            f"model: {where} is a directory, which has the checkpoints of one run; found "
-            f"{model!r:.200}. Name a directory for each run, without model="
-        )
+            return False

@@ -23,8 +23,7 @@ from portus.errors import MediumError, PortusError, UsageError
 _log: Final = logging.getLogger("portus")
 
 BLOCKING: Final = "PORTUS_BLOCKING"
-"""A variable; set to something other than 0, it makes each ``save`` return when the file is there.
-"""
+"""A variable: if it is set, and not to 0, each ``save`` returns when its file is there."""
 
 _SHARE: Final = 4
 """One in so many bytes of the machine's memory may be staged."""

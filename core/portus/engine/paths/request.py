@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from portus.engine.directory.folder import FOLDER
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.state.contents import FileContents
 from portus.errors import MediumError, UsageError, printable
@@ -70,6 +71,7 @@ def make_directory(path: str) -> bool:
     ``MediumError``."""
     if os.path.isdir(path):
         return False
+    refuse_hidden(path)
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
@@ -77,6 +79,12 @@ def make_directory(path: str) -> bool:
             error.errno, f"{printable(path)}: cannot make the directory: {error.strerror}"
         ) from error
     return True
+
+
+def refuse_hidden(path: str) -> None:
+    """Raise ``UsageError`` if ``path`` is the hidden folder of Portus, or in one."""
+    if FOLDER in os.path.realpath(path).split(os.sep):
+        raise UsageError(f"{printable(path)}: {FOLDER} is the folder of Portus; name another path")
 
 
 def name_of(files: Sequence[NewFile]) -> str:
@@ -107,6 +115,7 @@ def _target_of(path: str | os.PathLike[str], *, follows_links: bool) -> tuple[st
     if not follows_links:
         where, name = os.path.split(said)
         real = os.path.join(os.path.realpath(where or "."), name)
+    refuse_hidden(said)
     directory = os.path.dirname(real)
     if not _is_directory(directory, is_made=not follows_links):
         raise UsageError(
@@ -123,8 +132,7 @@ def _target_of(path: str | os.PathLike[str], *, follows_links: bool) -> tuple[st
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise UsageError(
-            f"{printable(said)}: expected the path of a file to write, found {kind}; name "
-            "another path"
+            f"{printable(said)}: expected the path of a file to write, found {kind}; name another"
         )
     return said, real
 

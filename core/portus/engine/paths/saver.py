@@ -160,7 +160,11 @@ class FileSaver:
         turn = Turn(sum(int(each.contents.lengths.sum()) for each in new), self, request.step)
         if not queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
-            return self.refuse(_too_late(name_of(new), waited_s), waited_s)
+            late = AbandonedError(
+                f"{printable(name_of(new))}: save given up: earlier saves were not finished after "
+                f"{waited_s:.1f} s. Save less often, or check the disk"
+            )
+            return self.refuse(late, waited_s)
         save = None
         try:
             if self._is_closed:  # by another thread, meanwhile
@@ -443,10 +447,3 @@ def _unless_newer(paths: Mapping[str, str], asked: int) -> Iterator[None]:
                     "after the save was called, so what is there is newer"
                 )
         yield
-
-
-def _too_late(name: str, waited_s: float) -> AbandonedError:
-    return AbandonedError(
-        f"{printable(name)}: save given up: earlier saves were not finished after "
-        f"{waited_s:.1f} s. Save less often, or check the disk"
-    )

@@ -15,10 +15,11 @@ from typing import Final
 
 import msgspec
 
+from portus.engine.directory.system import medium_error
 from portus.engine.loading.checkpoint_file import read_note
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo, check_step
-from portus.errors import CorruptionError, MediumError, printable
+from portus.errors import CorruptionError, MediumError
 
 _NAME: Final = re.compile(r"step-(\d{8,19})\.pt")
 
@@ -49,24 +50,27 @@ class StepFiles:
 
     def note_commit(self, step: int, note: bytes) -> None:
         """A file with ``note`` was just put there: it need not be read for that."""
-        path = self.path_of(step)
         with contextlib.suppress(OSError):
-            status = os.stat(path)
-            noted = msgspec.json.decode(note, type=_Note)
-            self._known[_mark(step, status)] = self._info(step, noted, status.st_size)
+            status = os.stat(self.path_of(step))
+            self._known[_mark(step, status)] = self.describe(step, note, status.st_size)
+
+    def describe(self, step: int, note: bytes, size: int = 0) -> VersionInfo:
+        """Return what a file of a step with ``note`` says of itself."""
+        return self._info(step, msgspec.json.decode(note, type=_Note), size)
 
     def versions(self) -> list[VersionInfo]:
         """Return what is there, oldest save first; files that are cut off too, by the times of the
         files. Raises ``MediumError``."""
         return [info for info, _ in self._list_files()]
 
-    def surplus(self, keep: Keep) -> list[str]:
-        """Return the files that ``keep`` lets go of. Files that are cut off do not count, and stay.
-        Raises ``MediumError``."""
+    def surplus(self, keep: Keep, *coming: VersionInfo) -> list[str]:
+        """Return the files that ``keep`` removes, oldest first, once ``coming`` is there too; never
+        the newest file. Files that are cut off do not count, and stay. Raises ``MediumError``."""
         # A file that is cut off must not push a good one out, and it is evidence (decision 0206).
         sound = [info for info, is_sound in self._list_files() if is_sound]
-        staying = {info.step for info in keep.staying(sound)}
-        return [self.path_of(info.step) for info in sound if info.step not in staying]
+        known = [info for info in sound if all(info.step != each.step for each in coming)]
+        staying = {info.step for info in keep.staying([*known, *coming])}
+        return [self.path_of(info.step) for info in sound[:-1] if info.step not in staying]
 
     def _list_files(self) -> list[tuple[VersionInfo, bool]]:
         try:
@@ -74,8 +78,7 @@ class StepFiles:
         except FileNotFoundError:
             return []
         except OSError as error:
-            where = printable(self.directory)
-            raise MediumError(error.errno, f"{where}: {error.strerror}") from error
+            raise medium_error(error, self.directory) from error
         known: dict[tuple[int, ...], VersionInfo | None] = {}
         found = []
         for name in names:
@@ -93,7 +96,7 @@ class StepFiles:
             except FileNotFoundError:
                 continue  # it was removed meanwhile
             except OSError as error:
-                raise MediumError(error.errno, f"{printable(path)}: {error.strerror}") from error
+                raise medium_error(error, path) from error
             # A file that is cut off is listed, so that a load reports it before it falls back.
             outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
             found.append((known[mark] or outside, known[mark] is not None))
@@ -103,12 +106,12 @@ class StepFiles:
     def _read(self, path: str, step: int, status: os.stat_result) -> VersionInfo | None:
         """Return what a file says of itself; None if it is cut off or cannot be read."""
         try:
-            noted, note = read_note(path), _Note(status.st_mtime_ns, {})
-            if noted is not None:
-                note = msgspec.json.decode(noted, type=_Note)
+            note = read_note(path)
+            if note is not None:
+                return self.describe(step, note, status.st_size)
         except (CorruptionError, MediumError, PermissionError, msgspec.DecodeError):
             return None
-        return self._info(step, note, status.st_size)
+        return self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
 
     def _info(self, step: int, note: _Note, size: int) -> VersionInfo:
         return VersionInfo(

@@ -127,8 +127,8 @@ class SaveHandle:
 
         timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and the
         error of a failed save: ``MediumError``, ``AbandonedError`` and others; older versions stay
-        loadable. In a signal handler that interrupted Portus, raises ``UsageError`` if the save is
-        not over.
+        loadable. In a signal handler that interrupted Portus, and in a forked child, raises
+        ``UsageError`` if the save is not over.
         """
         return self._save.result(timeout)
 
@@ -139,7 +139,7 @@ class SaveHandle:
     def join(self) -> None:
         """Block until the save is over. Raises nothing; ``committed`` tells how it ended, and a
         failure will still be reported. In a signal handler that interrupted Portus, returns at
-        once."""
+        once; in a forked child, raises ``UsageError`` if the save is not over."""
         self._save.join()
 
     @property

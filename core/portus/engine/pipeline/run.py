@@ -15,6 +15,7 @@ stored as they were at the call. One such storage voids the save.
 from __future__ import annotations
 
 import enum
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Column, Flags, Previous, Snapshot
 from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.engine.spec import VersionInfo
-from portus.errors import AbandonedError, PortusError
+from portus.errors import AbandonedError, PortusError, UsageError
 
 _LEAVE_S: Final = 1.0
 """The longest that a writer waits, after a save was given up, for the copier to stop reading."""
@@ -100,6 +101,7 @@ class Save:
         self._snapshot = snapshot
         self._steady = snapshot.steady
         self._owner: Final = owner
+        self._process: Final = os.getpid()
         self._lock: Final = threading.RLock()
         # Two, so that who waits for the end is woken once: each time takes Python's lock from the
         # worker.
@@ -129,7 +131,8 @@ class Save:
         self._stop.is_awaited = True
         try:
             # First: it notes the state at the call, and copying the early storages takes time.
-            self._audit = self._begin_audit()
+            if len(here := self._late_here()):
+                self._audit = self._owner.audit(self._late(here), self._stop)
             self._stats.guard = self._audit.way.value if self._audit is not None else ""
             self._copy(np.flatnonzero(~late))
         except BaseException as error:
@@ -165,8 +168,8 @@ class Save:
             return
         with self._lock:
             if self._stage < Stage.COMMITTED:
-                self._stage = Stage.FAILED
                 self._error = error if isinstance(error, PortusError) else _as_ours(error)
+                self._stage = Stage.FAILED
             self._copied.notify_all()
             self._ended.notify_all()
         try:
@@ -235,25 +238,30 @@ class Save:
     @calls.mark
     def join(self) -> None:
         """See ``SaveHandle.join``."""
-        with self._lock:
-            self.hurry()
-            self._ended.wait_for(lambda: self.over)
+        self._await_end(None)
 
     @calls.mark
     def result(self, timeout_s: float | None) -> VersionInfo:
         """See ``SaveHandle.wait``."""
+        if not self._await_end(timeout_s):
+            raise TimeoutError(f"save of step {self.step}: not durable within {timeout_s:g} s")
+        if self._error is not None:
+            self.reported = True
+            raise self._error
+        assert self._info is not None
+        return self._info
+
+    def _await_end(self, timeout_s: float | None) -> bool:
+        if self._process != os.getpid():  # the lock may be held by a thread of the parent
+            if not self.over:
+                raise UsageError(
+                    f"save of step {self.step}: the parent's process saves it; wait for it there"
+                )
+            return True
         with self._lock:
             if timeout_s != 0:  # who only looks does not wait
                 self.hurry()
-            if not self._ended.wait_for(lambda: self.over, timeout_s):
-                raise TimeoutError(
-                    f"save of step {self._snapshot.step}: not durable within {timeout_s:g} s"
-                )
-            if self._error is not None:
-                self.reported = True
-                raise self._error
-        assert self._info is not None
-        return self._info
+            return self._ended.wait_for(lambda: self.over, timeout_s)
 
     # Copying.
 
@@ -355,10 +363,6 @@ class Save:
 
     # The audit.
 
-    def _begin_audit(self) -> Audit | None:
-        late = self._late_here()
-        return self._owner.audit(self._late(late), self._stop) if len(late) else None
-
     def _end_audit(self) -> None:
         """Raise ``AbandonedError`` if a late storage was not stored as it was at the call."""
         if self._audit is None:
@@ -372,11 +376,8 @@ class Save:
     def _late(self, rows: Column) -> LateStorages:
         snapshot = self._snapshot
         changes = snapshot.changes
-        return LateStorages(
-            snapshot.address[rows],
-            snapshot.length[rows],
-            (lambda: changes()[rows]) if changes is not None else no_changes,
-        )
+        changed = (lambda: changes()[rows]) if changes is not None else no_changes
+        return LateStorages(snapshot.address[rows], snapshot.length[rows], changed)
 
     def _digests_of(self, indices: Column) -> Digests:
         """The unit digests that were stored for some storages."""
@@ -389,8 +390,7 @@ class Save:
 
     def _late_here(self) -> Column:
         """Late storages with an address in this process."""
-        snapshot = self._snapshot
-        return np.flatnonzero(snapshot.late & (snapshot.address != 0))
+        return np.flatnonzero(self._snapshot.late & (self._snapshot.address != 0))
 
     def _verdict(self, guilty: list[int]) -> str:
         names = [self._owner.describe(index) for index in guilty[:3]]

@@ -88,6 +88,9 @@ class PoolSteps:
     def note_commit(self, request: StepRequest) -> None:
         """Do nothing: what ``keep`` lets go of went in the same commit."""
 
+    def make_room(self, request: StepRequest) -> bool:
+        return False
+
     def versions(self) -> list[VersionInfo]:
         if not self._is_there():
             return []
