@@ -444,7 +444,7 @@ def test_a_part_of_a_file_is_read_for_a_part_of_a_state(monkeypatch: pytest.Monk
     real = fetch
 
     def noted(file: Any, sources: Any, stop: Any) -> Any:
-        read.extend(source.length for source in sources)
+        read.extend(sources.length.tolist())
         return real(file, sources, stop)
 
     monkeypatch.setattr(stored_bytes, "fetch", noted)
