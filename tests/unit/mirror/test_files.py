@@ -302,6 +302,18 @@ def test_what_is_removed_is_gone_with_its_digest(
     ]
 
 
+def test_what_was_to_replace_a_file_goes_with_it(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    made(tmp_path / "last.ckpt", 10)
+    put(files, tmp_path / "last.ckpt")
+    files.set_aside(["last.ckpt"])
+    with open_file(str(tmp_path / "last.ckpt")) as file:
+        files.upload("last.ckpt", file, Stop(), step=8, time_ns=8)
+    files.remove(["last.ckpt"])
+    assert [each.name for each in store.list("run/") if "log/" not in each.name] == []
+
+
 def test_a_link_that_replaces_a_file_takes_its_object_away(
     tmp_path: Path, store: FileStore, files: MirroredFiles
 ) -> None:

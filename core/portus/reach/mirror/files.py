@@ -22,6 +22,7 @@ from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.object_file import ObjectFile, digest_of
 from portus.reach.mirror.objects import (
+    BEFORE,
     DIGEST_SUFFIX,
     FACTS_MAX,
     LOG,
@@ -86,7 +87,6 @@ class MirroredFiles(Mirror):
         # Never over the file that counts: a kill before the entry must not lose that one
         # (decision 0208).
         name = file_name(path, "" if replaced is None else replaced.name)
-
         return FileAdded(
             path=path,
             name=name,
@@ -176,7 +176,9 @@ class MirroredFiles(Mirror):
         there = {each.path: each for each in self.state.files}
         gone = [there[path] for path in dict.fromkeys(paths) if path in there]
         self._say([FileRemoved(each.path) for each in gone])
-        self._delete([each.name for each in gone if not each.link])
+        # Of one that was set aside, too, what was to replace it and never counted.
+        own = [file_name(each.path) for each in gone if each.name.startswith(BEFORE)]
+        self._delete([*(each.name for each in gone if not each.link), *own])
 
     def retire(self, checkpoints: Mapping[str, Sequence[str]], keep: int) -> None:
         """Remove checkpoints, each the paths of its files, but for the newest ``keep`` of those

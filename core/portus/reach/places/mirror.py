@@ -44,7 +44,8 @@ _NO_POOL: Final = bytes(16)
 """The pool of a command, which has none."""
 
 UNCOUNTED: Final = (
-    "is in no entry of the log: an upload that is under way or was cut off, or its entry is lost"
+    "is in no entry of the log: an upload that is under way or was cut off, its entry is lost, or "
+    "it is not of Portus"
 )
 """What is to be said of an object that does not count."""
 
