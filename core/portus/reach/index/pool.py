@@ -559,11 +559,11 @@ class PoolWriter(PoolReader):
         return extents
 
     def _full(self, pages: int, why: str, *, contiguous: bool) -> str:
+        pinned = self._space.pinned_versions()  # first: a reader that lets go makes room
         free = f"{self.free_bytes()} of {self.medium.size}"
         piece = f" than the {free} that are free"
         if contiguous:
             piece = f" in one piece; {free} are free, in smaller pieces"
-        pinned = self._space.pinned_versions()
         return f"{self.medium.info.name}: {pages * PAGE} more bytes needed{piece}, {why}" + (
             f"; readers hold versions {pinned}" if pinned else ""
         )
