@@ -36,7 +36,7 @@ class Capture:
         self.removed: Final[list[str]] = []
         """Directories that are to go once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
-        """By file name, as Accelerate says it; ``torch_name`` tells where its reference goes."""
+        """What was taken for each file, under the name that Accelerate gives it."""
 
     def takes(self, path: Any) -> bool:
         """Whether a file, which may be an open one, goes here."""

@@ -249,8 +249,8 @@ class _ZipBytes:
         end, behind = self._records.data_at[cut], self._after[cut]
         begins = [0, *(end + behind - self._before[cut]).tolist()]
         ends = [*end.tolist(), self._records.end]
-        data, rows = bytes(self._bytes), zip(begins, ends, [0, *behind.tolist()], strict=True)
-        return [Literal(at, data[at - before : until - before]) for at, until, before in rows]
+        data, rows = memoryview(self._bytes), zip(begins, ends, [0, *behind.tolist()], strict=True)
+        return [Literal(at, bytes(data[at - past : until - past])) for at, until, past in rows]
 
     def _write(self, alike: Column, names: NDArray[np.bytes_], crcs: Column) -> None:
         """The headers, descriptors and entries of records of a kind."""

@@ -55,7 +55,7 @@ class PreviousVersion:
 
     @property
     def info(self) -> VersionInfo:
-        """What it is."""
+        """The facts of the version, of its record."""
         return self.record.info
 
     @property
