@@ -8,7 +8,6 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -49,17 +48,16 @@ def late_of(memory: np.ndarray, size: int) -> LateStorages:
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that tells nothing, as in most containers."""
 
     def refuse() -> int:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(linux, "open_write_watch", refuse)
+    # The descriptor of this process is put back in the end: with another one, no memory of which
+    # the first has registered a part could be watched.
     monkeypatch.setattr(write_watch, "_opened", None)
-    yield
-    monkeypatch.undo()
-    write_watch._opened = None
 
 
 def ways(guard: Guard, late: LateStorages, count: int = 2) -> list[AuditMethod]:
