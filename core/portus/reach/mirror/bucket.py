@@ -16,6 +16,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
+import time
 import weakref
 from collections.abc import (
     AsyncIterator,
@@ -65,6 +66,8 @@ _PARTS_MAX: Final = 10_000
 
 _COPY_MAX: Final = 2 << 30
 """Bytes of an object that one request copies. S3 takes 5 GiB, but a request has to end in time."""
+
+_THREADS_S: Final = 1.0
 
 Result = TypeVar("Result")
 
@@ -321,6 +324,27 @@ def _several(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that knows which futures a thread of obstore has in hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._futures: Final[set[weakref.ref[asyncio.Future[Any]]]] = set()
+
+    def create_future(self) -> asyncio.Future[Any]:
+        future = super().create_future()
+        self._futures.add(weakref.ref(future, self._futures.discard))
+        return future
+
+    def wait_for_threads(self) -> None:
+        """Return once no thread is about to give an answer, or still returns from that."""
+        # It returns through Python. Until 3.14, one that does so while the interpreter ends takes
+        # the process down, by SIGABRT.
+        end = time.monotonic() + _THREADS_S
+        while self._futures and time.monotonic() < end:
+            time.sleep(0.001)
+
+
 class _Calls:
     """An event loop in a thread of its own, which begins with the first call."""
 
@@ -328,7 +352,7 @@ class _Calls:
         self._name: Final = name
         self._guard: Final = threading.Lock()
         self._process: Final = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: _Loop | None = None
         self._thread: JoinableThread | None = None
         self._is_closed = False
 
@@ -378,22 +402,23 @@ class _Calls:
         if thread is not threading.current_thread():  # the garbage collector may be in any
             thread.join()
 
-    def _start(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> _Loop:
         if self._is_closed:
             raise UsageError(f"{self._name}: it is closed; open it again")
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = _Loop()
             self._thread = JoinableThread(partial(_serve, self._loop), "portus-store")
             self._thread.start()
         return self._loop
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _serve(loop: _Loop) -> None:
     loop.run_forever()
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
     loop.run_until_complete(_end(left))
+    loop.wait_for_threads()
     loop.close()
 
 
