@@ -1,8 +1,9 @@
 """The operator's way into a running host: a unix socket, for its owner and root alone.
 
-What is asked, and the answer, are one line of JSON each. The socket is in the run directory of the
-service, or of the user, and named by the port of the first listener that has one; or where the
-start of the host said. It is no way in for tenants: nothing that they know or say reaches it.
+The request and the answer are one line of JSON each. The socket is in the run directory of the
+service, or of the user. Its name is the port of the first listener that has one, unless the start
+of the host gave a path. Tenants cannot enter here: nothing that they know or say reaches the
+socket.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from portus.reach.protocol.address import Scheme, is_address, parse
 from portus.reach.protocol.messages import Fault
 
 LINE_MAX: Final = 16 << 20
-"""Bytes of an answer."""
+"""Bytes of an answer, at most."""
 
 _ASKED_MAX: Final = 64 << 10
 _ASKED_S: Final = 5.0
-"""The longest that the question may take to come."""
+"""Seconds that a request may take to arrive."""
 
 _HOST_AND_PORT: Final = re.compile(r"[^/]+:\d+")
 
@@ -42,32 +43,32 @@ _ROOT: Final = 0
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """How the host is: ``HostStatus``."""
+    """Ask for the ``HostStatus``."""
 
 
 class Kick(msgspec.Struct, frozen=True, tag=True):
-    """End the connections of a tenant, or one, by its peer."""
+    """End the connections of a tenant, or the one of a peer."""
 
     who: str
 
 
 class ReadOnly(msgspec.Struct, frozen=True, tag=True):
-    """Begin no save of a tenant, and retire nothing of it; or do again."""
+    """Stop (``on``) or allow again the saves of a tenant, and the retiring of its versions."""
 
     tenant: str
     on: bool
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Begin no save of any tenant, and retire nothing; then wait until no save is under way,
-    ``wait_s`` at most."""
+    """Stop (``on``) or allow again the saves and retirements of all tenants. After a stop, wait
+    until no save is under way, ``wait_s`` at most."""
 
     on: bool
     wait_s: float
 
 
 class Reopen(msgspec.Struct, frozen=True, tag=True):
-    """Open a pool again that accepts no more writes, if every byte of it is right."""
+    """Open a pool that accepts no more writes again, if every byte of it is right."""
 
     tenant: str
 
@@ -80,10 +81,11 @@ Asked: TypeAlias = Look | Kick | ReadOnly | Drain | Reopen | Reload
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool that is open. ``size``, ``on_disk``, ``free``, ``quota``: bytes; ``quota``: None:
-    none. ``claims``: the models that are saved. ``poisoned``: it accepts no more writes.
-    ``mirror``: where it is copied to, None: nowhere; ``mirror_missing``: how many versions are not
-    there, ``mirror_lag_s``: for how long, in seconds, and ``mirror_failure``: why."""
+    """A pool that is open. ``size``, ``on_disk``, ``free``, ``quota``: bytes; a ``quota`` of None:
+    unlimited. ``claims``: the models that clients save. ``poisoned``: the pool accepts no more
+    writes. ``mirror``: the destination of its copies, None if there is none; ``mirror_missing``:
+    how many versions are not there yet, ``mirror_lag_s``: for how many seconds, and
+    ``mirror_failure``: why."""
 
     tenant: str
     size: int
@@ -104,7 +106,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True, tag="Standing"):
-    """A host, as it is now."""
+    """The status of a host: its tenants and its connections."""
 
     place: str
     addresses: list[str]
@@ -131,10 +133,10 @@ Answer: TypeAlias = HostStatus | RequestDone | RequestRefused
 
 
 class AdminSocket:
-    """Where a host hears its operator, from ``start`` to ``stop``."""
+    """The socket at which a host answers its operator, from ``start`` to ``stop``."""
 
     def __init__(self, path: str, server: Server, options: ServeOptions) -> None:
-        """Listens at ``path``. Raises ``MediumError`` if the system refuses."""
+        """Listen at ``path``. Raise ``MediumError`` if the system refuses."""
         self.path: Final = path
         self._server: Final = server
         self._options: Final = options
@@ -149,11 +151,11 @@ class AdminSocket:
             ) from error
 
     def start(self) -> None:
-        """Answer, each on a thread of its own."""
+        """Answer requests, each on a thread of its own."""
         threading.Thread(target=self._accept, name="portus-admin", daemon=True).start()
 
     def stop(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering, and remove the socket."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -260,8 +262,8 @@ class AdminSocket:
 
 
 def admin_path(server: Server) -> str:
-    """Where the socket is, if the start does not say. Raises ``UsageError`` if it has no place:
-    there is no run directory, or no port to name it by."""
+    """Return the path of the socket that the host uses if the operator names none. Raise
+    ``UsageError`` if there is no run directory, or no port to name the socket by."""
     directory = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or _of_user()
     if not directory:
         raise UsageError(
@@ -279,11 +281,11 @@ def admin_path(server: Server) -> str:
 
 
 def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
-    """What a host of this machine answers.
+    """Return the answer of a host of this machine to a request.
 
     where: its address, also as HOST:PORT, or the path of its socket. wait_s: the longest wait;
-    None: as long as it takes. Raises ``UsageError`` if there is no such host here,
-    ``TransportError`` if it does not answer, and what it refuses.
+    None: unlimited. Raises ``UsageError`` if there is no such host here, ``TransportError`` if it
+    does not answer, and the error with which it refuses.
     """
     path = _path_of(where)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
@@ -332,7 +334,7 @@ def _path_of(where: str) -> str:
 
 
 def _of_user() -> str:
-    """The run directory of this user; empty if there is none."""
+    """Return the run directory of this user, or "" if there is none."""
     place = os.environ.get("XDG_RUNTIME_DIR")
     return os.path.join(place, "portus") if place else ""
 
@@ -343,7 +345,7 @@ def _user_of(asking: socket.socket) -> int:
 
 
 def _line(asking: socket.socket, size_max: int) -> bytes:
-    """Up to the first end of a line. Raises ``OSError``."""
+    """Return the bytes up to the first end of a line. Raise ``OSError`` if there is none."""
     with asking.makefile("rb") as file:
         found = file.readline(size_max)
     if not found.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""What mirror and replica of a pool share: each of its models has a copier of its own."""
+"""Copies of a tenant's pool, to a mirror or to a replica: one copier for each model."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ class Copies(Generic[EachCopier]):
         writer.yields.append(self._yield_space)
 
     def note_change(self, changed: Collection[str]) -> None:
-        """Something of these models was committed, or let go of, or what holds it."""
+        """Wake the copiers of these models: their versions, or what holds versions, changed."""
         for model in changed:
             copier = self._copiers.get(model)
             if copier is not None:
                 copier.wake()
 
     def missing(self) -> list[VersionInfo]:
-        """The versions that are in the pool alone, of models that are copied from here."""
+        """Return the versions that no copy has yet, of the models that this host copies."""
         return [info for copier in self._all() for info in copier.backlog()]
 
     @property
     def lag_s(self) -> float:
-        """Seconds since the first of them was saved; 0 if there is none."""
+        """Seconds since the oldest missing version was saved; 0 if none is missing."""
         first_ns = min((info.time_ns for info in self.missing()), default=None)
         return 0.0 if first_ns is None else max(0.0, time.time() - first_ns / 1e9)
 
     @property
     def failure(self) -> str:
-        """Why some are missing; empty if nothing is wrong."""
+        """The reason why versions are missing; empty if nothing is wrong."""
         return next(filter(None, (copier.failure for copier in self._all())), "")
 
     def _finish(self, wait_s: float) -> list[EachCopier]:
-        """Wait for what is missing, ``wait_s`` seconds at most; return who is to end then."""
+        """Wait for missing versions, ``wait_s`` seconds at most; return the copiers, for the caller
+        to end."""
         until_s = time.monotonic() + wait_s
         copiers = self._all()
         for copier in copiers:

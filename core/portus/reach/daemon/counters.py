@@ -1,4 +1,4 @@
-"""What a host counts."""
+"""The numbers that a host counts."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ BOUNDS_S: Final = (
 
 
 class Counters:
-    """Numbers that only grow. ``counts`` of what is in ``COUNTED``; ``failures`` by the name of the
-    fault. Of each thing in ``TIMED``: how many took up to each of ``BOUNDS_S`` and no less (and
-    more than all of them), in ``buckets``, and ``seconds`` in all. ``rot``: damaged places that the
-    last scrub found, by tenant. Thread-safe; ``now`` is how they are read together."""
+    """Numbers that only grow. ``counts``: by the names in ``COUNTED``. ``failures``: by the name of
+    the fault. ``buckets``: for each name in ``TIMED``, how many events fell under each of
+    ``BOUNDS_S``, and above the last; ``seconds``: their total. ``rot``: damaged places that the
+    last scrub found, by tenant. Thread-safe; ``now`` reads all of them together."""
 
     def __init__(self) -> None:
         self._guard: Final = threading.Lock()
@@ -55,7 +55,7 @@ class Counters:
         self.rot: dict[str, int] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Count."""
+        """Add ``amount`` to the count ``name``."""
         with self._guard:
             self.counts[name] += amount
 
@@ -65,7 +65,7 @@ class Counters:
             self.failures[fault.name.lower()] += 1
 
     def took(self, name: str, seconds: float) -> None:
-        """Count one more of what is in ``TIMED``."""
+        """Record that one event of ``TIMED`` took ``seconds``."""
         with self._guard:
             self.buckets[name][bisect.bisect_left(BOUNDS_S, seconds)] += 1
             self.seconds[name] += seconds
@@ -76,7 +76,7 @@ class Counters:
             self.rot[tenant] = count
 
     def now(self) -> Counters:
-        """Return a copy of all as they are at one moment."""
+        """Return a copy of all counts, taken at one moment."""
         copied = Counters()
         with self._guard:
             copied.counts, copied.failures = dict(self.counts), dict(self.failures)

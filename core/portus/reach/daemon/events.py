@@ -1,4 +1,4 @@
-"""What a host logs: events with fields, and the lines of JSON that they become.
+"""The log of a host: events with fields, and the lines of JSON that they become.
 
 The events, and the fields of each, are a table in docs/deploying.md.
 """
@@ -19,14 +19,15 @@ _FIELDS: Final = "portus_fields"
 
 
 def tell(level: int, event: str, message: str, /, **fields: str | float | None) -> None:
-    """Log ``message`` for people, and the same as fields for programs. None is not known."""
+    """Log ``message`` for people, with the same facts as ``fields`` for programs. A field of None
+    is left out."""
     known = {name: value for name, value in fields.items() if value is not None}
     _log.log(level, "%s", message, extra={_FIELDS: {"event": event, **known}})
 
 
 class RateLimitedLog:
-    """Events that strangers cause, as often as they like: so many in a while are told, and then
-    how many were left out. Thread-safe."""
+    """A log of events that strangers cause, as often as they like. It logs ``count_max`` of them in
+    ``while_s`` seconds, and then how many it left out. Thread-safe."""
 
     def __init__(self, count_max: int = 20, while_s: float = 60.0) -> None:
         self._count_max: Final = count_max
@@ -46,7 +47,7 @@ class RateLimitedLog:
                 tell(level, event, message, **fields)
 
     def end(self) -> None:
-        """Tell how many were left out until now."""
+        """Log how many events were left out until now."""
         with self._guard:
             self._end()
 
@@ -58,9 +59,9 @@ class RateLimitedLog:
 
 
 class Lines(logging.Formatter):
-    """One JSON object for each line. What was not told as an event is the event ``log``. Text is
-    made ``printable``: what clients say is not to reach a terminal through a program that undoes
-    the escapes of JSON."""
+    """A formatter that writes one JSON object for each line. A record without an event becomes the
+    event ``log``. All text is made ``printable``: another program may undo the escapes of JSON, and
+    what clients say must not reach a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         told = {
@@ -80,7 +81,7 @@ class Lines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Send what Portus logs to stderr, as lines of JSON; and what ends a thread."""
+    """Send the log of Portus to stderr as lines of JSON, errors that end a thread included."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     logger = logging.getLogger("portus")

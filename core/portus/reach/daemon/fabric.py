@@ -1,7 +1,7 @@
-"""Verbs on a storage host: its devices, the pools registered there, one end for each client.
+"""Verbs on a storage host: its devices, the pools registered there, and one end for each client.
 
-A ``Fabric`` is of a host, a ``HostLane`` of one connection. A lane posts reads and writes of the
-client's memory; nothing of the host's memory can be reached by the client.
+A host has one ``Fabric``, and each connection one ``HostLane``. A lane posts reads and writes of
+the client's memory; the client cannot reach the host's memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Fabric:
     """The devices of a host. Thread-safe."""
 
     def __init__(self, wish: Transport = Transport.AUTO) -> None:
-        """Raises ``UsageError`` if verbs are wished for and cannot be had."""
+        """Raise ``UsageError`` if ``wish`` demands verbs and the host has none."""
         self._wish: Final = wish
         self._guard: Final = threading.Lock()
         self._devices: Final[dict[Port, _Device]] = {}
@@ -56,7 +56,7 @@ class Fabric:
                 raise UsageError(f"verbs cannot be served: {error}") from error
 
     def why_not(self, link: Link) -> str:
-        """Why the client at the other end of ``link`` cannot have verbs; "" if it can."""
+        """Return why the client at the other end of ``link`` cannot have verbs, or "" if it can."""
         if self._wish is Transport.TCP:
             return "this host serves TCP only (--transport tcp)"
         if link.secret:
@@ -86,13 +86,14 @@ class Fabric:
         return HostLane(link, hosted, pair, device)
 
     def give_back(self, hosted: HostedPool) -> int:
-        """Give the free space of a pool back; bytes that came back. None while a device has its
-        pages pinned: it would go on with pages that are the pool's no more."""
+        """Return the free space of a pool to the file system, and how many bytes that was. Return 0
+        while a device has pages of the pool pinned: it would keep using pages that the pool has
+        lost."""
         with self._guard:  # nobody begins to pin any meanwhile
             return 0 if self._pins(hosted) else hosted.writer.give_back()
 
     def has_pinned(self, hosted: HostedPool) -> bool:
-        """True if a device has pages of a pool pinned."""
+        """Return whether a device has pages of a pool pinned."""
         with self._guard:
             return self._pins(hosted)
 
@@ -100,7 +101,7 @@ class Fabric:
         return any(device.pools.get(hosted) is not None for device in self._devices.values())
 
     def close(self) -> None:
-        """Let go of all devices; no lane is in use any more."""
+        """Release all devices. No lane may be in use any more."""
         with self._guard:
             for device in self._devices.values():
                 with contextlib.suppress(TransportError):
@@ -116,10 +117,10 @@ class Fabric:
 
 
 class _Device:
-    """One device: what is registered with it, of all pools."""
+    """One device, with the regions of all pools that are registered with it."""
 
     def __init__(self, port: Port, guard: threading.Lock) -> None:
-        """guard: held while ``pools`` is looked at."""
+        """guard: held while ``pools`` is read or changed."""
         self.domain: Final = Domain(port)
         self.rings: Final = Rings(self.domain)
         self.pools: Final[dict[HostedPool, PoolRegions | None]] = {}
@@ -138,7 +139,7 @@ class _Device:
             return self.pools[hosted]
 
     def give_up(self, hosted: HostedPool, why: RegisterError) -> None:
-        """Reach that pool through rings from now on."""
+        """Reach a pool through rings from now on."""
         with self._guard:
             self.pools[hosted] = None
         name = hosted.writer.medium.info.name
@@ -169,12 +170,12 @@ class HostLane:
 
     @property
     def closed(self) -> bool:
-        """True when it is of no more use: a transfer failed."""
+        """True once a transfer has failed, which makes the lane useless."""
         return self._pair.closed
 
     def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult:
-        """See ``one_sided.transfer``. Raises ``UnexpectedMessageError`` and ``EndedError`` too:
-        when the client says something meanwhile, or goes."""
+        """Move bytes as ``one_sided.transfer`` does. Raise ``UnexpectedMessageError`` if the client
+        sends a message meanwhile, and ``EndedError`` if it leaves."""
         with self._landing() as landing:
             return transfer(self._pair, landing, moved, key, self._link, is_pull=is_pull)
 
@@ -196,7 +197,7 @@ class HostLane:
             yield RingLanding(self._hosted.writer.medium, ring)
 
     def _straight(self) -> DirectLanding | None:
-        """The pool itself, if it can be registered."""
+        """Return a landing that is the pool itself, or None if the pool cannot be registered."""
         regions = self._device.regions(self._hosted)
         if regions is None:
             return None

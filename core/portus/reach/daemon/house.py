@@ -1,4 +1,4 @@
-"""What all connections of a host share, and what is known of each."""
+"""The state that all connections of a host share, and the facts about each connection."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from portus.reach.protocol.messages import Fault, Refused
 from portus.reach.transport.budget import Budget
 
 MEMORY: Final = 1 << 30
-"""Bytes that all clients together make a host hold, at most, if it is not told otherwise."""
+"""Bytes of memory that all clients together may make a host hold, unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientTimeouts:
-    """The longest waits for a client, in seconds. ``idle_s``: between requests; ``silent_s``:
-    within one, payload included. ``claim_s``: for a model that another client saves. ``claimed_s``:
-    between requests, of who claimed one."""
+    """The longest waits for a client, in seconds. ``idle_s``: between requests; ``claimed_s``: the
+    same, for a client that has claimed a model; ``silent_s``: within a request, payload included;
+    ``claim_s``: for a model that another client saves."""
 
     idle_s: float = 900.0
     claimed_s: float = 2 * 86400.0
@@ -38,7 +38,7 @@ class ClientTimeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class House:
-    """What all sessions of a host share."""
+    """The state that all sessions of a host share."""
 
     pools: Pools
     secrets: Secrets
@@ -46,7 +46,7 @@ class House:
     patience: ClientTimeouts
     fabric: Fabric = field(default_factory=Fabric)
     strangers: RateLimitedLog = field(default_factory=RateLimitedLog)
-    """Tells of those that were not let in."""
+    """Logs the clients that were turned away."""
     budget: Budget = field(default_factory=lambda: Budget(MEMORY))
     places: Places = field(default_factory=Places)
     hashing: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(HASHERS))
@@ -61,9 +61,9 @@ def turn_away(house: House, peer: str, why: str, tenant: str | None = None) -> N
 
 
 class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A connection, as it is now. ``tenant``: empty until it is let in. ``seconds``: since it came.
-    ``claims``: the models that it saves; ``pins``: how many versions it holds; ``saving``:
-    MODEL@STEP, or empty."""
+    """The status of a connection. ``tenant``: empty until the client is let in. ``seconds``: since
+    it connected. ``claims``: the models that it saves; ``pins``: how many versions it holds;
+    ``saving``: MODEL@STEP, or empty."""
 
     peer: str
     tenant: str
@@ -74,7 +74,7 @@ class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal_of(error: PortusError) -> Refused:
-    """How a client is told of it."""
+    """Return the message that reports an error to a client."""
     number = error.errno if isinstance(error, OSError) else None
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return Refused(Fault.of(error), number or 0, text[: said.TEXT_SIZE_MAX // 4])

@@ -30,13 +30,13 @@ from portus.reach.protocol.address import TENANT, Address, Scheme, Transport, is
 from portus.reach.transport.budget import Budget
 
 MEMORY_MIN: Final = 16 << 20
-"""Bytes that a host may be told to hold for its clients, at least: below there are no saves."""
+"""The smallest memory, in bytes, that a host may be given for its clients: saves need as much."""
 
 CONNECTIONS_MIN: Final = 8
-"""Connections that a host may be told to let in, at least: two trainers."""
+"""The smallest limit of connections that a host may be given: enough for two trainers."""
 
 _FILES: Final = 2048
-"""Descriptors besides those of connections: two for each tenant."""
+"""Descriptors beside those of connections: two for each tenant."""
 
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
 _M_ARENA_MAX: Final = -8
@@ -47,9 +47,9 @@ _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 def serve(options: ServeOptions) -> bool:
-    """Serve until SIGTERM or SIGINT; False if the end was not clean.
+    """Serve until SIGTERM or SIGINT; return False if the end was not clean.
 
-    Raises what keeps it from starting: ``UsageError``, ``MediumError``, ``BusyError``,
+    Raises, if the host cannot start: ``UsageError``, ``MediumError``, ``BusyError``,
     ``CorruptionError``.
     """
     rate = parse_rate(options.scrub) if options.scrub else None
@@ -89,7 +89,7 @@ def serve(options: ServeOptions) -> bool:
 
 
 def _may_open(places: Places) -> None:
-    """Raise the limit on open descriptors to what ``places`` need, as far as the system allows."""
+    """Raise the limit on open descriptors to what ``places`` needs, as far as the system allows."""
     import resource  # not there on every system that imports this
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -100,9 +100,8 @@ def _may_open(places: Places) -> None:
 
 
 def _give_back_what_is_freed() -> None:
-    """Have glibc give big blocks back to the system as soon as they are freed. By itself it keeps
-    them, for each of its arenas, so that a host would keep what many clients once took at a time.
-    """
+    """Have glibc return big blocks to the system as soon as they are freed. Its default keeps them,
+    for each arena: the host would hold what many clients once took at the same time."""
     with contextlib.suppress(AttributeError, OSError):  # another C library, with ways of its own
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
@@ -110,8 +109,8 @@ def _give_back_what_is_freed() -> None:
 
 
 def _admin_socket(options: ServeOptions, server: Server) -> tuple[AdminSocket | None, str]:
-    """Return the socket of the operator, or None and why there is none. One that nobody asked for
-    is optional."""
+    """Return the socket of the operator, or None and the reason. Without ``--admin`` the socket is
+    optional."""
     try:
         path = options.admin_path or admin_path(server)
     except UsageError as error:
@@ -131,9 +130,9 @@ def _admin_socket(options: ServeOptions, server: Server) -> tuple[AdminSocket | 
 def _signal_socket() -> socket.socket:
     """Return a socket that receives the number of each signal from now on, a byte each.
 
-    An event that a handler sets is not enough: Python runs handlers only in the main thread, and
-    nothing wakes it while it waits, if the system gave the signal to another thread, or just before
-    the wait began.
+    An event that a handler sets is not enough. Python runs handlers only in the main thread, and
+    nothing wakes that thread if the system delivers the signal to another one, or just before the
+    wait begins.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -144,7 +143,7 @@ def _signal_socket() -> socket.socket:
 
 
 def prepare(options: ServeOptions) -> Server:
-    """A server that listens, and has not started."""
+    """Return a server that listens and has not started."""
     read = HostFiles.of(options)
     context = read.context
     memory = parse_size(options.memory) if options.memory else MEMORY
@@ -203,7 +202,7 @@ def prepare(options: ServeOptions) -> Server:
 def _other(
     options: ServeOptions, text: str, addresses: Sequence[Address], secrets: Secrets
 ) -> OtherHost:
-    """The host that goes on if this one is lost. Raises ``UsageError`` if it cannot."""
+    """Return the host that takes over if this one is lost. Raise ``UsageError`` if it cannot."""
     if options.mirror:
         raise UsageError("--mirror and --replica: what is saved is copied to one of them")
     if not is_address(text):
@@ -224,7 +223,8 @@ def _other(
 
 
 def parse_listen(text: str, *, tls: bool) -> Address:
-    """Where to listen: ``HOST[:PORT]``, ``unix:PATH``, or an address. Raises ``UsageError``."""
+    """Return the address at which to listen: ``HOST[:PORT]``, ``unix:PATH``, or an address. Raise
+    ``UsageError`` for any other text."""
     if is_address(text):
         return parse(text)
     if text.startswith("unix:"):
@@ -243,7 +243,7 @@ def parse_listen(text: str, *, tls: bool) -> Address:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, if it started us (``Type=notify``)."""
+    """Report ``state`` to systemd, if it started this process (``Type=notify``)."""
     place = os.environ.get("NOTIFY_SOCKET")
     if not place:
         return

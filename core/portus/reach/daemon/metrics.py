@@ -1,4 +1,4 @@
-"""What a host counts, as Prometheus reads it: the one module that knows prometheus_client."""
+"""The counts of a host as Prometheus reads them: the one module that knows prometheus_client."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 _SILENCE_S: Final = 10
-"""The longest that a reader may say nothing in the middle of a request."""
+"""Seconds that a reader may stay silent in the middle of a request."""
 
 Family = type[CounterMetricFamily | GaugeMetricFamily]
 
 Standing = tuple[str, Family, str, Callable[[HostedPool], float]]
-"""Name, kind, help, and the number for a tenant."""
+"""Name, kind and help of a number, and the function that returns it for a pool."""
 
 _STANDING: Final[Sequence[Standing]] = (
     ("pool_bytes", GaugeMetricFamily, "size of the pool", lambda each: each.writer.medium.size),
@@ -68,7 +68,7 @@ _STANDING: Final[Sequence[Standing]] = (
 
 
 class HostCollector(Collector):
-    """All the numbers of a host, as they are when they are read."""
+    """Collects all numbers of a host at the time of each request."""
 
     def __init__(self, server: Server) -> None:
         self._server: Final = server
@@ -112,7 +112,7 @@ class HostCollector(Collector):
 def _by_label(
     kind: Family, name: str, text: str, values: Mapping[str, float], label: str = "tenant"
 ) -> Metric:
-    """A metric with a number for each value of its label."""
+    """Return a metric with a number for each value of its label."""
     family = kind(f"portus_{name}", text, labels=[label])
     for value, number in values.items():
         family.add_metric([value], number)
@@ -120,7 +120,7 @@ def _by_label(
 
 
 def application(server: Server) -> WSGIApplication:
-    """``/healthz``, and the numbers at any other path."""
+    """Return the application that answers ``/healthz``, and the numbers at any other path."""
     registry = CollectorRegistry()
     registry.register(HostCollector(server))
     numbers: WSGIApplication = make_wsgi_app(registry)
@@ -138,8 +138,8 @@ def application(server: Server) -> WSGIApplication:
 
 
 def publish(server: Server, port: int, host: str) -> None:
-    """Serve the numbers of ``server`` at ``http://host:port/metrics``, on a thread of its own; and
-    whether all its pools take stores at ``/healthz``: with the status 200, or 503.
+    """Serve the numbers of ``server`` at ``http://host:port/metrics``, on a thread of its own.
+    ``/healthz`` answers 200 if all pools accept writes, else 503.
 
     Raises ``MediumError`` if nothing can listen there.
     """
@@ -167,4 +167,4 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log nothing: requests for metrics are no news."""
+        """Log nothing: requests for metrics are not news."""

@@ -1,12 +1,12 @@
 """The mirror of a storage host: ``portus serve POOL --mirror URL``.
 
-What is committed to the pool of a tenant is copied below ``URL/TENANT``, each model by a copier of
-its own (``reach.mirror.copier``). The mirror has what the pool has, no more: clients decide what
-stays.
+The host copies what is committed to the pool of a tenant below ``URL/TENANT``, each model by a
+copier of its own (``reach.mirror.copier``). The mirror holds what the pool holds, and no more:
+clients decide what stays.
 
-A pool that is new gets all that its mirror has, when it is opened, so before anybody is let in: a
-version that the pool lacks would be removed from the mirror too. A
-model whose history went on elsewhere is named, and not saved here; the others are.
+A new pool gets all that its mirror has when it is opened, before any client is let in: a version
+that the pool lacks would be removed from the mirror too. If the history of a model continued
+elsewhere, the host reports that model and saves the others.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from portus.reach.mirror.store import Store, UnwritableError
 from portus.reach.protocol.address import is_tenant
 
 _ABREAST: Final = 4
-"""Models that are copied at once."""
+"""Models that are copied at the same time."""
 
 
 class TenantMirrors:
-    """Where the pools of a host are mirrored. Thread-safe."""
+    """The mirrors of all pools of a host. Thread-safe."""
 
     def __init__(self, address: StoreAddress) -> None:
-        """Asks nobody."""
+        """Keep ``address``, and ask no store yet."""
         self.address: Final = address
         self._turns: Final = threading.BoundedSemaphore(_ABREAST)
 
     def tenants(self) -> list[str]:
-        """Return the tenants that have something in the store. Raises what the store raises."""
+        """Return the tenants that have objects in the store. Raise what the store raises."""
         with contextlib.closing(open_store(self.address)) as store:
             names = [each.name.partition("/") for each in firsts(store)]
         return [name for name, slash, _ in names if slash and is_tenant(name)]
@@ -49,8 +49,8 @@ class TenantMirrors:
     def attach(self, tenant: str, writer: PoolWriter) -> TenantMirror:
         """Fill a pool that was just opened, and mirror it from now on. Blocks while versions are
         fetched. Raises ``UsageError`` for wrong credentials and the like, and if there are models
-        and the mirror may be read, not written; ``TransportError`` if the store cannot be asked and
-        the pool is empty."""
+        and the mirror cannot be written; ``TransportError`` if the store cannot be asked and the
+        pool is empty."""
         place = self.address
         below = replace(place, prefix=f"{place.prefix}/{tenant}".lstrip("/"))
         if place.prefix.startswith("/"):
@@ -74,7 +74,7 @@ class TenantMirror(Copies[Copier]):
         writer: PoolWriter,
         turns: threading.Semaphore,
     ) -> None:
-        """turns: one is taken while a model is copied."""
+        """turns: a copier takes one while it copies a model."""
         super().__init__(tenant, writer)
         self.name: Final = str(address)
         self._turns: Final = turns
@@ -83,7 +83,7 @@ class TenantMirror(Copies[Copier]):
         self._refused: Final[dict[str, str]] = {}
 
     def join(self) -> None:
-        """See ``TenantMirrors.attach``."""
+        """Fill the pool and start the copiers, see ``TenantMirrors.attach``."""
         own = set(self._writer.catalogue().models)
         try:
             there = models(self._store, key=self._key)
@@ -110,8 +110,8 @@ class TenantMirror(Copies[Copier]):
                 self._copiers[model] = copier
 
     def claim(self, model: str) -> None:
-        """Take over the mirror of a model that is about to be saved. Raises ``UsageError`` if the
-        model continued elsewhere."""
+        """Take over the mirror of a model that a client is about to save. Raise ``UsageError`` if
+        the model continued elsewhere."""
         why = self._refused.get(model)
         if why is not None:
             raise UsageError(why)
@@ -122,11 +122,11 @@ class TenantMirror(Copies[Copier]):
 
     @property
     def failure(self) -> str:
-        """Why it is behind; empty if nothing is wrong."""
+        """The reason why the mirror is behind; empty if nothing is wrong."""
         return next(iter(self._refused.values()), super().failure)
 
     def close(self, wait_s: float) -> None:
-        """Wait for what is not there, ``wait_s`` seconds at most, and end."""
+        """Wait for missing versions, ``wait_s`` seconds at most, and end."""
         copiers = self._finish(wait_s)
         for copier in copiers:
             copier.end()

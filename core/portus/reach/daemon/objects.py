@@ -1,11 +1,11 @@
 """The objects of a tenant: what others mirror to a storage host.
 
-They lie in a directory beside the tenant's pool (``<pool>.objects``), synced; or in memory, where
-the pool is. Names are whole paths of segments, and lead nowhere else.
+They lie in a directory beside the tenant's pool (``<pool>.objects``), and are synced; or in memory,
+if the pool is there. A name is a path of segments, and cannot point outside of the directory.
 
-Objects, and no versions of the pool: a pool is ordered by its commits, so a version that is
-mirrored late would become the newest, and a claim lives only as long as its connection. Terms and
-manifests in the pool would be the log of a mirror by another name.
+They are objects, not versions of the pool. A pool is ordered by its commits, so a version that is
+mirrored late would become the newest; and a claim ends with its connection. Terms and manifests in
+the pool would be the log of a mirror under another name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from portus.reach.mirror.names import check_name, check_prefix, short, writable_
 from portus.reach.mirror.store import ListedObject, MissingError, Store
 
 MEMORY: Final = "memory:"
-"""How the place of a host begins whose pools are in its memory."""
+"""The prefix of a host's place whose pools are in memory."""
 
 _OBJECTS: Final = ".objects"
-"""Behind the path of a pool: the directory of what others mirror to its tenant."""
+"""The suffix, after the path of a pool, of the directory for what others mirror to its tenant."""
 
 
 class MemoryStore:
-    """A ``Store`` in the memory of this process, gone with it. Thread-safe."""
+    """A ``Store`` in the memory of this process, and gone with it. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         """name: for messages."""
@@ -62,7 +62,7 @@ class MemoryStore:
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         check_prefix(prefix, self._name)
-        while True:  # ends: each turn goes on after the one before
+        while True:  # ends: each turn continues after the one before
             with self._guard:
                 at = max(bisect.bisect_left(self._names, prefix), bisect.bisect(self._names, after))
                 if at == len(self._names) or not self._names[at].startswith(prefix):
@@ -78,7 +78,7 @@ class MemoryStore:
                     del self._names[bisect.bisect_left(self._names, name)]
 
     def close(self) -> None:
-        """Do nothing: the objects stay for whoever comes next."""
+        """Do nothing: the objects stay for the next user."""
 
     def _keep(self, name: str, data: bytes, *, fresh: bool) -> bool:
         check_name(name, self._name)
@@ -92,7 +92,8 @@ class MemoryStore:
 
 
 class Objects:
-    """The objects of one tenant, in what its quota leaves beside its pool. Thread-safe."""
+    """The objects of one tenant, within the bytes that its quota leaves beside its pool.
+    Thread-safe."""
 
     def __init__(self, tenant: str, writer: PoolWriter, path: str | None) -> None:
         """path: of the pool; None: in memory."""
@@ -107,7 +108,8 @@ class Objects:
 
     @property
     def store(self) -> Store:
-        """Where they are. Raises ``UsageError`` for a pool on a device, which has all of it."""
+        """The store of the objects. Raises ``UsageError`` for a pool on a device, which takes all
+        of it."""
         if self._path is not None and self._writer.medium.info.kind.is_device:
             raise UsageError(
                 f"{self._path}: a pool on a device has no space for mirrored objects; serve a "
@@ -117,13 +119,14 @@ class Objects:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """Bytes of all objects."""
         with self._guard:
             self._list_sizes()
             return self._size
 
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
-        """See ``Store.create``, and ``Store.put``. Raises ``MediumError`` if there is no room."""
+        """Write an object, see ``Store.create`` and ``Store.put``. Raise ``MediumError`` if there
+        is no room."""
         with self._guard:
             # Counted before it is stored: two at once must not both fit into what is left.
             if not (fresh and name in self._list_sizes()):
@@ -134,7 +137,7 @@ class Objects:
         return True
 
     def delete(self, names: Sequence[str]) -> None:
-        """See ``Store.delete``."""
+        """Remove objects, see ``Store.delete``."""
         self.store.delete(names)
         with self._guard:
             for name in names:
@@ -145,7 +148,8 @@ class Objects:
         return _Below(self, f"{prefix}/")
 
     def _reserve(self, name: str, size: int) -> None:
-        """What fails later stays counted until the host starts again: it may be there."""
+        """Count the bytes of an object that is about to be written. They stay counted until the
+        host restarts, even if the write fails: part of the object may be there."""
         size_max, more = self._writer.max_bytes, size - self._list_sizes().get(name, 0)
         room = max(0, (size_max or 0) - self._writer.medium.size)
         if size_max is not None and self._size + more > room:
@@ -192,4 +196,4 @@ class _Below:
         self._objects.delete([self._prefix + name for name in names])
 
     def close(self) -> None:
-        """The objects are those of the host."""
+        """Do nothing: the objects belong to the host."""

@@ -1,4 +1,4 @@
-"""What a host is told to serve, and the files that it reads again while it serves."""
+"""The options of a host, and the files that it can read again while it serves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from portus.reach.daemon.server import Server, tls_context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
-    [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
-    verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
-    may make it hold; ``connections``: how many of them there may be; ``admin_path``: of the socket
-    for the operator; ``mirror``: URL of a mirror; ``replica``: address of the host that
-    goes on if this one is lost; ``mirror_wait``: seconds that the end waits for either, at most."""
+    """What to serve, and how.
+
+    ``listen``: HOST[:PORT], unix:PATH, or addresses. ``metrics``: [HOST:]PORT. ``quota``: a size;
+    ``quota_path``: a file of sizes. ``transport``: auto, tcp or verbs. ``scrub``: a size, the bytes
+    to read again in a second. ``memory``: a size, what clients may make the host hold.
+    ``connections``: how many there may be. ``admin_path``: the socket for the operator. ``mirror``:
+    the URL of a mirror. ``replica``: the address of the host that takes over if this one is lost.
+    ``mirror_wait``: seconds that the end of the host waits for either, at most.
+    """
 
     place: str
     listen: Sequence[str] = ()
@@ -43,7 +46,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class HostFiles:
-    """What is read from files, when a host starts and when it is told to read again."""
+    """The contents of the files that a host reads when it starts and when it reloads."""
 
     secrets: Secrets
     quotas: Quotas
@@ -51,7 +54,7 @@ class HostFiles:
 
     @classmethod
     def of(cls, options: ServeOptions) -> HostFiles:
-        """Read those that ``options`` names. Raises ``UsageError``."""
+        """Read the files that ``options`` names. Raise ``UsageError`` if one is wrong."""
         if (options.cert_path is None) != (options.key_path is None):
             raise UsageError("--tls-cert and --tls-key go together")
         context = None
@@ -62,10 +65,10 @@ class HostFiles:
 
 
 def reload(options: ServeOptions, server: Server) -> None:
-    """Read secrets, quotas and certificates again. They count for who comes from now on, quotas
-    for all: connections stay, and saves go on.
+    """Read secrets, quotas and certificates again.
 
-    Raises ``UsageError`` if one of them cannot be read; then all stay as they were.
+    Secrets and certificates apply to new connections, quotas to all. Connections stay, and saves
+    continue. Raises ``UsageError`` if a file cannot be read; then nothing changes.
     """
     try:
         read = HostFiles.of(options)

@@ -1,10 +1,11 @@
-"""Places of a host: how many connections there may be, and which one ends where another is due.
+"""Slots for the connections of a host: how many there may be, and which one ends for a new one.
 
-A stranger, who did not prove yet that he knows a secret, has one of a few places that are for
-strangers alone, and not for long. Where these are taken the oldest of the address that has most of
-them makes room. Who proved it needs a place among the others: of these a tenant may have three
-quarters, an address half. Where there is none, one that nobody uses is ended, of whoever has more
-than the one who came: of the tenant that has most, and of its address that has most.
+A stranger, a client that has not yet proved its secret, gets one of a few slots that are for
+strangers only, for a short time. If all are taken, the oldest stranger makes room, of the address
+that has most of them. A client that has proved its secret needs one of the other slots: a tenant
+may have three quarters of them, an address half. If none is free, the host ends an unused
+connection whose owner has more than the newcomer: of the tenant that has most, and of its address
+that has most.
 """
 
 from __future__ import annotations
@@ -19,42 +20,42 @@ from typing import Final
 from portus.errors import TransportError
 
 CONNECTIONS: Final = 1024
-"""Connections that prove that they know a secret, at most, if the host is not told otherwise."""
+"""Connections with a proved secret, at most, unless the host is told otherwise."""
 
 STRANGER_S: Final = 10.0
-"""The longest for a stranger, whatever he says."""
+"""Seconds that a stranger may stay, whatever it sends."""
 
 UNUSED_S: Final = 60.0
-"""A connection without a request for so long may be ended for another one."""
+"""Seconds without a request after which a connection may be ended for another one."""
 
 
 class ConnectionSlot:
-    """The place of one connection. ``address``: of the other side; "" for a unix socket."""
+    """The slot of one connection. ``address``: of the client; "" for a unix socket."""
 
     def __init__(self, address: str, connected: socket.socket) -> None:
         self.address: Final = address
         self.tenant: str | None = None
         self.since_s = time.monotonic()
-        """Since when it has been waiting for a request; before the proof, since it came."""
+        """Start of its wait for a request; before the proof, the time at which it connected."""
         self.waits = True
         """False while a request is under way."""
         self.why = ""
-        """Why it was ended."""
+        """The reason for its end."""
         self._socket: Final = connected
 
     def end(self, why: str) -> None:
-        """Wake whoever talks there: it is over."""
+        """Shut the connection down, for the reason ``why``, so that its thread wakes."""
         self.why = why
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def note_answer(self) -> None:
-        """The request is answered."""
+        """Record that the request is answered."""
         self.since_s, self.waits = time.monotonic(), True
 
 
 class Places:
-    """The places of all connections. ``count``: for those that proved their secret. Thread-safe."""
+    """The slots of all connections. ``count``: for those with a proved secret. Thread-safe."""
 
     def __init__(self, count: int = CONNECTIONS) -> None:
         self.count: Final = count
@@ -65,7 +66,7 @@ class Places:
         self._taken: Final[dict[ConnectionSlot, None]] = {}
 
     def come(self, address: str, connected: socket.socket) -> ConnectionSlot:
-        """A place for a stranger."""
+        """Return a slot for a stranger, ending another stranger's if needed."""
         place = ConnectionSlot(address, connected)
         with self._guard:
             strangers = self._strangers_left()
@@ -79,13 +80,13 @@ class Places:
         return place
 
     def sweep(self) -> None:
-        """End strangers that have been there for too long."""
+        """End strangers that have stayed too long."""
         with self._guard:
             self._strangers_left()
 
     def prove(self, place: ConnectionSlot, tenant: str) -> None:
-        """Move a stranger to the places of ``tenant``, ending an unused connection if needed.
-        Raises ``TransportError`` if there is no place for it."""
+        """Move a stranger to the slots of ``tenant``, ending an unused connection if needed. Raise
+        ``TransportError`` if there is no slot."""
         with self._guard:
             proven = [each for each in self._taken if each.tenant is not None]
             limits = [
@@ -104,13 +105,13 @@ class Places:
             place.tenant, place.waits = tenant, False
 
     def leave(self, place: ConnectionSlot) -> None:
-        """Free the place of a connection that has ended."""
+        """Free the slot of a connection that has ended."""
         with self._guard:
             self._taken.pop(place, None)
 
     def _make_room(self, address: str, tenant: str, others: list[ConnectionSlot]) -> bool:
-        """End one of the others that nobody uses, of who has more places than a newcomer, or of the
-        same owner as that."""
+        """End an unused connection among ``others``, of an owner that has more slots than the
+        newcomer, or of the newcomer itself. Return False if there is none."""
         proven = [each for each in self._taken if each.tenant is not None]
         of_tenant = Counter(each.tenant for each in proven)
         of_both = Counter((each.tenant, each.address) for each in proven)
@@ -136,7 +137,7 @@ class Places:
         return True
 
     def _strangers_left(self) -> list[ConnectionSlot]:
-        """The strangers, oldest first, without those that were there for too long."""
+        """Return the strangers, oldest first, after ending those that stayed too long."""
         strangers = [each for each in self._taken if each.tenant is None]
         before_s = time.monotonic() - STRANGER_S
         while strangers and strangers[0].since_s < before_s:

@@ -1,8 +1,8 @@
-"""The pools of a host: one for each tenant, so that tenants are apart by construction.
+"""The pools of a host: one for each tenant, which keeps tenants apart by construction.
 
-A tenant's connections reach the bytes of its own pool and no other. What a host serves is named as
-on the command line: a pool directory (a pool file for each tenant), one pool file (one tenant), or
-``memory:SIZE`` (plain memory for each tenant, gone when the host ends).
+A tenant's connections reach the bytes of its own pool and no other. The place that a host serves is
+named as on the command line: a pool directory (a pool file for each tenant), one pool file (one
+tenant), or ``memory:SIZE`` (plain memory for each tenant, gone when the host ends).
 """
 
 from __future__ import annotations
@@ -42,25 +42,24 @@ from portus.reach.protocol.address import TENANT, check_tenant, is_tenant
 
 TENANTS_MAX: Final = 1024
 WAIT_S: Final = 60.0
-"""The longest that the end of a host waits for its mirror or replica, if it is not told otherwise.
-"""
+"""Seconds that the end of a host waits for its mirror or replica, unless it is told otherwise."""
 
 BUSY_S: Final = 10.0
-"""The longest wait for another writer to let go of a pool."""
+"""Seconds to wait for another writer to release a pool."""
 
 _LOCK: Final = ".host"
-"""In a directory that is served: whose process it is."""
+"""The lock file in a directory that a host serves."""
 
 HASHERS: Final = max(2, os.cpu_count() or 0)
-"""Connections for which a host hashes at once; for those of one tenant half as many."""
+"""Connections for which a host hashes at the same time; one tenant may have half of them."""
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """How many bytes a pool may have: ``of`` each tenant, by name, and of all ``others``. None: as
-    many as there are."""
+    """The sizes in bytes that pools may have: ``of`` each tenant, by name, and of all ``others``.
+    None: unlimited."""
 
     others: int | None = None
     of: Mapping[str, int] = field(default_factory=dict)
@@ -74,38 +73,38 @@ class Quotas:
 
 
 class HostedPool:
-    """A pool, its tenant, and what is going on in it. Thread-safe."""
+    """A pool, its tenant, and the clients and saves in it. Thread-safe."""
 
     def __init__(self, tenant: str, writer: PoolWriter, path: str | None = None) -> None:
-        """path: of the pool; None: in memory."""
+        """path: of the pool; None: it is in memory."""
         self.tenant: Final = tenant
         self.writer: Final = writer
         self.path: Final = path
         self.objects: Final = Objects(tenant, writer, path)
-        """What others mirror here."""
+        """The objects that others mirror here."""
         self.mirror: TenantMirror | None = None
-        """Where it is copied to; None: nowhere."""
+        """The mirror of the pool; None if it has none."""
         self.replica: Replica
-        """Leads its models; set before anybody is let in."""
+        """The leader of its models; set before any client is let in."""
         self.hashing: Final = threading.Semaphore(max(1, HASHERS // 2))
-        """Held while one of its clients has the pool hashed."""
+        """Held while the host hashes the pool for a client."""
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self.saves = 0
         """Saves under way."""
         self.standstill = ""
-        """Why no save may begin; empty if one may."""
+        """The reason why no save may begin; empty if one may."""
         self._parting = False
-        """True once a client that had claims said goodbye, and none has claimed anything since."""
+        """True once a client with claims said goodbye, and no client has claimed anything since."""
 
     @property
     def copier(self) -> TenantMirror | Replica | None:
-        """What copies it to somewhere else; None if nothing does."""
+        """The mirror or replica to which the pool is copied; None if there is none."""
         return self.mirror or (self.replica if self.replica.name else None)
 
     def close(self, wait_s: float) -> None:
-        """Let go of it, when it is copied to where it is to be copied, or ``wait_s`` seconds are
-        over."""
+        """Close the pool once it is copied to its mirror and its replica, or after ``wait_s``
+        seconds."""
         until_s = time.monotonic() + wait_s
         if self.mirror is not None:
             self.mirror.close(wait_s)
@@ -113,8 +112,8 @@ class HostedPool:
         self.writer.close()
 
     def look(self) -> None:
-        """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
-        it next would not find what is committed here."""
+        """Raise ``MediumError`` if the path of the pool is another file now: the next process to
+        open it would not find what is committed here."""
         if is_at(self.writer, self.path):
             return
         medium = self.writer.medium
@@ -127,12 +126,12 @@ class HostedPool:
         )
 
     def refuse(self) -> None:
-        """Raise ``BusyError`` if nothing is to change."""
+        """Raise ``BusyError`` if the operator has stopped changes."""
         if self.standstill:
             raise BusyError(errno.EAGAIN, self.standstill)
 
     def began(self) -> None:
-        """Count one more save. Raises ``BusyError`` if none may begin."""
+        """Count one more save. Raise ``BusyError`` if none may begin."""
         with self._changed:
             self.refuse()
             self.saves += 1
@@ -144,14 +143,14 @@ class HostedPool:
             self._changed.notify_all()
 
     def quiet(self, timeout_s: float) -> int:
-        """How many saves are under way when there is none, or the time is over."""
+        """Wait until no save is under way, ``timeout_s`` at most; return how many are left."""
         with self._changed:
             self._changed.wait_for(lambda: not self.saves, max(0.0, timeout_s))
             return self.saves
 
     def claim(self, model: str, client: bytes, timeout_s: float) -> None:
-        """Count one more connection of ``client``, which alone saves ``model``. Waits for another
-        client to go, whose process may be ending. Raises ``BusyError``."""
+        """Count one more connection of ``client``, which alone saves ``model``. Wait for another
+        client, whose process may be ending. Raise ``BusyError`` if it stays."""
 
         def is_free() -> bool:
             return self._claims.get(model, (client, 0))[0] == client
@@ -168,8 +167,8 @@ class HostedPool:
             self._parting = False
 
     def disclaim(self, model: str, *, goodbye: bool) -> bool:
-        """Count one connection less; True if nobody saves here any more, and who did said
-        ``goodbye`` on one of his connections: a client that was cut off comes back."""
+        """Count one connection less. Return True if no client saves here any more, and the last one
+        said ``goodbye`` on one of its connections: a client that was cut off comes back."""
         with self._changed:
             client, count = self._claims.pop(model)
             if count > 1:
@@ -180,7 +179,7 @@ class HostedPool:
 
 
 class Pools:
-    """The pools of a host, opened when somebody asks, and then open until the end."""
+    """The pools of a host. Each is opened at its first use, and stays open until the end."""
 
     def __init__(
         self,
@@ -190,13 +189,16 @@ class Pools:
         other: OtherHost | None = None,
         mirror_wait_s: float = WAIT_S,
     ) -> None:
-        """place: see the module. quotas: None: none. mirrors: of what is opened. other: the host
-        that what is saved here is copied to. mirror_wait_s: the longest that ``close`` waits for
-        that.
+        """Open the place that is served.
 
-        Raises ``UsageError``, and what opening one pool, or making a directory for many, raises:
-        that ends the start, not the first save. So does a directory that another host serves:
-        ``BusyError``."""
+        place: see the module. quotas: None: none. mirrors: where each pool is mirrored. other: the
+        host to which saves here are copied. mirror_wait_s: the longest that ``close`` waits for
+        either.
+
+        Raises ``UsageError``, ``BusyError`` if another host serves the directory, and what opening
+        one pool, or making a directory for many, raises: better at the start than at the first
+        save.
+        """
         in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
         where = None if in_memory or not place else Place.parse(place, "POOL")
         if not place or (where is not None and where.local_path is None):
@@ -213,7 +215,7 @@ class Pools:
         self._mirror_wait_s: Final = mirror_wait_s
         self._read_only: Final[set[str]] = set()
         self._shut: Final[dict[str, str]] = {}
-        """Pools that are not opened by this process any more, by tenant, and why."""
+        """Pools that this process does not open any more: the reason, by tenant."""
         self.draining = False
         """True while no save may begin."""
         self._guard: Final = threading.Lock()
@@ -230,7 +232,7 @@ class Pools:
             self.of(TENANT)
 
     def of(self, tenant: str) -> HostedPool:
-        """The tenant's pool, made if there was none. Raises what opening raises."""
+        """Return the tenant's pool, created if there is none. Raise what opening raises."""
         with self._guard:
             if tenant not in self._opening and len(self._opening) >= TENANTS_MAX:
                 raise BusyError(errno.EAGAIN, f"{self.place}: the limit is {TENANTS_MAX} tenants")
@@ -262,8 +264,7 @@ class Pools:
             raise
 
     def open_all(self) -> None:
-        """Open the pools that there are, and those that the mirror has. Raises what opening one
-        raises."""
+        """Open the existing pools, and those that the mirror has. Raise what opening one raises."""
         found = {tenant for tenant, _ in self.everywhere() if is_tenant(tenant)}
         if self._mirrors is not None:
             try:
@@ -281,14 +282,14 @@ class Pools:
             return list(self._open.values())
 
     def poisoned_pools(self) -> dict[str, bool]:
-        """Whether they take no stores any more, by tenant: those that are open, or could not be
-        opened again."""
+        """Return whether a pool accepts no more writes, by tenant: for those that are open, and
+        those that could not be opened again."""
         found = {hosted.tenant: hosted.writer.medium.is_poisoned for hosted in self.all()}
         return {**found, **dict.fromkeys(self._shut, True)}
 
     def everywhere(self) -> list[tuple[str, Place | PoolReader]]:
-        """Every pool that there is, with its tenant, also of those that nobody asked for yet: where
-        it is; of one in memory, who has it. Raises ``MediumError``."""
+        """Return all pools with their tenants, unused ones included: the place of each, or its
+        reader if it is in memory. Raise ``MediumError`` if the directory cannot be read."""
         if self._where is None:
             return [(hosted.tenant, hosted.writer) for hosted in self.all()]
         if not self._where.is_directory:
@@ -296,8 +297,8 @@ class Pools:
         return [(writer_of(each), each) for each in pools_at(self._where)]
 
     def limit(self, quotas: Quotas) -> None:
-        """Other quotas from now on. A pool that has more keeps it, and grows no further. Raises
-        ``UsageError`` for a device, which has none; then nothing changed."""
+        """Set other quotas. A pool that is larger keeps its bytes, and grows no further. Raise
+        ``UsageError`` for a device, which has no quota; then nothing changes."""
         with self._guard:
             opened = list(self._open.values())
             if quotas and any(each.writer.medium.info.kind.is_device for each in opened):
@@ -309,20 +310,20 @@ class Pools:
                 hosted.writer.max_bytes = self._size_max(hosted.tenant)
 
     def hold(self, tenant: str, *, on: bool) -> None:
-        """Begin no save of a tenant from now on, and retire nothing of it; or do again. Raises
-        ``UsageError`` for a name that is none."""
+        """Stop or allow again the saves of a tenant, and the retiring of its versions. Raise
+        ``UsageError`` if ``tenant`` is not a valid name."""
         check_tenant(tenant)
         with self._guard:
             (self._read_only.add if on else self._read_only.discard)(tenant)
         self._say_standstill()
 
     def drain(self, *, on: bool) -> None:
-        """Begin no more saves of any tenant; or begin them again."""
+        """Stop or allow again the saves of all tenants."""
         self.draining = on
         self._say_standstill()
 
     def quiet(self, timeout_s: float) -> int:
-        """Wait until no save is under way: how many are, when the time is over."""
+        """Wait until no save is under way, ``timeout_s`` at most; return how many are left."""
         until_s = time.monotonic() + timeout_s
         return sum(hosted.quiet(until_s - time.monotonic()) for hosted in self.all())
 
@@ -340,12 +341,12 @@ class Pools:
 
     @contextlib.contextmanager
     def reopening(self, tenant: str) -> Iterator[HostedPool]:
-        """Give a pool whose medium accepts no more writes, if every byte that its versions reach is
-        on the disk as it was written. Whatever uses it is ended inside; then it is opened again.
+        """Yield a pool whose medium accepts no more writes, and open it again afterwards.
 
-        Blocks for as long as reading all of it takes.
-        Raises ``UsageError`` if there is no such pool, or nothing is to be done,
-        ``CorruptionError`` if it is damaged, and what opening it raises.
+        First reads every byte that its versions need from the disk, and compares it with what was
+        written; this blocks for as long. The caller ends all use of the pool inside. Raises
+        ``UsageError`` if there is no such pool, or it needs no reopening, ``CorruptionError`` if it
+        is damaged, and what opening it raises.
         """
         hosted = self._open.get(tenant)
         if hosted is None or hosted.path is None or not hosted.writer.medium.is_poisoned:
@@ -385,7 +386,7 @@ class Pools:
         return self._memory if quota is None else min(self._memory, quota)
 
     def close(self) -> None:
-        """Let go of all. Mirror and replica are waited for. Nobody may use them any more."""
+        """Close all pools, after waiting for mirror and replica. No pool may be used any more."""
         with self._guard:
             opened, self._open = self._open, {}
         until_s = time.monotonic() + self._mirror_wait_s
@@ -415,8 +416,8 @@ class Pools:
 
 
 def read_quotas(others: str | None, path: str | None) -> Quotas:
-    """others: a size, of each tenant that has no line in the file at ``path``; there, lines
-    ``TENANT SIZE``. None: none. Raises ``UsageError``."""
+    """Return the quotas. others: a size, for each tenant without a line in the file at ``path``,
+    which has lines ``TENANT SIZE``; None: none. Raise ``UsageError`` if the file is wrong."""
     found: dict[str, int] = {}
     if path is not None:
         try:
@@ -435,7 +436,8 @@ def read_quotas(others: str | None, path: str | None) -> Quotas:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: ``64G``, ``512M``, ``4096``. Raises ``UsageError``."""
+    """Return a size in bytes: of ``64G``, ``512M``, ``4096``. Raise ``UsageError`` for any other
+    text."""
     number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
     if number and number[-1] in _UNITS:
         number, unit = number[:-1], number[-1]
@@ -445,13 +447,14 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Bytes a second: ``50M/s``, ``50MB/s``, ``50M``. Raises ``UsageError``."""
+    """Return a rate in bytes a second: of ``50M/s``, ``50MB/s``, ``50M``. Raise ``UsageError`` for
+    any other text."""
     return parse_size(text.strip().removesuffix("/s"))
 
 
 def _same_fixed_pages(path: str, files: LocalFiles) -> bool:
-    """True if the disk has what the system hands out of superblock and root slots: a writer goes
-    by these, and after a persist that failed the two may differ."""
+    """Return whether superblock and root slots are the same on the disk and in the system's cache:
+    a writer relies on them, and after a failed persist the two may differ."""
     found = []
     for medium in (files.open(path, writable=False), files.open_uncached(path)):
         with contextlib.closing(medium):
@@ -462,8 +465,8 @@ def _same_fixed_pages(path: str, files: LocalFiles) -> bool:
 
 
 def room_bytes(hosted: HostedPool) -> int:
-    """Bytes that a tenant can still save, growth of its pool included: what the quota leaves, and
-    the file system."""
+    """Return the bytes that a tenant can still save, growth of its pool included, as far as the
+    quota and the file system allow."""
     writer = hosted.writer
     growth = []
     if writer.max_bytes is not None:
@@ -475,12 +478,12 @@ def room_bytes(hosted: HostedPool) -> int:
 
 
 def used_bytes(hosted: HostedPool) -> int:
-    """Bytes that the pool takes of its file system; 0 if it is on none."""
+    """Return the bytes that the pool takes of its file system; 0 if it is in memory."""
     return on_disk(hosted.writer.medium.info.name)
 
 
 def free_bytes(hosted: HostedPool) -> int:
-    """Bytes that a tenant can still save, without growth of its pool."""
+    """Return the bytes that a tenant can still save without growth of its pool."""
     try:
         return hosted.writer.free_bytes()
     except MediumError:
@@ -488,7 +491,7 @@ def free_bytes(hosted: HostedPool) -> int:
 
 
 def hole_bytes(hosted: HostedPool) -> int:
-    """Bytes of the pool that are free, and were given back to the file system."""
+    """Return the free bytes of the pool that were returned to the file system."""
     try:
         return hosted.writer.hole_bytes()
     except MediumError:

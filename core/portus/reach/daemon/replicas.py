@@ -1,10 +1,10 @@
 """The other host of a storage host: ``portus serve POOL --replica portus://other``.
 
 Each model has one log, among the objects that the other host, its home, keeps for the tenant
-(``REPLICA``). The first host copies there what is committed. Whoever grants a claim leads the
-model (``reach.mirror.leading``): the first host by requests, as any mirror; the home by itself,
-when a client claims a model there that has a log. While a client has a claim there, the home lets
-nobody else append to the log of the model. Any host is the home of what is copied to it.
+(``REPLICA``). The first host copies commits there. The host that grants a claim leads the model
+(``reach.mirror.leading``): the first host by requests, like any mirror; the home directly, when a
+client claims a model there that has a log. While a client has a claim at the home, the home lets no
+other host append to the log of the model. Any host is the home of what is copied to it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from portus.reach.protocol.address import TENANT, Address
 from portus.reach.transport.dial import AUTHORITY_VARIABLE, Credentials
 
 _ANSWER_S: Final = 10.0
-"""The longest that the other host may say nothing: a client waits for its claim meanwhile."""
+"""Seconds that the other host may stay silent: a client waits for its claim meanwhile."""
 
 _ABREAST: Final = 4
-"""Models that are copied at once."""
+"""Models that are copied at the same time."""
 
 
 class OtherHost:
-    """Where a first host copies to: all its tenants, by the secrets that they have here."""
+    """The host to which a first host copies all its tenants, by the secrets that they have here."""
 
     def __init__(self, address: Address, secrets: Secrets) -> None:
-        """Asks nobody. Raises ``UsageError`` for an address with a tenant, or of two hosts."""
+        """Keep the address, and ask no host. Raise ``UsageError`` if it has a tenant, or two
+        hosts."""
         if address.tenant != TENANT or address.second is not None:
             raise UsageError(
                 f"--replica {address}: expected one host, portus://host:7117, without a tenant: "
@@ -60,15 +61,15 @@ class OtherHost:
         return str(replace(self.address, tenant=tenant))
 
     def store(self, tenant: str) -> Store:
-        """The logs of a tenant there. Asks nobody yet. Whoever asked for it closes it."""
+        """Return the store of a tenant's logs there, which the caller closes. Asks no host yet."""
         credentials = Credentials(
             self._secrets.first_of(tenant), os.environ.get(AUTHORITY_VARIABLE) or None
         )
         return HostStore(self.name(tenant), REPLICA, credentials, _ANSWER_S)
 
     def check(self, tenant: str) -> None:
-        """Raise ``UsageError`` if the host there cannot keep the logs of a tenant: it refuses the
-        secret, is too old, or has no place for objects. One that does not answer is said."""
+        """Raise ``UsageError`` if the other host cannot keep the logs of a tenant: it refuses the
+        secret, is too old, or has no place for objects. Log it if the host does not answer."""
         with contextlib.closing(self.store(tenant)) as store:
             try:
                 next(iter(store.list("")), None)
@@ -80,14 +81,15 @@ class OtherHost:
 
 
 class Replica(Copies[Leader]):
-    """The logs of one tenant's models: those that are led from here, and those that are kept here.
+    """The logs of one tenant's models: those that this host leads, and those that it keeps.
     Thread-safe."""
 
     def __init__(
         self, tenant: str, writer: PoolWriter, objects: Objects, other: OtherHost | None
     ) -> None:
-        """objects: what others mirror here. other: where what is saved here is copied to; None:
-        nowhere, but for models whose logs are here. What the pool has already is copied on."""
+        """objects: what others mirror here. other: the host to which saves here are copied, the
+        versions that the pool already has included; None: none, except for models whose logs are
+        here."""
         super().__init__(tenant, writer)
         self._objects: Final = objects
         self._other: Final = other
@@ -95,16 +97,16 @@ class Replica(Copies[Leader]):
         self._claims: Final[Counter[str]] = Counter()
         self._placing: Final = threading.Lock()
         self._led: Final[set[str]] = set()
-        """Prefixes of the models whose logs are here, and are appended to by this host alone."""
+        """Prefixes of the models to whose logs, kept here, only this host appends."""
         if other is not None:
             for model in writer.catalogue().models:
                 if not self._has_log(model):
                     self._follow(self._make_leader(model), model)
 
     def claim(self, model: str) -> None:
-        """A client is about to save it, over one connection more. When the first one does, the
-        pool is brought up to the log of the model, if it has one or is to have one, and the term
-        is taken. Blocks while versions are fetched. Raises as ``Leader.lead``."""
+        """Count one more connection that is about to save a model. For the first one, bring the
+        pool up to the log of the model, if it has or is to have one, and take the term. Blocks
+        while versions are fetched. Raises as ``Leader.lead``."""
         with self._lock_of(model):
             if not self._claims[model]:
                 # Once for all connections of the client that has the claim.
@@ -119,20 +121,21 @@ class Replica(Copies[Leader]):
                 self._let_append(model)
 
     def require(self, model: str) -> None:
-        """Raise ``StaleError`` if what is committed of it here does not count any more."""
+        """Raise ``StaleError`` if what this host commits of a model does not count any more."""
         leader = self._copiers.get(model)
         if leader is not None:
             leader.require()
 
     def note_commit(self, model: str, token: bytes) -> None:
-        """A version was committed: where the log is here, it is told once it is in that, for what
-        is not does not count when somebody else has led. Raises as ``wait_until_logged``."""
+        """Report a committed version. Where the log is here, return once the log has it: a version
+        outside of the log does not count if another host leads later. Raises as
+        ``wait_until_logged``."""
         leader = self._copiers.get(model)
         if leader is not None and leader.is_home:
             leader.wait_until_logged(token)
 
     def wait_until_logged(self, model: str, token: bytes) -> None:
-        """See ``Leader.wait_until_logged``. Raises ``UsageError`` if the model has no log."""
+        """Wait as ``Leader.wait_until_logged``. Raise ``UsageError`` if the model has no log."""
         leader = self._copiers.get(model)
         if leader is None:
             raise UsageError(
@@ -142,8 +145,8 @@ class Replica(Copies[Leader]):
         leader.wait_until_logged(token)
 
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
-        """Make an object that somebody else sent, see ``Objects.put``. Raises ``BusyError`` for the
-        next entry of a log while a client of this host saves the model."""
+        """Write an object from another host, see ``Objects.put``. Raise ``BusyError`` for the next
+        entry of a log while a client of this host saves the model."""
         objects, prefix = self._objects, _prefix_of_entry(name)
         if prefix is None:
             return objects.put(name, data, fresh=fresh)
@@ -159,11 +162,11 @@ class Replica(Copies[Leader]):
 
     @property
     def name(self) -> str:
-        """Where it is copied to; empty for nowhere."""
+        """The address to which saves are copied; empty if there is none."""
         return "" if self._other is None else self._other.name(self._tenant)
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Copy, after the last commit, what is not there, ``wait_s`` seconds at most, and end."""
+        """Copy what is missing after the last commit, ``wait_s`` seconds at most, and end."""
         for leader in self._finish(wait_s):
             leader.close()
         self._writer.yields.remove(self._yield_space)
@@ -201,8 +204,8 @@ class Replica(Copies[Leader]):
         return Leader(store, self.name, joined, turns, is_home=False)
 
     def _follow(self, leader: Leader, model: str) -> None:
-        """Copy what is committed of a model from now on: not while its leader takes the lead, nor
-        if that failed."""
+        """Copy the commits of a model from now on. Not while its leader takes the lead, nor if that
+        failed."""
         with self._guard:
             self._copiers[model] = leader
         leader.wake()
@@ -225,7 +228,7 @@ class Replica(Copies[Leader]):
 
 
 class _Following(Follower):
-    """The pool of a tenant that follows."""
+    """The pool of a tenant as a follower of the log."""
 
     def __init__(self, model: str, writer: PoolWriter, tenant: str) -> None:
         super().__init__(model, writer)
@@ -239,7 +242,7 @@ class _Following(Follower):
 
 
 def _prefix_of_entry(name: str) -> str | None:
-    """The prefix of the model whose log an object is an entry of; None if it is none."""
+    """Return the prefix of the model whose log the object is an entry of, or None if it is none."""
     first, _, rest = name.partition("/")
     prefix, slash, entry = rest.partition("/")
     is_entry = first == REPLICA and entry_number(entry) is not None

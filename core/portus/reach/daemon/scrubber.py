@@ -1,4 +1,4 @@
-"""The pools of a host, read again and again in the background: ``portus serve --scrub``."""
+"""Scrubs of all pools of a host in the background: ``portus serve --scrub``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.scrub import scrub
 
 PAUSE_S: Final = 3600.0
-"""Between two passes over all pools."""
+"""Seconds between two passes over all pools."""
 
 NAMED_MAX: Final = 100
-"""Damaged places of a pool that one pass names."""
+"""Damaged places of a pool that one pass logs by name."""
 
 _LEAVE_S: Final = 10.0
 
 
 class _EndedError(Exception):
-    """The host is told to end."""
+    """Raised in the scrub when the host ends."""
 
 
 class Scrubber:
@@ -40,12 +40,12 @@ class Scrubber:
         self._thread: Final = threading.Thread(target=self._run, name="portus-scrub", daemon=True)
 
     def start(self) -> None:
-        """Begin, on a thread of its own."""
+        """Start scrubbing, on a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, before the pools are let go of. Blocks until the read that is under way is over, for
-        some seconds at most."""
+        """Stop, before the pools are closed. Blocks until the current read has ended, ``_LEAVE_S``
+        at most."""
         self._ended.set()
         self._thread.join(_LEAVE_S)
 

@@ -1,4 +1,4 @@
-"""The tenants of a host, and the secrets by which their clients are let in."""
+"""The tenants of a host, and the secrets that let their clients in."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from portus.reach.protocol.proof import equal, proof_of_client
 from portus.reach.transport.dial import check_secret
 
 SECRETS_MAX: Final = 2
-"""Secrets of one tenant, at most: the old one and the new one, while they are changed. Each is as
-good as the other."""
+"""Secrets of one tenant, at most: the old and the new one, while they are changed. Both are
+valid."""
 
 
 class Secrets:
-    """The secrets of a host. None at all: anybody who reaches it may come in, as any tenant."""
+    """The secrets of a host. Without any, every client may come in, as any tenant."""
 
     def __init__(self, of_tenants: Mapping[str, Sequence[bytes]] | None) -> None:
-        """of_tenants: ``SECRETS_MAX`` for each at most."""
+        """of_tenants: at most ``SECRETS_MAX`` for each; None: no secret is required."""
         self._of = of_tenants
         self._nobodys: Final = [os.urandom(32) for _ in range(SECRETS_MAX)]
 
     @property
     def is_required(self) -> bool:
-        """True if a proof is asked for."""
+        """True if clients must prove a secret."""
         return self._of is not None
 
     def become(self, others: Secrets) -> None:
-        """Have those of ``others`` from now on. Who is in stays in."""
+        """Replace the secrets by those of ``others``. Clients that are in stay in."""
         # To end connections here would fail the saves under way, and bring all trainers at once.
         self._of = others._of
 
@@ -47,10 +47,11 @@ class Secrets:
     def match_proof(
         self, tenant: str, proof: bytes, nonce_client: bytes, nonce_host: bytes
     ) -> bytes | None:
-        """The secret of which this is a proof; empty if none is asked for; None if it is wrong.
+        """Return the secret that a proof proves; empty if none is required; None if the proof is
+        wrong.
 
-        Compared in constant time, with as many secrets for every tenant, and for a stranger: who
-        guesses names learns nothing from the answer.
+        Compares in constant time, with the same number of secrets for every tenant, known or not:
+        the answer tells nothing to a client that guesses names.
         """
         of = self._of
         if of is None:
@@ -63,8 +64,8 @@ class Secrets:
 
 
 def read_secrets(path: str | None) -> Secrets:
-    """The secrets in a file: lines ``TENANT SECRET``, or lines of one word, a secret of the default
-    tenant. None: no secrets. Raises ``UsageError``."""
+    """Return the secrets in a file: lines ``TENANT SECRET``, or lines of one word, a secret of the
+    default tenant. path: None: no secrets. Raise ``UsageError`` if the file is wrong."""
     if path is None:
         return Secrets(None)
     try:

@@ -1,7 +1,7 @@
 """The sockets of a storage host, and a thread for each connection.
 
-``stop`` ends it: nobody is let in any more, every connection is closed, and commits that are under
-way are finished. A save that was not confirmed leaves nothing, so there is nothing to wait for.
+``stop`` ends the host: it lets no client in, closes every connection, and finishes the commits
+under way. A save without confirmation leaves nothing, so there is nothing else to wait for.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from portus.reach.protocol.address import Address, Scheme
 from portus.reach.transport.stream import Link
 
 STOP_S: Final = 10.0
-"""The longest that a clean end takes."""
+"""Seconds that a clean end takes at most."""
 
 _BACKLOG: Final = 128
 _SWEEP_S: Final = 1.0
-"""Between two looks at strangers, while nobody comes."""
+"""Seconds between two looks at strangers, while no client connects."""
 
 
 @dataclass(slots=True)
 class Listener:
-    """A listening socket. ``context``: for TLS, of those who come from now on."""
+    """A listening socket. ``context``: for TLS, of new connections."""
 
     address: Address
     socket: socket.socket
@@ -53,7 +53,7 @@ class Listener:
 
     @property
     def public_address(self) -> str:
-        """The address that clients name."""
+        """The address that clients use."""
         if self.address.scheme is Scheme.UNIX:
             return str(self.address)
         address = self.address
@@ -61,7 +61,8 @@ class Listener:
 
 
 def is_private(address: Address) -> bool:
-    """True if only this machine reaches it: a unix socket, or loopback by number or name."""
+    """Return whether only this machine reaches an address: a unix socket, or loopback by number or
+    name."""
     if address.scheme is Scheme.UNIX or address.host == "localhost":
         return True
     try:
@@ -71,7 +72,7 @@ def is_private(address: Address) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """True if it is an address of this machine: only these can be listened at."""
+    """Return whether a host name is an address of this machine: only there can a process listen."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -84,7 +85,7 @@ def is_here(host: str) -> bool:
 
 
 def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
-    """Listen. Raises ``MediumError`` if the system refuses."""
+    """Listen at an address. Raise ``MediumError`` if the system refuses."""
     try:
         if address.scheme is Scheme.UNIX:
             return Listener(address, listen_unix(address.path))
@@ -100,7 +101,8 @@ def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
 
 
 def tls_context(cert_path: str, key_path: str) -> ssl.SSLContext:
-    """What TLS needs. Raises ``UsageError``."""
+    """Return the TLS context of a certificate and its key. Raise ``UsageError`` if they are
+    wrong."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert_path, key_path)
@@ -113,7 +115,7 @@ class Server:
     """Serves a house through its listeners, from ``start`` to ``stop``."""
 
     def __init__(self, listeners: list[Listener], house: House) -> None:
-        """Raises ``UsageError`` if a listener that others reach has no secret behind it."""
+        """Raise ``UsageError`` if other machines reach a listener and no secret is required."""
         for listener in listeners:
             if not is_private(listener.address) and not house.secrets.is_required:
                 raise UsageError(
@@ -128,12 +130,13 @@ class Server:
         self._ending: Final = threading.Event()
 
     def status(self) -> list[ConnectionStatus]:
-        """Return what each connection is at."""
+        """Return the status of each connection."""
         with self._guard:
             return [served.status() for served in self._served]
 
     def kick(self, who: str) -> int:
-        """End the connections of ``who``, a tenant or a peer; how many. They may come again."""
+        """End the connections of ``who``, a tenant or a peer; return how many. They may connect
+        again."""
         with self._guard:
             served = list(self._served)
         found = [each.link for each in served if who in (each.status().tenant, each.link.name)]
@@ -142,8 +145,8 @@ class Server:
         return len(found)
 
     def end_use(self, hosted: HostedPool) -> None:
-        """End all connections that use a pool, and wait until they have. Raises ``BusyError`` if
-        one hangs, or if a device has pages of the pool pinned."""
+        """End all connections that use a pool, and wait until they have ended. Raise ``BusyError``
+        if one hangs, or if a device has pages of the pool pinned."""
         until_s = time.monotonic() + STOP_S
         with self._guard:
             threads = []
@@ -175,7 +178,7 @@ class Server:
             thread.start()
 
     def stop(self, timeout_s: float = STOP_S) -> bool:
-        """End all connections and let go of the pools. False if something hung; then the pools
+        """End all connections and close the pools. Return False if something hangs; then the pools
         stay as they are, which is no worse than a crash."""
         until_s = time.monotonic() + timeout_s
         with self._guard:
@@ -197,7 +200,7 @@ class Server:
         return True
 
     def connections(self) -> int:
-        """How many there are."""
+        """Return how many connections there are."""
         with self._guard:
             return len(self._served)
 
@@ -263,8 +266,8 @@ class Server:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A socket at ``path`` for its owner alone. One that a dead host left is replaced; nothing else
-    is."""
+    """Return a listening socket at ``path``, for its owner alone. A socket that a dead host left
+    there is replaced, and nothing else is."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # From the bind on: with a chmod afterwards, others could connect for a moment.
     before = os.umask(0o177)
@@ -310,8 +313,8 @@ def shut(listener: Listener) -> None:
 
 
 def _peer_address(peer: object) -> str:
-    """Return the address that a peer's place counts for: an IPv4 address, or an IPv6 network; ""
-    for a unix socket."""
+    """Return the address under which a peer's slot is counted: an IPv4 address, or an IPv6 network;
+    "" for a unix socket."""
     if not isinstance(peer, tuple):
         return ""
     found = ipaddress.ip_address(str(peer[0]).partition("%")[0])

@@ -1,4 +1,4 @@
-"""One connection, from the greeting to the end."""
+"""One connection, from the greeting to its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from portus.reach.protocol.vocabulary import MessageKind
 from portus.reach.transport.stream import Link, UnreadError
 
 GREETING_S: Final = 10.0
-"""The longest that a stranger may take for each word of the greeting."""
+"""Seconds that a stranger may take for each message of the greeting."""
 
 
 class ServedConnection:
@@ -51,10 +51,10 @@ class ServedConnection:
         self._tenant: str | None = None
         self._guest: Guest | None = None
         self.hosted: HostedPool | None = None
-        """The pool that it uses; None until it is let in."""
+        """The pool that the client uses; None until it is let in."""
 
     def status(self) -> ConnectionStatus:
-        """Return the facts of this connection as they are now. From any thread."""
+        """Return the facts of this connection as they are now. Any thread may call this."""
         seconds, guest = time.perf_counter() - self._start_s, self._guest
         tenant = self._tenant or ""
         if guest is None:
@@ -69,7 +69,8 @@ class ServedConnection:
         )
 
     def run(self) -> None:
-        """Talk until the end, which is logged. Whoever runs this closes the link."""
+        """Answer the client until the connection ends, and log the end. The caller closes the
+        link."""
         try:
             self.link.shake_hands(GREETING_S)
         except TransportError as error:
@@ -177,7 +178,7 @@ class ServedConnection:
             guest.end(goodbye=goodbye)
 
     def _answer(self, guest: Guest, message: Message) -> None:
-        """Do what is asked, and say so; a refusal ends the save that it was part of."""
+        """Carry out a request and send the answer; a refusal ends the save that it was part of."""
         try:
             answer = ANSWERS[type(message)](guest, message)
         except PortusError as error:

@@ -1,1 +1,1 @@
-"""What a host does for each request of a client that was let in."""
+"""Answers to the requests of clients that were let in."""

@@ -1,4 +1,4 @@
-"""A save under way: the version that is made, and which of its storages have a place."""
+"""A save under way: its version, and which of its storages have a place."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Draft:
         begin: said.Begin,
         size: int,
     ) -> None:
-        """handles: address and key of each storage with the client. size: bytes of memory that are
-        kept for it."""
+        """handles: address and key of each storage in the client's memory. size: bytes of memory
+        reserved for the save."""
         self.size = size
         self.pool: Final = pool
         self.lengths: Final = lengths
@@ -36,13 +36,14 @@ class Draft:
         self.begun_s: Final = time.perf_counter()
 
     def may_claim(self, indices: Column) -> bool:
-        """True if these are storages of the version, each once, that have no place yet."""
+        """Return whether ``indices`` are storages of the version, each once, that have no place
+        yet."""
         if len(indices) and int(indices.max()) >= len(self.lengths):
             return False
         return len(np.unique(indices)) == len(indices) and not self.claimed[indices].any()
 
     def claim(self, indices: Column) -> None:
-        """Mark these storages as having a place. Raises ``UsageError`` if they may not have one."""
+        """Mark storages as having a place. Raise ``UsageError`` if they may not have one."""
         if not self.may_claim(indices):
             raise UsageError("storages that are not there, come twice, or have a place already")
         self.claimed[indices] = True

@@ -1,4 +1,5 @@
-"""A client that was let in, what it holds here, and what the answers to its requests share."""
+"""A client that was let in, the things it holds here, and helpers of the answers to its
+requests."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ _TURN_S: Final = 0.1
 
 
 class Guest:
-    """The client of one connection. ``lane``: the way to its memory, if it is reached by verbs.
-    ``claims``: the models that it saves. ``pins``: how often it pinned each version. ``draft``: the
-    save under way. Any thread may look at these."""
+    """The client of one connection. ``lane``: the way to its memory, if verbs reach it. ``claims``:
+    the models that it saves. ``pins``: how often it pinned each version. ``draft``: the save under
+    way. Any thread may read these."""
 
     def __init__(self, link: Link, hosted: HostedPool, house: House) -> None:
         self.link: Final = link
@@ -46,18 +47,19 @@ class Guest:
 
     @property
     def saving(self) -> str:
-        """MODEL@STEP, while a save is under way; else empty."""
+        """MODEL@STEP while a save is under way, else empty."""
         draft = self.draft
         return "" if draft is None else f"{draft.begin.model}@{draft.begin.step}"
 
     def tell(self, level: int, event: str, text: str, **fields: str | float | None) -> None:
-        """Log what this client did, with its name and its tenant."""
+        """Log an event of this client, with its name and its tenant."""
         peer, tenant = self.link.name, self.hosted.tenant
         tell(level, event, f"{tenant}: {text}", peer=peer, tenant=tenant, **fields)
 
     @contextlib.contextmanager
     def keep_memory(self, size: int) -> Iterator[None]:
-        """Memory that stays for what is made in here."""
+        """Reserve memory for what is made in the block. It stays reserved unless the block
+        raises."""
         self.link.account.keep(size)
         try:
             yield
@@ -67,7 +69,8 @@ class Guest:
 
     @contextlib.contextmanager
     def hashing(self) -> Iterator[Stop]:
-        """A turn in which the pool is hashed for this client, as long as it is there."""
+        """Take a turn to hash the pool for this client. Yields a stop that notices when the client
+        leaves."""
         with contextlib.ExitStack() as turns, self.link.working() as stop:
             for turn in (self.hosted.hashing, self._turns):
                 # In short waits: a client that has hung up must not keep waiting for a turn.
@@ -77,8 +80,8 @@ class Guest:
             yield stop
 
     def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult | None:
-        """Move storages by verbs, and count them. None if the client is not connected so, or has
-        said of one of them no place. See ``one_sided.transfer``."""
+        """Move storages by verbs, and count them; see ``one_sided.transfer``. Return None if the
+        client is not connected by verbs, or gave no place for one of them."""
         lane = self.lane
         has_place = (moved.address > 0) | (key > 0)  # a dmabuf begins at the address 0
         if lane is None or lane.closed or not (has_place | (moved.length == 0)).all():
@@ -95,7 +98,7 @@ class Guest:
         return done
 
     def find(self, token: bytes) -> VersionEntry | None:
-        """The version of that token, if it is in the pool."""
+        """Return the version of a token, or None if it is not in the pool."""
         return self.writer.catalogue().of_token(token)
 
     def drop(self, why: str) -> None:
@@ -125,7 +128,7 @@ class Guest:
         self.tell(logging.INFO, "gave_back", f"{freed} bytes given back", bytes=freed)
 
     def end(self, *, goodbye: bool) -> None:
-        """Let go of all that it holds. goodbye: the client ends as it should."""
+        """Release all that the client holds. goodbye: the client ended in order."""
         if self.lane is not None:
             # First: the card must not write to space that the next line gives back (decision 0023).
             self.lane.close()

@@ -1,4 +1,4 @@
-"""Objects: what others mirror on this host."""
+"""Requests about objects, which others mirror on this host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portus.reach.protocol.messages import Said
 
 
 def put(guest: Guest, message: said.Put) -> Said:
-    """Make an object."""
+    """Write an object."""
     guest.hosted.refuse()
     name = check_name(message.name, guest.hosted.tenant)
     made = guest.hosted.replica.put(name, message.data, fresh=message.fresh)

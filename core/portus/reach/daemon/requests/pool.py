@@ -1,4 +1,5 @@
-"""The pool of a client: its space, what goes from it, and what is noted in it."""
+"""Requests about the pool of a client: its space, its retired versions, and notes of failed
+saves."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from portus.reach.protocol.messages import Said, digest_rows
 
 
 def retire(guest: Guest, message: said.Retire) -> Said:
-    """Let go of versions, by their tokens."""
+    """Retire versions, by their tokens."""
     tokens = {row.tobytes() for row in digest_rows(message.tokens, "tokens")}
     guest.hosted.refuse()
     guest.hosted.look()
@@ -31,7 +32,7 @@ def give_back(guest: Guest, message: said.GiveBack) -> Said:
 
 
 def note(guest: Guest, message: said.Note) -> Said:
-    """Put a failed save on record."""
+    """Record a failed save in the pool's journal."""
     guest.hosted.look()  # or it would be noted in another pool
     note_failure(guest.writer, message.text, guest.hosted.path)
     return said.Done()

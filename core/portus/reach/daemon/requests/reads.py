@@ -1,4 +1,4 @@
-"""Reads: bytes of the pool for a client, their digests, and pins of versions meanwhile."""
+"""Requests to read: bytes of the pool, their digests, and pins of versions meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from portus.reach.transport.stream import give_from
 PINS_MAX: Final = said.IDS_MAX
 _PIN: Final = 256
 _RANGE_MOVED: Final = 64
-"""Bytes of memory that these take at most; measured."""
+"""Bytes of memory that a pin and a range take at most; measured."""
 
 
 def read(guest: Guest, message: said.Read) -> Said:
@@ -33,7 +33,7 @@ def read(guest: Guest, message: said.Read) -> Said:
 
 
 def check_ranges(guest: Guest, message: said.Check) -> Said:
-    """Hash what the pool holds."""
+    """Return the digests of storages in the pool."""
     moved, size = _sources(guest, message), guest.writer.medium.size
     if moved.size > size:
         raise UsageError(f"check: {moved.size} bytes, of a pool of {size}")
@@ -42,7 +42,7 @@ def check_ranges(guest: Guest, message: said.Check) -> Said:
 
 
 def push(guest: Guest, message: said.Push) -> Said:
-    """Write what the pool holds into the client's memory."""
+    """Write storages of the pool into the client's memory."""
     start, moved = time.perf_counter(), _sources(guest, message)
     address, key = handles(message.handles, len(moved.length), "push")
     done = guest.transfer(replace(moved, address=address), key, is_pull=False)
@@ -64,7 +64,7 @@ def pin(guest: Guest, message: said.Pin) -> Said:
 
 
 def unpin(guest: Guest, message: said.Unpin) -> Said:
-    """Take one pin back."""
+    """Take one pin of a version back."""
     if not guest.pins[message.version]:
         raise UsageError(f"version {message.version} is not pinned")
     guest.writer.locks.unpin(message.version)
@@ -76,7 +76,7 @@ def unpin(guest: Guest, message: said.Unpin) -> Said:
 
 
 def _ranges_inside(guest: Guest, data: bytes) -> tuple[Column, Column]:
-    """Offsets and lengths, all in the pool. Raises ``UsageError``."""
+    """Return offsets and lengths of ranges. Raise ``UsageError`` if one is outside of the pool."""
     offsets, lengths = ranges(data, "ranges")
     size = guest.writer.medium.size
     if len(offsets) and int((offsets + lengths).max()) > size:
@@ -85,7 +85,7 @@ def _ranges_inside(guest: Guest, data: bytes) -> tuple[Column, Column]:
 
 
 def _sources(guest: Guest, message: said.Check | said.Push) -> Sources:
-    """The storages that a request names, once there is memory for what is done with them. Raises
+    """Return the storages that a request names, once there is memory to process them. Raise
     ``UsageError`` if they are not in the pool."""
     lengths = column(message.lengths, "lengths")
     offsets, sizes = _ranges_inside(guest, message.ranges)

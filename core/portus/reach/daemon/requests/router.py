@@ -1,4 +1,4 @@
-"""The router of requests: what answers each one."""
+"""The router of requests: the function that answers each one."""
 
 from __future__ import annotations
 

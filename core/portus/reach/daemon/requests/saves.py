@@ -1,10 +1,10 @@
-"""Saves: what a client says from its claim of a model to the commit of a version.
+"""Saves: the requests of a client from its claim of a model to the commit of a version.
 
-A save lives as long as its connection, and its only trace on the medium is the commit. Whatever
-ends the connection before that (a client that was killed, a link that was cut, an abandonment)
-gives the space back, and nothing else happened. The host believes nothing of what a client says
-about places: it places the bytes itself, and hashes what arrived; the client's own digests must
-be the same, or there is no version.
+A save lives as long as its connection, and its only trace on the medium is the commit. If the
+connection ends before that (the client was killed, a link was cut, the client abandoned the save),
+the host takes the space back, and nothing else has happened. The host trusts nothing that a client
+says about places. It places the bytes itself, and hashes what arrived; without equal digests from
+the client there is no version.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import PoolDraft
 
 VALUES_MAX: Final = 1 << 24
-"""Values in contents, at most: each takes a hundred bytes while it is looked at."""
+"""Values in contents, at most: each takes a hundred bytes while it is parsed."""
 
 CLAIMS_MAX: Final = 64
-"""Models that one connection claims, at most."""
+"""Models that one connection may claim."""
 
 # Bytes of memory that things take, at most; measured.
 _DRAFT: Final = 4 << 10
@@ -50,13 +50,13 @@ _PART: Final = 4 << 10
 _STORAGE: Final = 160
 _STORAGE_BEGUN: Final = 128
 _STORAGE_COMMITTED: Final = 512
-"""Memory of each storage of a save: as long as it is under way; while it begins; while it is
+"""Memory of each storage of a save: while the save is under way; while it begins; while it is
 committed."""
 _VALUE: Final = 64
 _DICT: Final = 1024
 _BYTE: Final = 8
-"""Memory of each value, each dict, which may be a file, and each byte of contents: while they are
-looked at."""
+"""Memory of each value, each dict, which may be a file, and each byte of contents, while they are
+parsed."""
 
 
 def claim(guest: Guest, message: said.Claim) -> Said:
@@ -169,7 +169,7 @@ def share(guest: Guest, message: said.Share) -> Said:
 
 
 def confirm(guest: Guest, message: said.Confirm) -> Said:
-    """Commit the version, if what the client hashed is what is here."""
+    """Commit the version, if the client's digests are those of the bytes here."""
     draft, start = _draft_of(guest), time.perf_counter()
     guest.link.room(_STORAGE_COMMITTED * len(draft.lengths))
     if not draft.claimed.all():
@@ -234,7 +234,7 @@ def abandon(guest: Guest, message: said.Abandon) -> Said:
 
 
 def settle(guest: Guest, message: said.Settle) -> Said:
-    """Return when the replica has a version, too."""
+    """Wait until the replica has a version too, and answer."""
     if message.model not in guest.claims:
         raise UsageError(f"model {message.model!r} is not claimed here")
     guest.hosted.replica.wait_until_logged(message.model, message.token)
@@ -242,7 +242,7 @@ def settle(guest: Guest, message: said.Settle) -> Said:
 
 
 def _full(guest: Guest, error: MediumError) -> said.Full:
-    """Say that there is no room now."""
+    """Return the answer that there is no room now."""
     refusal = refusal_of(error)
     guest.counters.count_failure(refusal.fault)
     guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
@@ -250,8 +250,8 @@ def _full(guest: Guest, error: MediumError) -> said.Full:
 
 
 def _move(guest: Guest, draft: Draft, indices: Column, moved: Sources) -> tuple[Digests, int]:
-    """Bring the bytes of an offer to where they stay; return their digests, and how many bytes
-    went through a buffer."""
+    """Bring the bytes of an offer to their places in the pool. Return their digests, and how many
+    bytes went through a buffer."""
     start = time.perf_counter()
     try:
         there = replace(moved, address=draft.address[indices])
@@ -267,8 +267,8 @@ def _move(guest: Guest, draft: Draft, indices: Column, moved: Sources) -> tuple[
 
 
 def _pull(guest: Guest, moved: Sources) -> Digests:
-    """Receive the bytes of an offer over the socket. If the medium fails, the rest is received all
-    the same: only then can the client hear of it."""
+    """Receive the bytes of an offer over the socket. If the medium fails, receive the rest too:
+    only then can the client read the error."""
     link, before, hashed_s = guest.link, guest.link.taken, guest.link.hash_s
     segments, digests = cut(moved)
     if segments.size:
@@ -285,7 +285,7 @@ def _pull(guest: Guest, moved: Sources) -> Digests:
 
 
 def _find_contents(guest: Guest, draft: Draft, message: said.Confirm) -> Pointer | None:
-    """Where the version before has the same contents, if it has."""
+    """Return the place of the same contents in the version before, or None if they differ."""
     record = _record(guest, message.before)
     if record is None:
         return None
@@ -297,8 +297,8 @@ def _find_contents(guest: Guest, draft: Draft, message: said.Confirm) -> Pointer
 
 
 def _record(guest: Guest, before: bytes) -> VersionRecord | None:
-    """The record of a version before; None if it is gone, or is damaged by now: then a save
-    does without it."""
+    """Return the record of the version before, or None if it is gone or damaged: a save can do
+    without it."""
     entry = guest.find(before)
     if entry is None:
         return None
@@ -309,7 +309,7 @@ def _record(guest: Guest, before: bytes) -> VersionRecord | None:
 
 
 def _refuse_nonsense(guest: Guest, lengths: Column, contents: bytes) -> None:
-    """Raise ``UsageError`` for contents that are no table of files whose storages have these
+    """Raise ``UsageError`` for contents that are not a table of files whose storages have these
     lengths: a reader would call the version damaged."""
     dicts, others = contents.count(b"{"), contents.count(b"[") + contents.count(b",")
     if dicts + others > VALUES_MAX:
@@ -324,8 +324,8 @@ def _refuse_nonsense(guest: Guest, lengths: Column, contents: bytes) -> None:
 
 
 def _draft_of(guest: Guest) -> Draft:
-    """The save under way. One more request of it is counted: what that leaves behind stays until
-    the end of the save."""
+    """Return the save under way, and count one more request of it: the memory that the request
+    leaves stays until the end of the save."""
     draft = guest.draft
     assert draft is not None, "the table lets no such message through"
     guest.link.account.keep(_PART)
@@ -339,6 +339,6 @@ def _refuse_known(guest: Guest, token: bytes) -> None:
 
 
 def memory_of(contents: bytes) -> int:
-    """Bytes of memory, at most, that it takes to look at contents."""
+    """Return the bytes of memory that parsing contents takes, at most."""
     dicts, others = contents.count(b"{"), contents.count(b"[") + contents.count(b",")
     return _DICT * dicts + _VALUE * others + _BYTE * len(contents)
