@@ -1,1 +1,1 @@
-"""What a pool holds: models, their versions, and the extents of each."""
+"""The index of a pool: models, their versions, and the extents of each."""

@@ -1,4 +1,4 @@
-"""What a root leads to: the models of a pool and their versions."""
+"""The catalogue of a root: the models of a pool and their versions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RETRIES_MAX: Final = 1000  # a writer that commits faster than we read 1000 tim
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's index record and what it lists, oldest commit first."""
+    """A model's index record and the versions that it lists, oldest commit first."""
 
     pointer: Pointer
     versions: tuple[VersionEntry, ...]
@@ -49,9 +49,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All that one root reaches, but for the versions' own records.
+    """Everything that one root reaches, except the versions' own records.
 
-    ``copies``: of records that it reaches; a writer alone knows them before it needs one.
+    ``copies``: of records that the root reaches. Only a writer knows them before it needs one.
     """
 
     root: Root
@@ -59,12 +59,12 @@ class Catalogue:
     copies: tuple[Copy, ...] = ()
 
     def entries(self) -> Iterator[VersionEntry]:
-        """Every version of every model."""
+        """Yield every version of every model."""
         for model in self.models.values():
             yield from model.versions
 
     def ids(self) -> frozenset[int]:
-        """The ids of every version."""
+        """Return the ids of all versions."""
         return self._ids
 
     @cached_property
@@ -72,15 +72,15 @@ class Catalogue:
         return frozenset(entry.info.id for entry in self.entries())
 
     def find(self, version: int) -> VersionEntry | None:
-        """The version of that id, or None."""
+        """Return the version with an id, or None."""
         return next((entry for entry in self.entries() if entry.info.id == version), None)
 
     def of_token(self, token: bytes) -> VersionEntry | None:
-        """Return the version that pointers call ``token``, or None."""
+        """Return the version with a token, or None."""
         return next((entry for entry in self.entries() if entry.info.token == token), None)
 
     def copies_of(self, pointer: Pointer) -> Sequence[Copy]:
-        """The copies of a record."""
+        """Return the copies of a record."""
         return self._copies_by_digest.get(pointer.digest, ())
 
     @cached_property
@@ -99,8 +99,8 @@ class Catalogue:
 
 
 class _Ahead:
-    """A medium far away in one look at its catalogue: how big it is was asked once, after the root
-    was read; some records are loaded in one go, all else as ever."""
+    """A remote medium during one look at its catalogue. Its size was asked for once, after the root
+    was read; some records are loaded in one request, and all others as usual."""
 
     def __init__(self, medium: HostMedium) -> None:
         self.info: Final = medium.info
@@ -109,7 +109,7 @@ class _Ahead:
         self._loaded: Final[dict[Extent, memoryview]] = {}
 
     def expect(self, pointers: Sequence[Pointer]) -> None:
-        """Load these now."""
+        """Load these records now, in one request."""
         there = [
             pointer.extent
             for pointer in pointers
@@ -118,7 +118,7 @@ class _Ahead:
         self._loaded.update(zip(there, self._medium.load_all(there), strict=True))
 
     def load(self, offset: int, target: memoryview) -> None:
-        """Load as the medium does, but copy what was loaded ahead."""
+        """Load as the medium does, or copy what was loaded ahead."""
         found = self._loaded.get(Extent(offset, target.nbytes))
         if found is None:
             self._medium.load(offset, target)
@@ -132,10 +132,12 @@ def read_catalogue(
     known: Catalogue | None = None,
     say: Callable[[str], None] = _log.error,
 ) -> Catalogue:
-    """Raises ``CorruptionError`` if the table or any model index is damaged.
+    """Return the catalogue of a root. Raise ``CorruptionError`` if the table or a model index is
+    damaged.
 
-    known: one read before; models whose index is the same record, by digest, are not read again.
-    say: is told what was damaged and did no harm.
+    known: a catalogue read before; a model whose index is the same record, by digest, is not read
+    again.
+    say: receives a message for each damage that did no harm.
     """
     catalogue = Catalogue(root)
     source: ReadableMedium = medium
@@ -175,7 +177,8 @@ def read_catalogue(
 def read_copies(
     medium: Medium, root: Root, say: Callable[[str], None] = _log.error
 ) -> tuple[Copy, ...]:
-    """The copies of records that a root leads to; none if that is damaged, and that is said."""
+    """Return the copies of records that a root lists; none, after a message, if the list is
+    damaged."""
     if root.copies == NOWHERE:
         return ()
     try:
@@ -186,12 +189,12 @@ def read_copies(
 
 
 def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None) -> Catalogue:
-    """The catalogue of the newest root that can be read whole. ``known``: see ``read_catalogue``.
+    """Return the catalogue of the newest root that can be read completely. ``known``: see
+    ``read_catalogue``.
 
-    A writer may commit while this reads, and store over what an older root leads to: if a root
-    changed meanwhile, all is read again, and nothing is called damaged. A root
-    that stays and is damaged is passed over for the older one, with an error in the log (V4).
-    Raises ``CorruptionError`` when neither can be read.
+    A writer may commit meanwhile, and overwrite what an older root reaches. If a root changed, all
+    is read again, and nothing is called damaged. If the newest root stays and is damaged, the older
+    one is used, with an error in the log (V4). Raises ``CorruptionError`` if neither can be read.
     """
     for _ in range(_RETRIES_MAX):
         roots = read_roots(medium, uuid)
@@ -238,7 +241,7 @@ def _first_readable(
 
 
 def read_version(medium: Medium, entry: VersionEntry) -> VersionRecord:
-    """The record of one version. Raises ``CorruptionError``."""
+    """Return the record of one version. Raise ``CorruptionError`` if it is damaged."""
     record = decode_version(read(medium, entry.pointer, RecordKind.VERSION))
     if record.info != entry.info:
         raise CorruptionError(
@@ -261,7 +264,7 @@ def _truncation(medium: Medium, entry: VersionEntry) -> CorruptionError:
 
 
 def version_runs(entry: VersionEntry, record: VersionRecord) -> Runs:
-    """Every page that a version reaches: its record, contents, bytes and log."""
+    """Return all pages that a version reaches: those of its record, contents, bytes and log."""
     alone = [entry.pointer.extent, record.contents.extent]
     if record.log is not None:
         alone.append(record.log.extent)

@@ -1,9 +1,9 @@
 """``check``: walks a pool and names every rule of the format that it breaks.
 
-Theory. Both root slots are read, and all that they reach, until no commit came in between: what is
-then known was reached at one moment. A version is pinned while it is looked at; one that was
-retired meanwhile is passed over, since its pages may be somebody else's by now. So a check may run
-while a writer is at work, and finds nothing that is not there.
+Theory. The check reads both root slots, and all that they reach, until no commit came in between:
+then all of it was reached at one moment. It pins each version while it looks at it, and skips one
+that was retired meanwhile, whose pages may belong to another by now. So a check may run while a
+writer works, and reports no damage that does not exist.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["RULES", "CheckOptions", "Finding", "Severity", "check", "check_file"
 _RETRIES_MAX: Final = 1000
 
 Progress = Callable[[int, int], None]
-"""Told bytes done, and bytes to do in all."""
+"""Receives the bytes done, and the bytes to do in total."""
 
 Only = Callable[[VersionInfo], bool]
 
@@ -61,9 +61,10 @@ def _every(info: VersionInfo) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """How a check looks. ``data``, ``progress``, ``only``: as for ``check``. ``tell``: told of each
-    finding, when it is found. ``batch``: bytes of versions that are read at once, one unit at
-    least; ``pace``: at which they are; None: as fast as can be. What they raise ends the check."""
+    """Options of a check. ``data``, ``progress``, ``only``: as for ``check``. ``tell``: receives
+    each finding when it is found. ``batch``: bytes of versions to read together, one unit at least;
+    ``pace``: a limit of their rate, None for no limit. An error that a callback raises ends the
+    check."""
 
     data: bool = True
     progress: Progress = _to_nobody
@@ -80,16 +81,16 @@ def check(
     progress: Progress | None = None,
     only: Only | None = None,
 ) -> list[Finding]:
-    """Every broken rule of a pool file, or of all in a pool directory, each with its path; none
-    for healthy ones. Changes nothing.
+    """Return every broken rule of a pool file, or of all in a pool directory, each with its path;
+    none for healthy ones. Changes nothing.
 
     data: read every byte of every version too, once for all versions that share it.
-    progress: called now and then with bytes done and bytes to do in all, in each file.
-    only: look at these versions alone; the catalogues are looked at all the same.
+    progress: called now and then with the bytes done and the bytes to do in total, in each file.
+    only: check these versions alone; the catalogues are always checked.
 
-    Works while somebody writes the pool. Blocks. Raises ``MediumError`` if a pool cannot be opened
-    or its first pages cannot be read, ``UsageError`` if there is none or a newer Portus wrote it,
-    ``StaleError`` if commits never stop for long enough.
+    Works while a writer has the pool open. Blocks. Raises ``MediumError`` if a pool cannot be
+    opened or its first pages cannot be read, ``UsageError`` if there is none or a newer Portus
+    wrote it, ``StaleError`` if commits never pause for long enough.
     """
     look = CheckOptions(data=data, progress=progress or _to_nobody, only=only or _every)
     if isinstance(pool, PoolReader):
@@ -110,8 +111,8 @@ def check(
 
 
 def check_file(path: str, look: CheckOptions, *, cached: bool = True) -> list[Finding]:
-    """Return the findings of one pool file or device, as ``check`` does. cached: False reads past
-    the pages that the system keeps of a file, where it can."""
+    """Return the findings of one pool file or device, as ``check`` does. cached: False bypasses the
+    system's page cache, where that is possible."""
     files = LocalFiles()
     with contextlib.ExitStack() as stack:
         medium = files.open(path, writable=False) if cached else files.open_uncached(path)
@@ -138,7 +139,8 @@ def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Findi
 
 
 def _look_ahead(subject: Subject, standing: ReachableVersions) -> None:
-    """A damaged slot may be the trace of a crash in a commit; not if that commit is whole."""
+    """Warn of a damaged slot if its commit is intact. Otherwise the slot may be the trace of a
+    crash in a commit."""
     medium, uuid = subject.medium, subject.uuid
     slot = find_damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
     if slot is None:
@@ -198,7 +200,7 @@ def _read_bytes(
 
 
 class _Pins:
-    """Holds versions of a standing while they are looked at."""
+    """Pins versions of a catalogue while they are checked."""
 
     def __init__(self, subject: Subject, standing: ReachableVersions, locks: Locks) -> None:
         self._subject: Final = subject
@@ -208,7 +210,8 @@ class _Pins:
 
     @contextlib.contextmanager
     def hold(self, entry: VersionEntry) -> Iterator[bool]:
-        """Pin a version; False if no root reaches it any more, or its id is impossible."""
+        """Pin a version, and yield True; yield False if no root reaches it any more, or its id is
+        impossible."""
         version = entry.info.id
         if not 0 < version < VERSION_ID_MAX:
             yield False
@@ -233,7 +236,7 @@ class _Pins:
         )
 
     def _reachable_ids(self) -> frozenset[int]:
-        """The ids in both catalogues; a damaged one was found already."""
+        """Return the ids in both catalogues. Damage was reported before."""
         ids: set[int] = set()
         for root in read_roots(self._subject.medium, self._subject.uuid):
             with contextlib.suppress(CorruptionError):

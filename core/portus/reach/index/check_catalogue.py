@@ -47,17 +47,17 @@ from portus.reach.index.records import (
 from portus.reach.index.roots import Root, read_roots, read_superblock, whole_superblock
 
 _RETRIES_MAX: Final = 1000
-"""A writer that commits while the catalogues are read is followed this often."""
+"""Times that the catalogues are read again because a writer committed meanwhile, at most."""
 
 _TORN_RETRIES: Final = 3
 _TORN_PAUSE_S: Final = 0.002
-"""A slot that is torn is read again, this often and after this time: it may be being stored."""
+"""Times and seconds to read a torn slot again: a writer may be storing it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The pool that is checked, and what was found so far. ``copies``: by digest, copies of records
-    that are whole."""
+    """The pool that is checked, and its findings so far. ``copies``: intact copies of records, by
+    digest."""
 
     medium: Medium
     uuid: bytes
@@ -67,7 +67,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class FramedRecord:
-    """A record that is whole: the commit that wrote it, and its payload."""
+    """An intact record: the commit that wrote it, and its payload."""
 
     commit: int
     payload: memoryview
@@ -75,7 +75,7 @@ class FramedRecord:
 
 @dataclass(frozen=True, slots=True)
 class ReachedRun:
-    """A run of bytes that something reaches, and the commit that wrote it."""
+    """A run of bytes that a record or a version reaches, and the commit that wrote it."""
 
     offset: int
     length: int
@@ -85,9 +85,9 @@ class ReachedRun:
 
 @dataclass(slots=True)
 class ReachableVersions:
-    """What the whole roots reach, read while they did not change.
+    """Everything that the intact roots reach, read while they did not change.
 
-    ``bounds``: for each version the least size of a root that reaches it.
+    ``bounds``: for each version, the least size of a root that reaches it.
     """
 
     slots: bytes
@@ -99,7 +99,7 @@ class ReachableVersions:
 
 
 def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
-    """Look at pages 0 to 7 but for the root slots. The pool's uuid; None if it cannot be known.
+    """Check pages 0 to 7, except the root slots. Return the pool's uuid, or None if it is unknown.
 
     Raises ``UsageError`` if a newer Portus wrote the pool, and ``MediumError``.
     """
@@ -159,9 +159,9 @@ def zeros(findings: Findings, where: str, data: bytes | memoryview) -> None:
 
 
 def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> ReachableVersions:
-    """What both roots reach. A writer may commit meanwhile: then all is read again.
+    """Return all that both roots reach, read again if a writer commits meanwhile.
 
-    Raises ``MediumError`` for what cannot be read of the slots, ``StaleError`` if that never ends.
+    Raises ``MediumError`` if the slots cannot be read, ``StaleError`` if commits never pause.
     """
     for _ in range(_RETRIES_MAX):
         fresh = Findings()
@@ -176,14 +176,14 @@ def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> Reachab
 
 
 def check_root(subject: Subject, standing: ReachableVersions, root: Root) -> None:
-    """Add what another root reaches, to which no slot leads."""
+    """Add all that another root reaches, which no slot holds."""
     standing.roots.append(root)
     _Listing(subject, standing, root).read()
 
 
 def load_slots(medium: Medium, seen: bytes | None = None) -> bytes:
-    """Read both root slots. One that is just being stored is waited for, unless they are still as
-    ``seen``: that was waited for."""
+    """Return both root slots. Wait for one that is being stored, unless they are the same as
+    ``seen``, which was waited for before."""
     for _ in range(_TORN_RETRIES):
         slots = b"".join(load(medium, offset, SLOT.size) for offset in SLOT_OFFSETS)
         if slots == seen:
@@ -223,7 +223,7 @@ def _check_slots(subject: Subject, standing: ReachableVersions) -> None:
 
 
 def _check_slot(subject: Subject, index: int, slot: bytes) -> bool:
-    """True if it is torn. One that is whole and wrong is an error."""
+    """Return whether a slot is torn, and add a finding if it is intact and wrong."""
     if not _is_whole(SLOT, slot, ROOT_MAGIC):
         return True
     row = SLOT.unpack(slot)
@@ -249,7 +249,7 @@ def _check_order(findings: Findings, newer: Root, older: Root) -> None:
 
 
 class _Listing:
-    """One root's model table and model indices."""
+    """The model table and the model indices of one root."""
 
     def __init__(self, subject: Subject, standing: ReachableVersions, root: Root) -> None:
         self._subject: Final = subject
@@ -259,7 +259,7 @@ class _Listing:
         self._unique: Final[set[tuple[str, int | str]]] = set()
 
     def read(self) -> None:
-        """Add what the root reaches to the standing."""
+        """Add all that the root reaches to the standing."""
         if self._root.copies != NOWHERE:
             self._read_copies()
         if self._root.table == NOWHERE:
@@ -399,7 +399,7 @@ def _check_index_payload(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a record must stay within: bytes of the pool, and the commit of what points at it."""
+    """The limits of a record: bytes of the pool, and the commit of the pointer to it."""
 
     size: int
     commit: int
@@ -408,7 +408,8 @@ class Bounds:
 def frame(
     subject: Subject, pointer: Pointer, kind: RecordKind, where: str, bounds: Bounds
 ) -> FramedRecord | None:
-    """The record at ``pointer``, if it is whole; findings otherwise, and for what is odd."""
+    """Return the record at ``pointer`` if it is intact, or None. Add findings for damage and
+    oddities."""
     medium, findings = subject.medium, subject.findings
     where = f"{where} at byte {pointer.offset}"
     end = pointer.offset + pointer.length
@@ -443,7 +444,7 @@ def frame(
 def _find_copy(
     subject: Subject, pointer: Pointer, kind: RecordKind
 ) -> tuple[int, FramedRecord] | None:
-    """A copy of a damaged record: its offset, and what it holds."""
+    """Return the copy of a damaged record: its offset, and its payload."""
     copy = subject.copies.get(pointer.digest)
     if copy is None or copy == pointer:
         return None
@@ -456,7 +457,7 @@ def _find_copy(
 
 
 def load(medium: Medium, offset: int, length: int) -> bytes:
-    """Bytes of the medium."""
+    """Return bytes of the medium."""
     data = bytearray(length)
     medium.load(offset, memoryview(data))
     return bytes(data)

@@ -1,4 +1,4 @@
-"""F14 and F15: what the contents of a version say, and whether its storages are those."""
+"""F14 and F15: whether the contents of a version can be read, and whether its storages fit them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from portus.reach.index.findings import Findings
 from portus.reach.index.records import Rows
 
 _PICKLE: Final = b"\x80"
-"""How the contents of protected tables begin."""
+"""The first byte of the contents of protected tables."""
 
 _SIZE_MAX: Final = (1 << 63) - 1
-"""Bytes. No storage has more; what contents say of a tensor may be too long a number to print."""
+"""The largest size of a storage in bytes. Contents may state one that is too long to print."""
 
 _KEY_MAX: Final = 18
 """Digits of the key of a storage in a pickle."""
@@ -30,9 +30,10 @@ _KEY_MAX: Final = 18
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Contents, read. ``lengths``: of a table of files, the bytes of each storage; of others None.
-    ``storages``: which they name. ``needed``: of each tensor its name, its storage, and the bytes
-    that it needs of it. ``is_shelf``: it has them alone, and needs no more and no less."""
+    """The parsed contents of a version. ``lengths``: of a table of files, the bytes of each
+    storage; else None. ``storages``: those that the contents name. ``needed``: for each tensor its
+    name, its storage, and the bytes of it that it needs. ``is_shelf``: each tensor must fill its
+    storage exactly."""
 
     lengths: npt.NDArray[np.int64] | None = None
     storages: frozenset[int] = frozenset()
@@ -41,7 +42,7 @@ class Contents:
 
 
 def read_contents(findings: Findings, where: str, payload: bytes) -> Contents | None:
-    """F14: what contents say by themselves; None if they are none."""
+    """Return parsed contents, or None if they break F14."""
     if payload.startswith(_PICKLE):
         return _read_pickle(findings, where, payload)
     try:
@@ -70,7 +71,7 @@ def _read_pickle(findings: Findings, where: str, payload: bytes) -> Contents | N
 
 
 def check_contents(findings: Findings, where: str, contents: Contents, storages: Rows) -> None:
-    """F15: contents fit these storages."""
+    """Check F15: the contents fit these storages."""
     where, lengths = f"contents of {where}", storages["length"].tolist()
     if contents.lengths is not None:
         same = contents.lengths.tolist() == lengths
@@ -90,7 +91,8 @@ def check_contents(findings: Findings, where: str, contents: Contents, storages:
 
 
 def bytes_needed(spec: TensorSpec) -> int:
-    """Bytes from the start of its storage to the end of a tensor; -1 if it makes no sense."""
+    """Return the bytes from the start of its storage to the end of a tensor; -1 if its numbers are
+    wrong."""
     numbers = (*spec.shape, *spec.strides, spec.offset)
     if len(spec.shape) != len(spec.strides) or any(number < 0 for number in numbers):
         return -1

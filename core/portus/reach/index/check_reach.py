@@ -1,4 +1,4 @@
-"""The check of who reaches which bytes: no page of two commits (V1), no overlap (F13)."""
+"""The check of shared bytes: no page of two commits (V1), no overlap (F13)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from portus.reach.index.findings import Findings
 from portus.reach.index.space import Runs, runs_of
 
 NAMED_MAX: Final = 20
-"""Meetings of one kind that are named one by one."""
+"""Overlaps of one kind that are named one by one."""
 
 Column = npt.NDArray[np.int64]
 
@@ -23,15 +23,15 @@ Column = npt.NDArray[np.int64]
 def check_reach(
     seen: Iterable[CheckedVersion], records: Iterable[ReachedRun], findings: Findings
 ) -> None:
-    """Check runs of bytes that either root reached, all at one moment."""
+    """Check runs of bytes that both roots reached at one moment."""
     reach = _Reach(list(seen), list(records))
     _check_overlaps(reach, findings)
     _check_pages(reach, findings)
 
 
 class _Reach:
-    """Every run of bytes that is reached: columns ``start``, ``end`` and ``commit``, each run
-    once for everybody who reaches it."""
+    """All runs of bytes that are reached: columns ``start``, ``end`` and ``commit``. A shared run
+    occurs once for each owner."""
 
     def __init__(self, seen: list[CheckedVersion], records: list[ReachedRun]) -> None:
         listed = [*records, *(each for version in seen for each in version.records)]
@@ -46,7 +46,7 @@ class _Reach:
         self.commit: Final[Column] = table[:, 2]
 
     def distinct(self) -> Column:
-        """Indices of runs, each once, sorted by start."""
+        """Return the indices of distinct runs, sorted by start."""
         if not len(self.start):
             return np.empty(0, np.int64)
         order = np.lexsort((self.end, self.start))
@@ -56,7 +56,7 @@ class _Reach:
         return chosen
 
     def name(self, index: int) -> str:
-        """What one run is, for people."""
+        """Return a description of one run, for people."""
         block = int(np.searchsorted(self._firsts, index, "right")) - 1
         row = index - int(self._firsts[block])
         where = f"bytes {self.start[index]} to {self.end[index]}"
@@ -67,7 +67,7 @@ class _Reach:
         return f"storage {storage} of {version.name} ({where}, commit {self.commit[index]})"
 
     def touching(self, page: int, commit: int) -> int:
-        """The index of a run of ``commit`` in ``page``."""
+        """Return the index of a run of ``commit`` in ``page``."""
         inside = (self.start < (page + 1) * PAGE) & (self.end > page * PAGE)
         return int(np.flatnonzero(inside & (self.commit == commit))[0])
 
@@ -110,7 +110,7 @@ def _check_pages(reach: _Reach, findings: Findings) -> None:
 
 
 def _pages_by_commit(reach: _Reach) -> tuple[Runs, Column]:
-    """The pages of each commit, merged, and the commit of each run."""
+    """Return the pages of each commit, merged, and the commit of each run."""
     order = np.argsort(reach.commit, kind="stable")
     cuts = np.flatnonzero(np.diff(reach.commit[order])) + 1
     parts = [part for part in np.split(order, cuts) if len(part)]
@@ -123,7 +123,7 @@ def _pages_by_commit(reach: _Reach) -> tuple[Runs, Column]:
 
 
 def _meetings(start: Column, end: Column) -> list[tuple[int, int]]:
-    """Pairs of runs that overlap, by position; ``start`` is sorted. Not more than can be read."""
+    """Return pairs of overlapping runs, by position, ``NAMED_MAX`` at most. ``start`` is sorted."""
     if len(start) < 2:
         return []
     furthest = np.maximum.accumulate(end)

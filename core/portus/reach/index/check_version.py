@@ -1,4 +1,4 @@
-"""The second half of a check: one version's record and contents, and then its bytes."""
+"""The second half of a check: the record and contents of one version, and then its bytes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Column = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 Damage = tuple[int, str, str]
-"""A damaged unit: the index of its storage, where it is, what was found."""
+"""A damaged unit: the index of its storage, its place, and what was found there."""
 
 BATCH: Final = 64 << 20
-"""Bytes that are read at once: progress moves that often."""
+"""Bytes to read together, and so between two reports of progress."""
 
 DAMAGED_MAX: Final = 20
 """Damaged units of one version that are named one by one."""
@@ -54,8 +54,8 @@ DAMAGED_MAX: Final = 20
 class CheckedVersion:
     """A version whose record could be read.
 
-    ``contents``: None if they are lost. ``records``: its own, and its contents. ``sound``: of each
-    storage, whether all its extents lie where they may.
+    ``contents``: None if they are lost. ``records``: the version's own, and its contents.
+    ``sound``: for each storage, whether all its extents are within bounds.
     """
 
     entry: VersionEntry
@@ -71,14 +71,14 @@ class CheckedVersion:
         return f"version {info.id} of {info.model!r} (step {info.step})"
 
     def storage_name(self, index: int) -> str:
-        """A storage, for people: its index, and what is in it."""
+        """Return the name of a storage, for people: its index, and the tensors in it."""
         named = () if self.contents is None else self.contents.needed
         names = dict.fromkeys(name for name, storage, _ in named if storage == index)
         return f"storage {index} ({' = '.join(names)})"
 
 
 class Versions:
-    """Looks at versions one after another; contents of several are looked at once."""
+    """Checks versions one after another. Contents that versions share are read once."""
 
     def __init__(self, subject: Subject, standing: ReachableVersions) -> None:
         self._subject: Final = subject
@@ -87,7 +87,8 @@ class Versions:
         self._contents: Final[dict[Pointer, tuple[FramedRecord, Contents | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> CheckedVersion | None:
-        """Check everything but the bytes of a pinned version. None if its record is lost."""
+        """Check everything except the bytes of a pinned version. Return None if its record is
+        lost."""
         info = entry.info
         where = f"version {info.id} of {info.model!r}"
         bounds = Bounds(self._standing.bounds[info.id], info.commit)
@@ -197,13 +198,14 @@ class Versions:
 
 
 def owners(counts: Rows) -> Column:
-    """0 as often as the first of ``counts`` says, then 1, ..."""
+    """Return index 0 as often as the first count says, then index 1, and so on."""
     column: Column = np.repeat(np.arange(len(counts)), counts.astype(np.int64))
     return column
 
 
 def _wrong_digests(record: VersionRecord) -> Column:
-    """Indices of storages whose digest does not follow from their units'."""
+    """Return the indices of storages whose digest does not follow from the digests of their
+    units."""
     storages, units = record.storages, record.units
     first = storages["first_unit"].astype(np.int64)
     counts = np.diff(first, append=len(units))
@@ -218,12 +220,12 @@ def _wrong_digests(record: VersionRecord) -> Column:
 
 
 class Bytes:
-    """Verifies the bytes of versions, each storage once however many versions share it; one that
-    is damaged is looked at again for each of them, so that each is named."""
+    """Verifies the bytes of versions, each storage once, however many versions share it. A damaged
+    one is read again for each of them, so that the findings name all."""
 
     def __init__(self, subject: Subject, batch: int = BATCH, pace: Pace | None = None) -> None:
-        """batch: bytes that are read at once, one unit at least. pace: at which; None: as fast as
-        can be."""
+        """batch: bytes to read together, one unit at least. pace: a limit of the rate; None: no
+        limit."""
         self._medium: Final = subject.medium
         self._findings: Final = subject.findings
         self._batch: Final = batch
@@ -231,19 +233,19 @@ class Bytes:
         self._known: Final[set[bytes]] = set()
         self._bad: Final[set[bytes]] = set()
         self._holders: Final[dict[int, int]] = {}
-        """The newest version that has a storage which is changed in place, by its place."""
+        """The newest version of each storage that is changed in place, by its first byte."""
 
     def note(self, versions: Iterable[CheckedVersion]) -> None:
-        """Say which versions there are, before any is read: of those that have a storage that is
-        changed in place, the newest one alone can be read, and the others are gone with it."""
+        """Record all versions before any is read. Of those with the same storage that is changed in
+        place, only the newest can be read; the others are lost."""
         for each in versions:
             for offset in _places(each.record).values():
                 before = self._holders.get(offset, 0)
                 self._holders[offset] = max(before, each.record.info.id)
 
     def verify_log(self, seen: CheckedVersion) -> None:
-        """Read the entries of a pinned version's log. They are in order, and each is for bytes of
-        the pool that were some storage's."""
+        """Check the entries of a pinned version's log: they follow each other, and each patches
+        bytes of the pool that belonged to a storage."""
         log = seen.record.log
         if log is None:
             return
@@ -270,15 +272,15 @@ class Bytes:
             check_contents(self._findings, where, read, seen.record.storages)
 
     def unknown(self, seen: CheckedVersion) -> Flags:
-        """Return which storages are sound and were in no version before, and note them as known."""
+        """Return the storages that are sound and were in no version before, and remember them."""
         keys = _keys(seen.record)
         unknown = _flags(key not in self._known for key in keys) & seen.sound
         self._known.update(keys)
         return unknown
 
     def verify(self, seen: CheckedVersion, some: Flags) -> Iterator[int]:
-        """Read the storages ``some`` of a pinned version, and those that were damaged in others;
-        yield bytes done of ``some``, as they are."""
+        """Read the storages ``some`` of a pinned version, and those that were damaged in others.
+        Yield the bytes of ``some`` as they are done."""
         keys = _keys(seen.record)
         bad_before = _flags(key in self._bad for key in keys) & seen.sound & ~some
         places = _places(seen.record)
@@ -309,7 +311,7 @@ class Bytes:
             self._pace.take(size)
 
     def _read_in_place(self, seen: CheckedVersion, storages: list[int]) -> list[Damage]:
-        """Read storages that are changed in place, by the log."""
+        """Read storages that are changed in place, with the help of the log."""
         damaged: list[Damage] = []
         for index in storages:
             try:
@@ -341,13 +343,13 @@ class Bytes:
 
 
 def _places(record: VersionRecord) -> dict[int, int]:
-    """The storages that are changed in place, and where each begins in the pool."""
+    """Return the storages that are changed in place, each with its first byte in the pool."""
     placed = () if record.log is None else record.log.in_place
     return {each.storage: record.storage_extents(each.storage)[0].offset for each in placed}
 
 
 def _extents_of_entry(entry: Entry) -> list[Extent]:
-    """The patches of an entry; of each bunch the first and the last one."""
+    """Return the extents of an entry's patches; of each bunch the first and the last one."""
     found = [extent for extent, _ in entry.patches]
     for bunch in entry.bunches:
         if len(bunch.offset):
@@ -383,13 +385,14 @@ class _Stream:
         self._unit_end: Final[Column] = np.cumsum(self.lengths)
 
     def batches(self, size: int) -> Iterator[tuple[int, int]]:
-        """Runs of units of about ``size`` bytes: the first one, and the one after the last."""
+        """Return runs of units of about ``size`` bytes: the first unit, and the one after the
+        last."""
         cuts = np.flatnonzero(np.diff((self._unit_end - self.lengths) // size)) + 1
         places = [0, *cuts.tolist(), len(self.lengths)]
         return itertools.pairwise(places) if len(self.lengths) else iter(())
 
     def part(self, first: int, after: int) -> Sources:
-        """Units ``first`` to before ``after``, each as a source of its own."""
+        """Return units ``first`` to before ``after``, each as a source of its own."""
         start = int(self._unit_end[first] - self.lengths[first])
         end = int(self._unit_end[after - 1])
         low = int(np.searchsorted(self._extent_end, start, "right"))
@@ -405,7 +408,7 @@ class _Stream:
         )
 
     def where(self, unit: int) -> tuple[int, str]:
-        """The index of the storage of a unit, and where it is, for people."""
+        """Return the index of the storage of a unit, and a description of its place, for people."""
         index, start = int(self._owner[unit]), int(self._rank[unit]) * UNIT
         sources = self.part(unit, unit + 1)
         place = f", at byte {sources.extent_offset[0]}" if len(sources.extent_offset) else ""
@@ -414,7 +417,7 @@ class _Stream:
 
 
 def _keys(record: VersionRecord) -> list[bytes]:
-    """Return a key for each storage: where its bytes are and what they should be."""
+    """Return a key for each storage: the place of its bytes and their digest."""
     storages, extents = record.storages, record.extents
     first = storages["first_extent"].astype(np.int64)
     counts = storages["extents"].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The records of one commit: what they say, where they go, and their copies."""
+"""The records of one commit: their contents, their places, and their copies."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ from portus.reach.index.records import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewVersion:
-    """A version about to be committed; its bytes are stored already.
+    """A version about to be committed, whose bytes are stored already.
 
-    ``contents`` is a pointer to a contents record that a version in the catalogue uses, or the
-    payload of a new one. Rows as in the format; ``born`` 0 stands for this commit.
-    ``inexact``, ``metrics``: see ``VersionInfo``. ``log``: pages of its own that are reserved, or
-    the log of the version before it;
-    ``has_bunches``: its entries may have bunches.
+    ``contents``: a pointer to a contents record that a version in the catalogue uses, or the
+    payload of a new one. Rows as in the format; ``born`` 0 stands for this commit. ``inexact``,
+    ``metrics``: see ``VersionInfo``. ``log``: reserved pages of its own, or the log of the version
+    before it; ``has_bunches``: its entries may have bunches.
     """
 
     model: str
@@ -63,7 +62,7 @@ class NewVersion:
 
     @property
     def features(self) -> int:
-        """The incompat bits that it needs."""
+        """The incompat bits that the version needs."""
         if self.log is None:
             return 0
         bunches = BUNCHES if self.has_bunches else 0
@@ -72,8 +71,8 @@ class NewVersion:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one commit is asked for: a ``new`` version, if any, whose bytes are in the extents
-    ``data``; versions to ``retire``, by id."""
+    """The request for one commit: a ``new`` version, if any, whose bytes are in the extents
+    ``data``, and the ids of versions to ``retire``."""
 
     new: NewVersion | None
     data: Sequence[Extent] = ()
@@ -87,9 +86,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Foundation:
-    """What a commit has of the one before: the entries of each model, the indices that stay as they
-    are, and the copies that there are. ``again``: records that are to be copied once more, since
-    there is no copy of them, or it, or they, are ``damaged``."""
+    """The parts that a commit takes over from the one before: the entries of each model, the
+    unchanged indices, and the existing copies. ``again``: records to copy once more, since they
+    have no copy, or they or their copies are ``damaged``."""
 
     models: Mapping[str, list[VersionEntry]]
     indices: Mapping[str, Pointer]
@@ -103,12 +102,12 @@ _COPIED: Final = (
     RecordKind.MODEL_INDEX,
     RecordKind.CONTENTS,
 )
-"""What more than one version depends on, and so is kept twice. A version's own record is not: one
-byte of it costs what one byte of the version's storages costs."""
+"""The kinds of records that several versions depend on, and that are kept twice. A version's own
+record is kept once: a byte of it is as precious as a byte of its storages."""
 
 
 class CommitRecords:
-    """The records of one commit: sized first, then placed, then encoded."""
+    """The records of one commit: first sized, then placed, then encoded."""
 
     def __init__(
         self, before: Catalogue, uuid: bytes, changes: Sequence[Change], kept: Foundation
@@ -119,17 +118,17 @@ class CommitRecords:
         self._commit: Final = before.root.sequence + 1
         self.kept: Final = kept
         self.made: Final[list[tuple[VersionEntry, VersionRecord]]] = []
-        """The new versions, once they have their place."""
+        """The new versions, once they are placed."""
         self._parts: list[bytes] = []
         self._copied: Final[list[tuple[RecordKind, bytes]]] = list(kept.again)
         # Sized before they are placed, since making room may change the pool's size and its root.
         self.size, self.copies_size = self._measure()
 
     def place(self, offset: int, apart: int | None, pool_size: int) -> None:
-        """Give every record its place from ``offset`` on, and make the new catalogue.
+        """Place all records from ``offset`` on, and make the new catalogue.
 
-        apart: where the copies go; None: there is no room for any.
-        pool_size: bytes of the pool, now that there is room for the records in it.
+        apart: the place of the copies; None: there is no room for any.
+        pool_size: bytes of the pool, after room was made for the records.
         """
         self._start = self._next = offset
         kept, models = dict(self.kept.models), {}
@@ -159,11 +158,11 @@ class CommitRecords:
         self.catalogue = Catalogue(root, models, copies)
 
     def records(self) -> bytes:
-        """Return all records, as they stand from the offset of ``place`` on."""
+        """Return the bytes of all records, to be stored from the offset of ``place`` on."""
         return b"".join(self._parts)
 
     def copies(self) -> bytes:
-        """Return all copies, as they stand from ``apart`` on."""
+        """Return the bytes of all copies, to be stored from ``apart`` on."""
         return b"".join(_pad(record) for _, record in self._copied)
 
     def _placed_copies(self, apart: int | None) -> Iterator[Copy]:
@@ -212,8 +211,8 @@ class CommitRecords:
         return entry
 
     def _measure(self) -> tuple[int, int]:
-        """Return upper bounds for the bytes of all records, and of all copies that are to be
-        written. Model indices and table count as if none were dropped."""
+        """Return upper bounds for the bytes of all records, and of all copies to write. They count
+        model indices and table as if no version were retired."""
         names = list(self._before.models)
         copied = [
             96 * (len(entries) + 1) + 4 * len(name) + 24 + len(encode_metrics(entries))

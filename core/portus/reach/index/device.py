@@ -1,18 +1,19 @@
-"""A pool on a device, which has no names: it is made in place, and is there or not by its bytes.
+"""A pool on a device. A device has no file names, so only its bytes tell whether a pool is there.
 
-Theory. A file gets its name when it is whole. A device is there before, with anything on it. So
-the last thing that is made of a pool there is the first copy of its superblock, and the second copy
-is made first, to say whose the rest is. Each step is persisted before the next one:
+Theory. A pool file gets its name when it is complete. A device exists before, with any bytes on it.
+So a pool's first copy of the superblock is written there last. The second copy is written first,
+and says whose the rest is. Each step is persisted before the next one:
 
-1. the header is cleared: its first page, then the others, then that of the second copy, which
-   until then says whose they are (a device of zeros: nothing to do);
+1. the header is cleared: its first page, then the others, then that of the second copy, which until
+then says whose they are (a device of zeros needs no clearing);
 2. the second copy of the superblock;
 3. the first root;
 4. the first copy of the superblock.
 
-A device is *blank* if its header is zero, or if making a pool there was cut off: then there is no
-whole first copy, and nothing was ever committed. A pool that lost its first copy has a root by its
-second one, unless it is empty anyway. All else is a pool, or somebody else's, and is left alone.
+A device is *blank* if its header is zero, or if the making of a pool was interrupted: then the
+first copy is not intact, and nothing was ever committed. A pool that lost its first copy has a root
+with the uuid of its second one, unless the pool is empty. Anything else is a pool, or other data,
+and is left alone.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _SECOND_END: Final = _SECOND + SUPERBLOCK.size
 
 
 def is_blank(medium: Medium) -> bool:
-    """True if a pool may be made there, and nothing is lost. Raises ``UsageError`` if there is no
-    room for one."""
+    """Return whether a pool may be made on a device, with no loss. Raise ``UsageError`` if the
+    device is too small."""
     if medium.size < DATA_START:
         raise UsageError(
             f"{medium.info.name}: a pool needs at least {DATA_START} bytes, found {medium.size}"
@@ -58,9 +59,10 @@ def is_blank(medium: Medium) -> bool:
 
 
 def make_pool(medium: Medium) -> None:
-    """Make an empty pool, durable on return, whatever was there. Nobody else may have it open.
+    """Make an empty pool over whatever the device holds, durable on return.
 
-    If it is cut off, what was there before is still a pool, or is blank, or is nobody's.
+    No other process may have it open. If the making is interrupted, the earlier contents are still
+    a pool, or the device is blank, or it holds no pool.
     """
     # First: whatever is cut off after this leaves no pool, not half of an old one.
     _clear(medium, [Extent(_FIRST, PAGE)])
@@ -75,8 +77,8 @@ def make_pool(medium: Medium) -> None:
 
 
 def make_durable(medium: Medium) -> None:
-    """Return when the superblock of a pool that was found survives power loss: who made it may have
-    been killed, and left it in caches only. Before the first commit."""
+    """Make the superblock of an existing pool durable, before the first commit. Its maker may have
+    been killed, and left it in caches only."""
     medium.persist([Extent(offset, PAGE) for offset in SUPERBLOCK_OFFSETS])
 
 
@@ -86,4 +88,4 @@ def _clear(medium: Medium, extents: Sequence[Extent]) -> None:
         medium.load(extent.offset, memoryview(content))
         if any(content):
             medium.store(extent.offset, bytes(extent.length))
-    medium.persist(extents)  # zeros that are in caches only count for nothing
+    medium.persist(extents)  # zeros in caches only would not survive

@@ -1,8 +1,8 @@
-"""Pool files and pool directories: where a pool is, how it is made, and who has it open.
+"""Pool files and pool directories: where a pool is, how it is made, and which process has it open.
 
 A pool directory holds a pool file for each writer (a run, a rank), ``<name>.portus``. A new pool
-file is made under a hidden name, formatted, persisted, and only then linked under its own: whoever
-finds that name finds a whole pool, and of two makers one wins.
+file is made under a hidden name, formatted, persisted, and only then linked to its own name. So any
+file of that name is a complete pool, and of two makers one wins.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _CACHE_TAG: Final = (
 )
 
 HELD_S = 10.0
-"""The longest that a pool is waited for that somebody else writes."""
+"""Seconds to wait for a pool that another process writes."""
 
 JOURNAL_SUFFIX: Final = ".journal"
-"""The end of the name of a directory beside a pool file."""
+"""The suffix of the journal directory beside a pool file."""
 
 
 def pools_at(place: Place) -> list[Place]:
-    """Every pool there is: that of the place, or those of the directory. Hosts are not asked.
-    Raises ``UsageError`` if there is nothing of that name."""
+    """Return all pools of a place: itself, or those in the directory. No host is asked. Raise
+    ``UsageError`` if there is nothing of that name."""
     if place.hosts:
         return place.hosts
     if os.path.isdir(place.path):
@@ -64,20 +64,20 @@ def pools_at(place: Place) -> list[Place]:
 
 
 def _is_pool_name(name: str) -> bool:
-    """False for hidden names: drafts of files may be beside pools, see
-    ``portus.engine.directory``."""
+    """Return whether a file name is that of a pool. Hidden names are not: drafts of files may be
+    beside pools, see ``portus.engine.directory``."""
     return name.endswith(SUFFIX) and not name.startswith(".")
 
 
 def writer_of(pool: Place) -> str:
-    """Return the name of the writer that a pool file in a directory belongs to, as it was passed to
+    """Return the name of the writer that owns a pool file in a directory, as passed to
     ``Place.pool_of``."""
     return urllib.parse.unquote(os.path.basename(pool.path).removesuffix(SUFFIX))
 
 
 def on_disk(path: str) -> int:
-    """Bytes that a pool file takes of its file system: less than its size, if it has holes. 0 for
-    an address, for a device, and where nothing is."""
+    """Return the bytes that a pool file takes of its file system: fewer than its size, if it has
+    holes. 0 for an address, for a device, and if there is no file."""
     try:
         return os.stat(path).st_blocks * 512
     except OSError:
@@ -85,10 +85,10 @@ def on_disk(path: str) -> int:
 
 
 def journal_directory(pool_path: str) -> str:
-    """Where the journals of the pool at ``pool_path`` are: beside a file. Nothing lasts beside a
-    device, and its name may change: there it is ``<uuid>.journal``, among what programs keep for
-    this user. They outlast the pool: a training that ended has one to be read. Raises as opening
-    that pool does."""
+    """Return the directory of the journals of the pool at ``pool_path``: beside a pool file.
+    Nothing lasts beside a device, and its name may change, so its journals are in
+    ``<uuid>.journal``, in the state directory of this user. Journals outlast the pool: the one of a
+    training that ended can still be read. Raises as opening the pool does."""
     if not is_device(pool_path):
         return os.path.splitext(pool_path)[0] + JOURNAL_SUFFIX
     reader = open_reader(pool_path)
@@ -100,13 +100,13 @@ def journal_directory(pool_path: str) -> str:
 
 
 def state_directory() -> str:
-    """Where Portus keeps what it knows, for this user on this machine."""
+    """Return the directory of Portus's state, for this user on this machine."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return os.path.join(home, "portus")
 
 
 def make_directory(directory: str) -> None:
-    """Make a pool directory if it is not there, marked so that git and backups pass it over."""
+    """Make a pool directory if there is none, marked so that git and backups skip it."""
     try:
         os.makedirs(directory, exist_ok=True)
         if os.path.basename(directory) == DEFAULT_DIRECTORY:
@@ -122,7 +122,7 @@ def make_directory(directory: str) -> None:
 
 
 def has_pool(path: str, files: FileSystem | None = None) -> bool:
-    """False if there is nothing at ``path``, or a DAX device on which a pool may be made.
+    """Return False if there is nothing at ``path``, or a blank DAX device.
 
     Raises ``MediumError``, and ``UsageError`` for a device that is too small.
     """
@@ -136,14 +136,14 @@ def has_pool(path: str, files: FileSystem | None = None) -> bool:
 
 
 _unfinished: Final[set[str]] = set()
-"""What the threads of this process are making."""
+"""Pool files that threads of this process are making."""
 
 
 def create_pool(path: str, files: FileSystem) -> None:
-    """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
+    """Make an empty pool file at ``path``, durable with its name; do nothing if one is there.
 
-    Its directory exists. Raises ``MediumError``; then there is no pool, and nothing half-made.
-    On a DAX device the pool is made in place, if it is blank.
+    Its directory exists. Raises ``MediumError``; then there is no pool, and no remains of one. On a
+    DAX device the pool is made in place, if the device is blank.
     """
     if is_device(path):
         format_device(path, files)
@@ -168,9 +168,11 @@ def create_pool(path: str, files: FileSystem) -> None:
 
 
 def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
-    """Make an empty pool on the DAX device at ``path``, if it is blank; True if that was done.
+    """Make an empty pool on the DAX device at ``path`` if it is blank, and return whether that was
+    done.
 
-    force: whatever it holds. Raises ``BusyError`` while another process writes to a pool there.
+    force: overwrite whatever the device holds. Raises ``BusyError`` while another process writes to
+    a pool there.
     """
     with contextlib.ExitStack() as undo:
         # Locked before the device is looked at: two processes could find it blank.
@@ -184,7 +186,7 @@ def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
 
 
 def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
-    """What makers that were killed left behind; those of living processes stay."""
+    """Remove the drafts of makers that were killed. Those of living processes stay."""
     for entry in files.entries(directory):
         maker = entry.removesuffix(".new").rpartition(".")[2]
         process, path = maker.partition("-")[0], os.path.join(directory, entry)
@@ -200,7 +202,8 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    """False also for this process: what its threads are making is known."""
+    """Return whether another process is alive. False for this process, whose own drafts are
+    known."""
     if process == os.getpid():
         return False
     try:
@@ -213,10 +216,10 @@ def _is_alive(process: int) -> bool:
 
 
 def remove_pool(path: str, files: FileSystem) -> None:
-    """Remove a pool file, and what is around it if that is empty. By its writer, before it lets go
-    of the pool: whoever waits for it finds that it is gone, and saves nothing into it.
+    """Remove a pool file, and its directory if that is empty otherwise.
 
-    A device stays, and the empty pool on it.
+    The writer does this before it releases the pool: a process that waits for it finds that the
+    file is gone, and saves nothing into it. A device stays, with the empty pool on it.
     """
     if is_device(path):
         return
@@ -231,14 +234,14 @@ def remove_pool(path: str, files: FileSystem) -> None:
 
 
 def is_at(writer: PoolWriter, path: str | None) -> bool:
-    """False if the pool file that is open is not the one at ``path`` any more: it was removed or
-    moved, and what is there may be the pool of another."""
+    """Return False if the open pool file is not the one at ``path`` any more: it was removed or
+    moved, and another pool may be there."""
     return path is None or not isinstance(writer.medium, PlainFile) or writer.medium.is_at(path)
 
 
 def remove_journals(pool_path: str) -> None:
-    """Remove what was written down of the runs in the pool at ``pool_path``. Raises as
-    ``links_directory``; what cannot be removed stays."""
+    """Remove the journals of the runs in the pool at ``pool_path``. Files that cannot be removed
+    stay. Raises as ``journal_directory``."""
     shutil.rmtree(journal_directory(pool_path), ignore_errors=True)
 
 
@@ -255,15 +258,15 @@ def _publish(fresh: str, path: str, files: FileSystem) -> None:
 
 @functools.cache
 def _leave_in_children() -> None:
-    """Have children of the ``fork()`` of C close what is opened here, as those of Python do. Where
-    there is no helper in C they do not."""
+    """Close the descriptors of this process in children of C's ``fork()`` too, as in those of
+    Python. Without the helper in C this does nothing."""
     helper = native.helper()
     if helper is not None:
         helper.close_in_children(NUMBERS)
 
 
 def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
-    """The pool file at ``path``, for reading; somebody may be writing it."""
+    """Open the pool file at ``path`` for reading, while another process may write it."""
     _leave_in_children()
     with contextlib.ExitStack() as undo:
         medium = (files or LocalFiles()).open(path, writable=False)
@@ -282,7 +285,8 @@ class _WriterOfPool:
 
 
 class Writers:
-    """The pools that this process writes. One opened twice is shared, and closed once by each."""
+    """The pools that this process writes. One that is opened twice is shared, and each user closes
+    it once."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
@@ -299,11 +303,11 @@ class Writers:
         max_bytes: int | None = None,
         mapped: bool = True,
     ) -> PoolWriter:
-        """The one writer of the pool file at ``path``, which exists.
+        """Return the one writer of the pool file at ``path``, which exists.
 
-        Waits up to ``timeout_s`` (None: ``HELD_S``) for another process to let go. Raises
-        ``BusyError`` naming it.
-        mapped: False to leave its holes alone, if it is not open yet: a file that is mapped must
+        Waits up to ``timeout_s`` (None: ``HELD_S``) for another process to release it. Raises
+        ``BusyError`` naming that process.
+        mapped: False to leave holes as they are, if the file is not open yet: a mapped file must
         have none.
         """
         files = LocalFiles(mapped=mapped)
@@ -335,8 +339,8 @@ class Writers:
             return shared.writer
 
     def close(self, writer: PoolWriter, last: Callable[[], object] = lambda: None) -> None:
-        """Let go of what ``open`` gave. The last one closes the pool; ``last`` is called by it
-        before, while nobody else can open it."""
+        """Release a writer that ``open`` returned. The last user closes the pool, and calls
+        ``last`` before, while no other process can open it."""
         with self._guard:
             # By the writer itself: at the path may be another file by now.
             found = [key for key, each in self._shared.items() if each.writer is writer]
@@ -371,10 +375,10 @@ def open_writer(
     locks: Locks | None = None,
     reads: str = "portus.open({!r})",
 ) -> PoolWriter:
-    """The pool file at ``path``, for writing; ``Writers`` shares one between all users.
+    """Open the pool file at ``path`` for writing. ``Writers`` shares one writer between all users.
 
     locks: instead of those of the file, for tests on files of another kind.
-    reads: what opens it for reading meanwhile, for the message of a ``BusyError``.
+    reads: the call that opens it for reading meanwhile, for the message of a ``BusyError``.
     """
     _leave_in_children()
     before = files.status(path)  # whoever holds the lock may remove the file meanwhile
@@ -407,7 +411,7 @@ def open_writer(
 
 
 class _PoolLocks(FileLocks):
-    """The locks of a pool file, which says who holds them."""
+    """The locks of a pool file, with the name of their holder."""
 
     def __init__(self, path: str, files: FileSystem) -> None:
         super().__init__(path, writable=True)
@@ -419,10 +423,11 @@ class _PoolLocks(FileLocks):
 
 
 def lock(path: str, files: FileSystem, timeout_s: float = HELD_S) -> FileLocks:
-    """Be the writer of the pool file at ``path``, until these locks are closed.
+    """Lock the pool file at ``path`` for its only writer, until these locks are closed.
 
-    Only then is a file to be opened for writing: who had it before may have made it grow, or
-    given space back, until it let go. Raises ``BusyError`` naming who has it, after ``timeout_s``.
+    Open the file for writing only after that: until its earlier writer released the lock, it may
+    have grown the file, or given space back. Raises ``BusyError`` naming the holder, after
+    ``timeout_s``.
     """
     locks = _PoolLocks(path, files)
     try:
@@ -434,9 +439,10 @@ def lock(path: str, files: FileSystem, timeout_s: float = HELD_S) -> FileLocks:
 
 
 def note_failure(writer: PoolWriter | None, text: str, path: str | None) -> None:
-    """Put on record which save failed, for ``read_failure``; not in a pool that others changed.
+    """Record which save failed, for ``read_failure``; not in a pool that others have changed.
 
-    writer: the pool, if it is open. path: where it is; None: in memory. Raises ``MediumError``.
+    writer: the pool, if it is open. path: of the pool; None: it is in memory. Raises
+    ``MediumError``.
     """
     with contextlib.suppress(PortusError):
         if writer is not None and not writer.medium.is_poisoned:

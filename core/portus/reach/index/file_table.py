@@ -1,9 +1,9 @@
-"""Files as a pool holds them: their storages, and all the other bytes of each as one more storage.
+"""Files as a pool holds them: their storages, and all other bytes of each as one more storage.
 
-A version of files f0, f1, ... has the storages of f0, then those of f1, and so on, and behind them
-the bytes around the storages of f0, those around the storages of f1, and so on. Where each lies in
-its file follows from the table of the version. So every byte of a file is a byte of a storage, and
-is placed, hashed, shared, scrubbed and copied like one.
+A version of files f0, f1, ... has the storages of f0, then those of f1, and so on. After them come
+the bytes around the storages of f0, those around the storages of f1, and so on. The table of the
+version says where each lies in its file. So every byte of a file is a byte of a storage, and is
+placed, hashed, shared, scrubbed and copied like one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KEY: Final = "$files"
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file of ``size`` bytes. ``offset`` and ``length``: of its storages in it, in bytes; they do
-    not overlap."""
+    """A file of ``size`` bytes. ``offset`` and ``length``: of its storages in the file, in bytes;
+    storages do not overlap."""
 
     name: str
     size: int
@@ -37,16 +37,16 @@ class PackedFile:
 
     @classmethod
     def of(cls, name: str, image: Image) -> PackedFile:
-        """The file ``name`` of an image."""
+        """Return the file of an image, under a name."""
         return cls(name, image.size, image.offset, image.length)
 
     @property
     def around(self) -> int:
-        """How many bytes are in no storage."""
+        """Bytes of the file that are in no storage."""
         return self.size - int(self.length.sum())
 
     def spans(self) -> Spans:
-        """Every byte of it, in order, as spans of its storages and of the bytes around them."""
+        """Return spans of storages and of the bytes around them that cover the file, in order."""
         filled = np.flatnonzero(self.length > 0)
         order = filled[np.argsort(self.offset[filled], kind="stable")]
         begin, length = self.offset[order], self.length[order]
@@ -62,7 +62,7 @@ class PackedFile:
         return Spans(starts, lengths, storages, inside)
 
     def bytes_around(self, literals: Sequence[Literal]) -> bytearray:
-        """The bytes around the storages, in order; what no literal covers is zero."""
+        """Return the bytes around the storages, in order; bytes that no literal covers are zero."""
         spans, made = self.spans(), bytearray(self.around)
         begins, insides = spans.begin[::2], spans.inside[::2]
         offset = np.array([literal.offset for literal in literals], np.int64)
@@ -75,8 +75,9 @@ class PackedFile:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Spans of a file, end to end. ``begin`` and ``length``: in the file. ``storage``: which of its
-    storages; their number stands for the bytes around them. ``inside``: where in that."""
+    """Spans of a file, end to end. ``begin`` and ``length``: in the file. ``storage``: the index of
+    a storage; the number of storages stands for the bytes around them. ``inside``: the first byte
+    within that."""
 
     begin: Column
     length: Column
@@ -84,7 +85,8 @@ class Spans:
     inside: Column
 
     def within(self, offset: int, length: int) -> list[tuple[int, int, int]]:
-        """The storage, the place in it, and the length of each part of a range of the file."""
+        """Return the storage, the first byte in it, and the length of each part of a range of the
+        file."""
         found = []
         end = offset + length
         # Methods of arrays: numpy's functions take several times as long for one number.
@@ -99,8 +101,8 @@ class Spans:
 
 
 def overlaps(edges: Column, offset: Column, length: Column) -> tuple[Column, Column, Column]:
-    """Return the parts of ranges that lie in pieces which are end to end, between ``edges``: the
-    piece, the place in it, and the length of each."""
+    """Return the parts of ranges that lie in adjacent pieces between ``edges``: the piece, the
+    first byte in it, and the length of each part."""
     first = np.searchsorted(edges, offset, "right") - 1
     end = offset + length
     counts = np.maximum(np.searchsorted(edges, end, "left") - first, 0)
@@ -113,8 +115,8 @@ def overlaps(edges: Column, offset: Column, length: Column) -> tuple[Column, Col
 
 @dataclass(frozen=True, slots=True)
 class FileTable:
-    """The files of a version. ``directory``: absolute, the one that has their pointers; empty if
-    they have none."""
+    """The files of a version. ``directory``: the absolute path of the directory that has their
+    pointers; empty if they have none."""
 
     files: Sequence[PackedFile]
     directory: str = ""
@@ -127,7 +129,7 @@ class FileTable:
 
 
 def encode_table(table: FileTable) -> bytes:
-    """The bytes of a table in a pool."""
+    """Return the bytes of a table in a pool."""
     files = [
         {
             "name": each.name,
@@ -142,8 +144,8 @@ def encode_table(table: FileTable) -> bytes:
 
 
 def decode_table(data: bytes | memoryview) -> FileTable | None:
-    """The table of a version; None if it is a version of something else. Raises
-    ``CorruptionError``."""
+    """Return the table of a version, or None if the version holds no files. Raise
+    ``CorruptionError`` if the table is damaged."""
     if bytes(data[: len(_KEY) + 3]) != f'{{"{_KEY}"'.encode():
         return None
     try:
@@ -161,7 +163,8 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
 
 
 def _file(said: Any) -> PackedFile:
-    """The file of an entry. Raises ``ValueError``, ``KeyError``, ``TypeError``."""
+    """Return the file of an entry. Raise ``ValueError``, ``KeyError`` or ``TypeError`` if it is
+    wrong."""
     name, size = said["name"], said["size"]
     if not isinstance(name, str) or not _is_name(name):
         raise ValueError(f"not the name of a file: {name!r:.80}")
@@ -173,18 +176,20 @@ def _file(said: Any) -> PackedFile:
 
 
 def _is_name(name: str) -> bool:
-    """True for what a file in a directory may be called: an export writes it under that name."""
+    """Return whether a text can name a file in a directory: an export writes the file under that
+    name."""
     return _is_path(f"/{name}") and name not in ("", ".", "..") and "/" not in name
 
 
 def _is_path(path: str) -> bool:
-    """True for an absolute path, and for none. Raises ``ValueError`` for text that no path is."""
+    """Return whether a text is an absolute path, or empty. Raise ``ValueError`` for text that
+    cannot be a path."""
     path.encode(errors="surrogateescape")  # what is no UTF-8 has such surrogates, and no others
     return path[:1] in ("", "/") and "\0" not in path
 
 
 def _check(file: PackedFile) -> None:
-    """Raise ``ValueError`` unless the storages have places in the file that do not overlap."""
+    """Raise ``ValueError`` unless the storages lie within the file and do not overlap."""
     offset, length = file.offset, file.length
     if len(offset) != len(length) or (length < 0).any() or (offset < 0).any():
         raise ValueError(f"{file.name!r:.80}: its storages have no places")

@@ -1,4 +1,4 @@
-"""What a check may find: the rules of the format, and findings against them.
+"""The rules of the format, and the findings of a check against them.
 
 ``docs/format.md`` holds the rules too, and is tested.
 """
@@ -96,9 +96,9 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class Severity(enum.Enum):
-    """An error breaks a rule. What is to be mended may come of a crash or of rot: nothing is lost,
-    and the next writer puts it right. A warning may be the trace of a crash: it does no harm.
-    """
+    """The severity of a finding. An error breaks a rule. A finding to mend comes from a crash or
+    from rot: nothing is lost, and the next writer repairs it. A warning may be the trace of a
+    crash, which does no harm."""
 
     ERROR = "error"
     MEND = "mend"
@@ -120,10 +120,10 @@ class Finding:
 
 
 class Findings:
-    """Collects findings, each once: what both roots reach is looked at twice."""
+    """Collects findings, each once: a check looks twice at what both roots reach."""
 
     def __init__(self, tell: Callable[[Finding], None] = lambda finding: None) -> None:
-        """tell: told of each, when it is found."""
+        """tell: receives each finding when it is found."""
         self._tell: Final = tell
         self._found: Final[dict[Finding, None]] = {}
 
@@ -141,7 +141,7 @@ class Findings:
         self._add(Finding(invariant, where, expected, found, Severity.WARNING))
 
     def mend(self, invariant: str, where: str, expected: str, found: str) -> None:
-        """Add what the next writer puts right."""
+        """Add a finding that the next writer repairs."""
         self._add(Finding(invariant, where, expected, found, Severity.MEND))
 
     def require(self, holds: bool, invariant: str, where: str, expected: str, found: str) -> None:
@@ -150,7 +150,7 @@ class Findings:
             self.error(invariant, where, expected, found)
 
     def extend(self, others: Findings) -> None:
-        """Add those of another collection."""
+        """Add the findings of another collection."""
         for finding in others._found:
             self._add(finding)
 

@@ -1,9 +1,9 @@
-"""What of a pool its writer may use, and who has reserved it.
+"""The space of a pool that its writer may use, and the reservations in it.
 
-Nothing is free that a root leads to, that a reader has pinned, or that a reservation holds (V1,
-V10). Space that was given back to the file system is a *hole*: free, but to be filled before it is
-reserved. A store through an address into a hole is SIGBUS on a full disk; filled first, lack of
-space is an error of a reservation.
+Space is not free if a root reaches it, a reader has pinned it, or a reservation holds it (V1, V10).
+Space that was returned to the file system is a *hole*: it is free, but must be filled before it is
+reserved. A store through an address into a hole is SIGBUS on a full disk. A hole that is filled
+first turns lack of space into an error of the reservation.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from portus.reach.index.space import (
 from portus.reach.media.pool import Locks
 
 _TOUCHED: Final = 2 << 20
-"""Bytes of which it is remembered together whether they were touched."""
+"""Bytes of a block that is remembered as touched or not."""
 
 _WARMED: Final = 32 << 20
-"""Bytes whose pages are made present by one call."""
+"""Bytes whose pages one call makes present."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceRequest:
-    """Free pages to be taken, as one extent or as several, and how many are to be left besides.
-    ``apart``: far from what was taken before."""
+    """A request for free pages, as one extent or as several, and the number of pages to leave
+    besides. ``apart``: far from what was taken before."""
 
     pages: int
     contiguous: bool
@@ -55,7 +55,7 @@ class SpaceRequest:
 
 
 def pages_for_records(pages: int) -> int:
-    """Free pages that data leaves to records when it takes ``pages``."""
+    """Return the free pages to leave to records when data takes ``pages``."""
     return 1 + pages // 64 if pages else 0
 
 
@@ -67,7 +67,7 @@ class FreeSpace:
         self._locks: Final = locks
         self._guard: Final = threading.Lock()
         self.roots: Sequence[Catalogue] = ()
-        """What the slots lead to, newest first."""
+        """The catalogues of the slots, newest first."""
         self._reach: Final[dict[int, Runs]] = {}
         self._held: Final[list[Runs]] = []
         self._holes: Runs = EMPTY
@@ -78,7 +78,8 @@ class FreeSpace:
     def start(
         self, roots: Sequence[Catalogue], reach: Mapping[int, Runs], holes: Sequence[Extent]
     ) -> None:
-        """What was found in the pool as it was opened. ``reach``: by the ids of all versions."""
+        """Take over the state of a pool that was just opened. ``reach``: by the ids of all
+        versions."""
         self.advance(roots, reach)
         self._holes = extents_runs(holes)
         # Read on after the writer before us retired them: where they are is not known (V1).
@@ -86,7 +87,7 @@ class FreeSpace:
         self._strange = runs_of([DATA_START], [self._medium.size - DATA_START])
 
     def advance(self, roots: Sequence[Catalogue], reach: Mapping[int, Runs]) -> None:
-        """The slots lead to ``roots`` now; ``reach`` is that of the versions that are new."""
+        """Record that the slots hold ``roots`` now; ``reach`` is that of the new versions."""
         with self._guard:
             self._reach.update(reach)
             self.roots = roots
@@ -94,12 +95,12 @@ class FreeSpace:
     # What is free.
 
     def free(self) -> Runs:
-        """What can be reserved."""
+        """Return the pages that can be reserved."""
         with self._guard:
             return self._free_now()
 
     def free_holes(self) -> Runs:
-        """What could be reserved, but for the space that was given back."""
+        """Return the free pages that are holes."""
         with self._guard:
             return self._free_holes_now()
 
@@ -109,7 +110,7 @@ class FreeSpace:
         return pages if wanted.contiguous else pages - page_count(self.free())
 
     def pinned_versions(self) -> list[int]:
-        """The versions that readers hold."""
+        """Return the versions that readers hold."""
         versions = list(self._reach)  # at once: a reservation in another thread forgets some
         return [version for version in versions if self._locks.is_pinned(version)]
 
@@ -121,7 +122,7 @@ class FreeSpace:
         return without(unreached, without(unreached, self._holes))
 
     def _unreached_runs(self) -> Runs:
-        """What nobody needs, holes too; under the guard."""
+        """Return the pages that nothing reaches, holes included. The caller holds the guard."""
         alive = frozenset().union(*(catalogue.ids() for catalogue in self.roots))
         for version in [each for each in self._reach if each not in alive]:
             # Asked once the version is gone from both roots: a reader pins first and looks for it
@@ -137,7 +138,7 @@ class FreeSpace:
     # Who has reserved it.
 
     def take(self, wanted: SpaceRequest) -> list[Extent] | None:
-        """Reserve, until ``release``. None if there is not as much."""
+        """Reserve pages until ``release``, and return them, or None if there are not enough."""
         with self._guard:
             free = self._free_now()
             # Chosen and reserved under one guard: no page goes to two saves (V1).
@@ -150,14 +151,14 @@ class FreeSpace:
             return extents
 
     def hold(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> list[Extent]:
-        """Keep what a committed version reaches from reuse until ``release`` of what this gives."""
+        """Keep the pages of a committed version from reuse. Return extents for ``release``."""
         runs = runs_of(offsets, lengths)
         with self._guard:
             self._held.append(runs)
         return extents_of(runs)
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Give back what ``take`` or ``hold`` gave, once."""
+        """Release the extents of one ``take`` or ``hold``."""
         runs = extents_runs(extents)
         with self._guard:
             for index, held in enumerate(self._held):
@@ -169,8 +170,8 @@ class FreeSpace:
     # Holes.
 
     def give_back(self, kept_pages: int, at_most: int | None) -> list[Extent]:
-        """Make holes of what is free: of ``at_most`` pages, or of all but ``kept_pages`` and what
-        is a hole already. Where they are; the caller discards that."""
+        """Make holes of free pages: of ``at_most``, or of all but ``kept_pages`` and the existing
+        holes. Return their extents, which the caller then discards."""
         with self._guard:
             free = self._free_now()
             if at_most is None:
@@ -184,7 +185,7 @@ class FreeSpace:
         return extents_of(given)
 
     def choose_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
-        """Holes of so many pages at most; none if that would not do."""
+        """Return holes of ``pages`` pages at most; none if they would not be enough."""
         with self._guard:
             holes = self._free_holes_now()
             count = min(pages, page_count(holes))
@@ -200,9 +201,9 @@ class FreeSpace:
     # Pages that are present.
 
     def touch(self, extents: Sequence[Extent], stop: Stop) -> None:
-        """Have the pages of reserved space present, where nobody has stored yet: one call for many
-        pages, where a store would fault for each. Changes no byte; ends early once ``stop`` is
-        set. Raises ``MediumError`` as stores do."""
+        """Make the untouched pages of reserved space present: one call for many pages, where a
+        store would fault for each. Changes no byte; ends early once ``stop`` is set. Raises
+        ``MediumError`` as stores do."""
         for extent in extents:
             for fresh in self._fresh(extent):
                 done = _warm(self._medium, fresh, stop)
@@ -213,7 +214,7 @@ class FreeSpace:
                     self._touched[first:after] = b"\1" * (after - first)
 
     def _fresh(self, extent: Extent) -> list[Extent]:
-        """The parts of ``extent`` that were not touched yet."""
+        """Return the parts of ``extent`` that were not touched yet."""
         first, after = extent.offset // _TOUCHED, -(-extent.end // _TOUCHED)
         found = []
         with self._guard:
@@ -234,15 +235,15 @@ class FreeSpace:
 
 
 def extents_of(runs: Runs) -> list[Extent]:
-    """Page runs as extents."""
+    """Return runs of pages as extents."""
     return [Extent(first * PAGE, (after - first) * PAGE) for first, after in runs.tolist()]
 
 
 def _warm(medium: Medium, extent: Extent, stop: Stop) -> int:
-    """Make the pages of ``extent`` present and writable, without changing a byte of them: the first
-    store to a page costs ten later ones.
+    """Make the pages of ``extent`` present and writable, without changing a byte: the first store
+    to a page costs as much as ten later ones.
 
-    Blocks (about 0.7 s for each GiB of tmpfs measured), other threads run on; ends early once
+    Blocks (about 0.7 s for each GiB of tmpfs measured) while other threads run; ends early once
     ``stop`` is set. Returns how many bytes were warmed: 0 for a medium without addresses, or a
     kernel before 5.14. Raises ``MediumError`` as stores do.
     """

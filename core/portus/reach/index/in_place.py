@@ -1,18 +1,19 @@
-"""Storages of a version that are changed in place: what their digests are, and how they are read.
+"""Storages of a version that are changed in place: their digests, and how they are read.
 
 Theory. Tables larger than memory are trained in the pool's own pages, on memory that persists (V1
-names this exception). Such a storage is one extent, cut into cells. Before a cell is changed its
-bytes go to the version's log, in an entry flagged as undo, and are durable there; then the cell is
-changed, any number of times; then it is made durable; then an entry without that flag is appended,
-which says that it counts, with everything else that belongs to it. So undo entries that no other
-entry follows are of a change that did not come to its end: over the storage, the last one first,
-they give the bytes before it. Who reads does that in memory, who opens the pool for writing does it
-in the pool: again and again if need be, since they are the same bytes each time.
+names this exception). Such a storage is one extent, cut into cells. Before a cell is changed, its
+bytes go to the version's log, in an entry flagged as undo, and become durable there. Then the cell
+is changed, any number of times, and made durable. Then an entry without that flag is appended: it
+says that the change counts, with everything that belongs to it. So undo entries that no other entry
+follows belong to a change that did not finish. Copied over the storage, the last one first, they
+restore the bytes before the change. A reader does that in memory; a process that opens the pool for
+writing does it in the pool. It may repeat that, since the bytes are the same each time.
 
-The digest of a unit is the sum of the digests of its cells, each with its number as the seed: so a
-change of a few cells changes it by what they had and what they have. It adds up if every change was
-from what was there before: a rotten cell that is overwritten is still found. These digests change
-with each commit, so they are in a storage of their own, which is changed by the log like any.
+The digest of a unit is the sum of the digests of its cells, each seeded with its number. So a
+change of a few cells changes the sum by their old and new digests. The sum is right only if every
+change started from the bytes that it covers: a rotten cell that is overwritten is still found.
+These digests change with each commit, so they are in a storage of their own, which the log changes
+like any other.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from portus.reach.media.pool import ReadableMedium
 _MODULUS: Final = 1 << 8 * DIGEST_SIZE
 
 _AT_ONCE: Final = 1 << 20
-"""Bytes of cells that are hashed together."""
+"""Bytes of cells to hash together."""
 
 _ROW_MIN: Final = 64
-"""A row that is shorter may share a cell with its neighbours: a line of the processor's caches is
-written back as a whole."""
+"""Shorter rows may share a cell with their neighbours: the processor writes lines of its caches
+back as a whole."""
 
 
 def cell_size(length: int, row: int) -> int:
-    """Bytes of a cell of a storage of ``length`` bytes whose rows have ``row``: what cuts it into
-    whole ones, and is about a row."""
+    """Return the bytes of a cell, for a storage of ``length`` bytes with rows of ``row`` bytes: a
+    divisor of the storage, about the size of a row."""
     most = max(_ROW_MIN, row)
     return max(each for each in CELLS if length % each == 0 and each <= most)
 
 
 def cells_of(rows: Column, row: int, cell: int) -> Column:
-    """The numbers of the cells that rows of ``row`` bytes lie in, each once, in order. ``rows``
-    has each number once, in order."""
+    """Return the distinct numbers of the cells that hold rows of ``row`` bytes, in order. ``rows``:
+    distinct numbers, in order."""
     first, last = rows * row // cell, ((rows + 1) * row - 1) // cell
     count = last - first + 1
     start = np.repeat(first - (np.cumsum(count) - count), count)
@@ -65,7 +66,7 @@ def cell_digests(number: Column, data: Bytes) -> list[int]:
 
 
 def unit_sum(data: memoryview, cell: int, rank: int) -> int:
-    """The digest of unit ``rank`` of a storage, as a number."""
+    """Return the digest of unit ``rank`` of a storage, as a number."""
     total, first = 0, rank * UNIT // cell
     for start in range(0, len(data), _AT_ONCE):
         part = np.frombuffer(data[start : start + _AT_ONCE], np.uint8).reshape(-1, cell)
@@ -75,25 +76,26 @@ def unit_sum(data: memoryview, cell: int, rank: int) -> int:
 
 
 def update_sum(before: int, old: list[int], new: list[int]) -> int:
-    """The digest of a unit of which cells with the digests ``old`` became ``new``."""
+    """Return the digest of a unit after cells with the digests ``old`` became ``new``."""
     # By differences, not from what is there: rot elsewhere in the unit stays visible
     # (decision 0178).
     return (before - sum(old) + sum(new)) % _MODULUS
 
 
 def encode_sums(sums: list[int]) -> bytes:
-    """The digests of the units of a storage, as another storage has them."""
+    """Return the bytes of digests of units, as a storage holds them."""
     return b"".join(each.to_bytes(DIGEST_SIZE, "big") for each in sums)
 
 
 def decode_sums(data: bytes) -> list[int]:
-    """What ``encode_sums`` had."""
+    """Return the digests that ``encode_sums`` encoded."""
     starts = range(0, len(data), DIGEST_SIZE)
     return [int.from_bytes(data[start : start + DIGEST_SIZE], "big") for start in starts]
 
 
 class InPlaceReader:
-    """Reads the storages of a pinned version that are changed in place. ``logged``: of its log."""
+    """Reads the storages of a pinned version that are changed in place. ``logged``: the state of
+    its log."""
 
     def __init__(self, medium: ReadableMedium, record: VersionRecord, logged: LogState) -> None:
         self._medium: Final = medium
@@ -112,16 +114,17 @@ class InPlaceReader:
         return sorted(self._placed)
 
     def sums(self, storage: int) -> list[int]:
-        """The digests of the units of one of them, by its log. Raises as ``read``."""
+        """Return the digests of the units of a storage, with the changes of the log. Raises as
+        ``read``."""
         if storage not in self._sums:
             self._sums[storage] = decode_sums(self.content(self._placed[storage].digests))
         return self._sums[storage]
 
     def read(self, storage: int, rank: int, target: memoryview) -> None:
-        """Fill ``target`` with unit ``rank`` of one of them, verified.
+        """Fill ``target`` with unit ``rank`` of a storage, verified.
 
         Raises ``CorruptionError``, ``MediumError``; ``BusyError`` if the storage is being changed,
-        so that what was read is of no moment.
+        so that the bytes belong to no single moment.
         """
         [extent] = self._record.storage_extents(storage)
         self._medium.load(extent.offset + rank * UNIT, target)
@@ -138,7 +141,7 @@ class InPlaceReader:
             )
 
     def units(self, storage: int) -> Iterator[memoryview]:
-        """Yield all units of one of them, verified; each is valid until the next. Raises as
+        """Yield all units of a storage, verified; each is valid until the next. Raises as
         ``read``."""
         length = int(self._record.storages["length"][storage])
         held = memoryview(bytearray(min(length, UNIT)))
@@ -148,7 +151,8 @@ class InPlaceReader:
             yield target
 
     def content(self, index: int) -> bytes:
-        """The verified bytes of a storage that is not changed in place, by the log."""
+        """Return the verified bytes of a storage that is not changed in place, with the changes of
+        the log."""
         row, data = self._record.storages[index], bytearray()
         for extent in self._record.storage_extents(index):
             piece = memoryview(bytearray(extent.length))

@@ -1,8 +1,8 @@
-"""Journals as files: where they are, and what is read of them. No torch.
+"""Journals as files: where they are, and how they are read. No torch.
 
 In the directory of a pool's journals (``directory.journal_directory``) each model has one file of
-lines, and one page, its heartbeat, for each session that runs or was killed. Pages that no file
-system beside the pool can map lie in memory, in a directory of this user's alone.
+lines, and one page, its heartbeat, for each session that runs or was killed. If the file system
+beside the pool cannot map pages, they are in memory, in a private directory of this user.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LINES: Final = ".lines"
 BEAT: Final = ".heartbeat"
 
 READ_MAX: Final = 64 << 20
-"""Bytes that are read of a journal."""
+"""Bytes of a journal that are read, at most."""
 
 _NAME_MAX: Final = 160
 
@@ -50,8 +50,8 @@ _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 @dataclass(frozen=True, slots=True)
 class FoundJournal:
-    """A journal, with what the heartbeats beside it say. ``running``: sessions of this machine that
-    run now; ``read_s``: when it was read, by this machine's clock."""
+    """A journal, with the facts of the heartbeats beside it. ``running``: sessions that run on this
+    machine now; ``read_s``: when it was read, by this machine's clock."""
 
     path: str
     model: str
@@ -62,8 +62,8 @@ class FoundJournal:
 
 
 def journals_in(directory: str) -> list[str]:
-    """The journals in a directory of a pool's, also those that have no line yet; none if there is
-    no such directory."""
+    """Return the journals in a pool's journal directory, those without a line included; none if
+    there is no such directory."""
     there = names_in(directory)
     names = {each for each in there if each.endswith(LINES)}
     beats = [each for each in there if each.endswith(BEAT)]
@@ -72,7 +72,7 @@ def journals_in(directory: str) -> list[str]:
 
 
 def names_in(directory: str) -> list[str]:
-    """What is in there, sorted; nothing if it is no directory. Raises ``MediumError``."""
+    """Return the sorted names in a directory; none if it is no directory. Raise ``MediumError``."""
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -82,8 +82,8 @@ def names_in(directory: str) -> list[str]:
 
 
 def read(path: str) -> FoundJournal:
-    """The journal at ``path``. Raises ``MediumError`` if it cannot be read, ``UsageError`` if it is
-    of a newer format, ``CorruptionError`` if it is none."""
+    """Return the journal at ``path``. Raise ``MediumError`` if it cannot be read, ``UsageError`` if
+    its format is newer, ``CorruptionError`` if it is no journal."""
     try:
         with open(path, "rb") as file:
             data = file.read(READ_MAX)
@@ -114,19 +114,20 @@ def read(path: str) -> FoundJournal:
 
 
 def lines_path(directory: str, model: str) -> str:
-    """The journal of a model."""
+    """Return the path of a model's journal."""
     return os.path.join(directory, fitting(quote(model), _NAME_MAX) + LINES)
 
 
 def pages(lines: str) -> list[str]:
-    """The heartbeats there are of the journal at ``lines``, beside it and in memory."""
+    """Return the paths of the heartbeats of the journal at ``lines``, beside it and in memory."""
     stem = lines.removesuffix(LINES)
     stems = [stem, *in_memory(stem)]
     return [path for each in stems for path in sorted(glob.glob(f"{glob.escape(each)}.*{BEAT}"))]
 
 
 def read_page(path: str) -> tuple[SessionBegun, SessionEnded] | None:
-    """What a heartbeat says; None if it is gone, or is none."""
+    """Return the begin and end that a heartbeat states, or None if it is gone, or is no
+    heartbeat."""
     try:
         with open(path, "rb") as file:
             return heartbeat.read(file.read(PAGE + 1), path)
@@ -136,7 +137,7 @@ def read_page(path: str) -> tuple[SessionBegun, SessionEnded] | None:
 
 
 def is_alive(begun: SessionBegun, path: str) -> bool:
-    """True while the session whose heartbeat is at ``path`` runs on this machine."""
+    """Return whether the session whose heartbeat is at ``path`` runs on this machine."""
     # After a boot the numbers of processes begin anew.
     if begun.boot != boot():
         return False
@@ -152,8 +153,8 @@ def is_alive(begun: SessionBegun, path: str) -> bool:
 
 
 def in_memory(stem: str) -> list[str]:
-    """Where pages are that no file system beside the pool can map: in a directory of this user's
-    alone. None where there is none."""
+    """Return the stem of pages in memory, for a pool whose file system cannot map them; it is in a
+    private directory of this user. Return none if there is no such directory."""
     if not os.path.isdir(_MEMORY):
         return []
     directory = os.path.join(_MEMORY, f"portus-{os.getuid()}")
@@ -170,13 +171,13 @@ def in_memory(stem: str) -> list[str]:
 
 
 def now_ns() -> int:
-    """Nanoseconds since the boot of this machine."""
+    """Return the nanoseconds since the boot of this machine."""
     return time.clock_gettime_ns(_CLOCK)
 
 
 @functools.cache
 def boot() -> str:
-    """Return the id of this boot of this machine; "" where the system does not say."""
+    """Return the id of this boot of this machine, or "" if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read(64).strip()

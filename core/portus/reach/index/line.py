@@ -1,10 +1,11 @@
-"""Changes that wait for a turn to commit: whoever gets the turn first commits them together.
+"""A line of changes that wait for their commit: the first to get the turn commits all of them
+together.
 
-Theory. While one commit persists, others wait for the turn. Who gets it next takes along all that
-wait by then: one commit, two persists, for all of them. Nobody ever waits for company. And there is
-one persist at a time, made by one thread: a kernel reports a write-back that failed once for each
-descriptor, so of two threads that sync at the same time one may be told that all is well. Here the
-outcome of the one persist is the outcome of all that it was for (V3).
+Theory. While one commit persists, others wait for the turn. The next one to get it takes along all
+that wait by then: one commit, two persists, for all of them. No change waits for company. Only one
+thread persists at a time. A kernel reports a failed write-back once for each descriptor, so of two
+threads that sync at the same time, one may be told that all is well. Here the outcome of the one
+persist is the outcome of all its changes (V3).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ class RoomError(MediumError):
 
 
 class Line(Generic[Outcome]):
-    """Changes that wait for ``turn``, a lock that its owner also takes for other things."""
+    """Changes that wait for ``turn``, a lock that its owner uses for other things too."""
 
     def __init__(
         self,
         turn: contextlib.AbstractContextManager[object],
         act: Callable[[Sequence[Change]], Sequence[Outcome]],
     ) -> None:
-        """act: makes all of some changes, or none and raises; called with the turn. The outcomes
-        are in the order of the changes. ``RoomError``: fewer at once may do."""
+        """act: makes all of some changes, or raises and makes none; called with the turn. Returns
+        outcomes in the order of the changes. After a ``RoomError`` fewer changes may succeed."""
         self._turn: Final = turn
         self._act: Final = act
         self._guard: Final = threading.Lock()
@@ -41,11 +42,12 @@ class Line(Generic[Outcome]):
 
     @property
     def waiting(self) -> int:
-        """Changes that wait for the turn."""
+        """How many changes wait for the turn."""
         return len(self._waiting)
 
     def make(self, change: Change) -> Outcome:
-        """Make it, alone or with others. Raises what ``act`` raised for it."""
+        """Make a change, alone or with others, and return its outcome. Raise what ``act`` raised
+        for it."""
         own = _Waiting[Outcome](change)
         with self._guard:
             self._waiting.append(own)
@@ -59,8 +61,8 @@ class Line(Generic[Outcome]):
         return own.result()
 
     def _first(self) -> list[_Waiting[Outcome]]:
-        """Return the changes to make next, and remove them from the line: all that wait, but one of
-        each model. Those of the same are made one after the other."""
+        """Return the changes to make next, and remove them from the line: all that wait, but only
+        one of each model. The others of that model follow one after the other."""
         taken: list[_Waiting[Outcome]] = []
         models = set[str | None]()
         with self._guard:
@@ -74,7 +76,7 @@ class Line(Generic[Outcome]):
         return taken
 
     def _make(self, batch: Sequence[_Waiting[Outcome]]) -> None:
-        """Make all changes of a batch. Raises nothing of ours: each change has its own error."""
+        """Make all changes of a batch. Raises no error of ours: each change keeps its own."""
         try:
             outcomes = self._act([each.change for each in batch])
         except RoomError as error:
@@ -98,8 +100,9 @@ class Line(Generic[Outcome]):
                 each.end(outcome)
 
     def _leave(self, own: _Waiting[Outcome]) -> None:
-        """However its caller left: if Ctrl-C came out of the wait for the turn, then either nobody
-        makes the change any more, or whoever is at it is through with what its caller frees."""
+        """Remove a change, however its caller left. If Ctrl-C interrupted the wait for the turn,
+        nobody makes the change any more after this, or it is made already: its caller may free its
+        memory."""
         with self._guard, contextlib.suppress(ValueError):
             self._waiting.remove(own)
             return
@@ -109,7 +112,7 @@ class Line(Generic[Outcome]):
 
 
 class _Waiting(Generic[Outcome]):
-    """One change, and what became of it. Compared by identity."""
+    """One change, and its outcome. Compared by identity."""
 
     def __init__(self, change: Change) -> None:
         self.change: Final = change
@@ -122,11 +125,12 @@ class _Waiting(Generic[Outcome]):
         self._outcome, self.over = [outcome], True
 
     def fail(self, error: BaseException) -> None:
-        """Record ``error``: the change was not made, or nobody knows whether it was."""
+        """Record ``error``: the change was not made, or its outcome is unknown."""
         self._error, self.over = error, True
 
     def result(self) -> Outcome:
-        """Raises an error of its own: threads that raise one object write into its traceback."""
+        """Return the outcome, or raise a fresh copy of the error: threads that raise the same
+        object write into its traceback."""
         error = self._error
         if error is None:
             return self._outcome[0]

@@ -1,23 +1,23 @@
-"""The log of a version: what was changed in it after its commit, an entry for each change.
+"""The log of a version: the changes after its commit, an entry for each.
 
-Theory. A version with a log is its storages as they were committed, and over them, in order, the
-patches of the entries that count. An entry is whole pages, appended behind the last one and
-persisted: that is its commit, one persist where a new version needs two. Its digest says whether it
-is there; nothing else is written for it. So it is stored only where no entry is, and an entry never
-has other bytes as long as a root reaches its log or a reader pins a version with it (V1).
+Theory. A version with a log is its storages as committed, and over them, in order, the patches of
+the entries that count. An entry has whole pages, and is appended after the last one and persisted.
+That is its commit: one persist, where a new version needs two. Its digest tells whether it is
+there; nothing else is written for it. So an entry is stored only where none is, and never changes
+as long as a root reaches its log or a reader pins a version with it (V1).
 
-What counts, of the log of a version, is its first ``entries`` ones, and those behind them that
-stand on the commit of that very version. One that is flagged "with next" was written for the commit
-that follows: it counts for versions that say so by their number, and is nothing if that commit
-failed. A patch names bytes of the pool. It is for the storage that has them, unless that was born
-after the commit on which the entry stands: then these bytes were another's.
+In the log of a version, the first ``entries`` ones count, and those after them that are based on
+the commit of that very version. An entry flagged "with next" was written for the commit that
+follows. It counts for versions that include it by their number, and is void if that commit failed.
+A patch names bytes of the pool. It applies to the storage that has them, unless that was born after
+the commit on which the entry is based: then the bytes belonged to another one.
 
-The first entry that is not there ends the log: it is where a crash tore an entry, or where none was
-written yet. Only the last entry can be torn. So one that is not there, and has others of the same
-log behind it, is damage. Whoever opens the pool for writing blanks the header at the end (``cut``):
-what is left of a torn entry could be made whole by a part of the next one; and so it does with
-those behind it, of a version that was lost with its root. And it stores the last entry again, the
-same bytes: if the persist of it failed, its pages look clean, and the medium may not have them.
+The first missing entry ends the log: a crash tore it, or none was written there yet. Only the last
+entry can be torn. So a missing one with later entries of the same log after it is damage. A process
+that opens the pool for writing blanks the header at the end (``cut``), since a part of the next
+entry could make the remains of a torn one intact again. It also blanks entries after that, of a
+version that was lost with its root. And it stores the last entry again, with the same bytes: if its
+persist failed, its pages look clean, and the medium may not have them.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _DIGEST: Final = slice(LOG_ENTRY.size - 16, LOG_ENTRY.size)
 _NOTHING: Final = bytes(16)
 
 _ONE_STORE_MAX: Final = 1 << 20
-"""Bytes of an entry that is put together first, and stored in one go."""
+"""Bytes of an entry that is assembled first, and stored in one call."""
 
 _OFFSET_SIZE: Final = 8
 
 _BLOCK: Final = 8 << 20
-"""Bytes that are looked through at once for headers of entries."""
+"""Bytes to search together for headers of entries."""
 
 Patch = tuple[Extent, memoryview]
-"""Bytes of the pool, and what is there now."""
+"""An extent of the pool, and its new bytes."""
 
 
 Column = npt.NDArray[np.int64]
@@ -61,8 +61,8 @@ Bytes = npt.NDArray[np.uint8]
 @dataclass(frozen=True, slots=True)
 class Bunch:
     """Patches of one length, such as rows of a table: ``offset`` of each in the pool, and ``data``,
-    of shape (patches, bytes of each), C-contiguous. One after another in the entry, without gaps.
-    """
+    of shape (patches, bytes of each), C-contiguous. They follow each other in the entry without
+    gaps."""
 
     offset: Column
     data: Bytes
@@ -70,8 +70,8 @@ class Bunch:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry, verified. ``contents``: empty if they stay as they were. ``bunches`` are over
-    ``patches``. ``undo``: they have what was there before; see ``in_place``."""
+    """One entry, verified. ``contents``: empty if they did not change. ``bunches`` apply over
+    ``patches``. ``undo``: they hold the bytes before a change; see ``in_place``."""
 
     extent: Extent
     number: int
@@ -84,7 +84,7 @@ class Entry:
 
 
 def entries(medium: ReadableMedium, record: VersionRecord) -> Iterator[Entry]:
-    """The entries of a pinned version's log that count, in order; none if it has no log.
+    """Yield the entries of a pinned version's log that count, in order; none if it has no log.
 
     Raises ``CorruptionError`` if one of them is damaged, ``MediumError``.
     """
@@ -122,7 +122,7 @@ def _counts(entry: Entry, record: VersionRecord, log: VersionLog) -> bool:
 
 
 class PatchPlaces:
-    """The places of patches in a version: which bytes of which storage each one is for."""
+    """The places of patches in a version: the bytes of a storage that each one changes."""
 
     def __init__(self, record: VersionRecord) -> None:
         counts = record.storages["extents"].astype(np.int64)
@@ -140,7 +140,8 @@ class PatchPlaces:
         self._born: Final = record.storages["born"].astype(np.int64)
 
     def of(self, entry: Entry) -> Iterator[tuple[int, int, memoryview]]:
-        """Storage, first byte in it, and bytes, of each patch that is for this version."""
+        """Yield the storage, the first byte in it, and the bytes, of each patch that applies to
+        this version."""
         for extent, data in entry.patches:
             row = int(np.searchsorted(self._offset, extent.offset, "right")) - 1
             if row < 0 or extent.end > int(self._offset[row] + self._length[row]):
@@ -151,8 +152,8 @@ class PatchPlaces:
                 yield storage, int(self._within[row]) + extent.offset - int(self._offset[row]), data
 
     def of_bunches(self, entry: Entry) -> Iterator[tuple[int, Column, Bytes]]:
-        """Yield the places of bunches: storage, first byte in it of each patch, and their bytes.
-        Several may be of one bunch."""
+        """Yield the storage, the first byte in it of each patch, and the bytes, of all bunches. A
+        bunch may be split in several."""
         for bunch in entry.bunches:
             if not len(self._offset):
                 return
@@ -174,10 +175,10 @@ LoggedChange = tuple[int, memoryview] | tuple[Column, Bytes]
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """What the log of a version makes of it, at one moment. ``contents``: None if they are those
-    of the version. ``changes``: of each storage, first byte and bytes (of patches of a bunch: of
-    each), later ones over earlier ones. ``entries``: how many counted. ``is_left``: what is changed
-    in place belongs to a newer version by now."""
+    """The changes that the log of a version makes to it, at one moment. ``contents``: None if they
+    are those of the version. ``changes``: for each storage, first byte and bytes (of patches of a
+    bunch: of each), later ones over earlier ones. ``entries``: how many counted. ``is_left``:
+    storages that are changed in place belong to a newer version by now."""
 
     contents: bytes | None
     changes: Mapping[int, Sequence[LoggedChange]]
@@ -185,7 +186,8 @@ class LogState:
     is_left: bool = False
 
     def over(self, storage: int, start: int, target: memoryview) -> None:
-        """Change what was loaded of a storage, from ``start`` on, and verified."""
+        """Apply the changes to ``target``, which was loaded from byte ``start`` of a storage and
+        verified."""
         for change in self.changes.get(storage, ()):
             if isinstance(change[0], int):
                 _patch_over(change[0], change[1], start, target)
@@ -240,13 +242,13 @@ def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
 
 
 _Changes = dict[tuple[int, int], LoggedChange]
-"""In order, by their places: first byte, and length, of one patch; for several, a number that is
+"""Changes in order, by their places: first byte and length of one patch; for several, a number
 below 0, and 0."""
 
 
 def _add_changes(places: PatchPlaces, entry: Entry, changes: dict[int, _Changes]) -> None:
-    """What is written again at the very place of before takes its place: a dense part that each
-    batch writes takes memory once."""
+    """Add the changes of an entry. A patch at the same place replaces the one before: a dense part
+    that each batch writes takes memory once."""
     for storage, start, data in places.of(entry):
         _add(changes.setdefault(storage, {}), (start, len(data)), (start, data))
     for storage, starts, rows in places.of_bunches(entry):
@@ -261,8 +263,8 @@ def _add(changes: _Changes, place: tuple[int, int], change: LoggedChange) -> Non
 
 
 def pending(medium: ReadableMedium, record: VersionRecord) -> list[Entry]:
-    """The undo entries of a pinned version's log that count, the last one first: what they have is
-    to be stored again, in this order. Raises as ``entries``."""
+    """Return the undo entries of a pinned version's log that are pending, the last one first. Their
+    bytes must be stored again in this order. Raises as ``entries``."""
     found: list[Entry] = []
     for entry in entries(medium, record):
         if entry.undo:
@@ -275,8 +277,8 @@ def pending(medium: ReadableMedium, record: VersionRecord) -> list[Entry]:
 def entry_size(
     lengths: Sequence[int], contents_length: int, bunches: Sequence[tuple[int, int]] = ()
 ) -> int:
-    """Bytes of an entry with patches of ``lengths``, and ``bunches``, each of so many patches of so
-    many bytes."""
+    """Return the bytes of an entry with patches of ``lengths``, and ``bunches``, each a number of
+    patches and their length."""
     size = _head_size(len(lengths), contents_length, len(bunches))
     for length in lengths:
         size += length + -length % PAGE
@@ -290,7 +292,7 @@ def _head_size(patches: int, contents_length: int, bunches: int) -> int:
 
 
 class LogWriter:
-    """Appends to the log of the newest version of a model. One thread at a time."""
+    """Appends to the log of a model's newest version. One thread at a time."""
 
     def __init__(
         self,
@@ -299,10 +301,11 @@ class LogWriter:
         last: Entry | None = None,
         look: Callable[[int, bytes], None] = lambda _offset, _expected: None,
     ) -> None:
-        """last: the last entry that counts. What is behind it is blanked by ``cut``. look: told
-        before each store what was stored last, and where; raises if somebody else changed it."""
+        """last: the last entry that counts; ``cut`` blanks what is after it. look: called before
+        each store with the place and bytes of the last one; raises if another program changed them.
+        """
         self.log = log
-        """As the newest version has it."""
+        """The log in the record of the newest version."""
         self._medium: Final = medium
         self._last = None if last is None else last.extent
         self._tail = log.extent.offset if last is None else last.extent.end
@@ -322,10 +325,10 @@ class LogWriter:
         return Extent(self.log.extent.offset, self._tail - self.log.extent.offset)
 
     def cut(self) -> None:
-        """Make sure that what counts is durable, and that nothing behind it ever will. Durable on
-        return. Raises ``CorruptionError`` and ``MediumError``."""
+        """Make the entries that count durable, and remove any remains after them, durably too.
+        Raises ``CorruptionError`` and ``MediumError``."""
         done = [self.used_extent] if self.used_extent.length else []
-        if self._last is not None:  # those before it were persisted, or it would not be there
+        if self._last is not None:  # those before it were persisted before it was stored
             self._store_again(self._last)
         if self.room:
             behind = [at for at, _ in _headers(self._medium, self.log, self._tail + PAGE)]
@@ -345,7 +348,7 @@ class LogWriter:
     def _store_again(self, entry: Extent) -> None:
         data = memoryview(bytearray(entry.length))
         self._medium.load(entry.offset, data)
-        if not _is_whole(data):  # it was in caches only, and they let go of it since it was read
+        if not _is_whole(data):  # it was in caches only, which dropped it after it was read
             raise CorruptionError(
                 f"{self._medium.info.name}: the last entry of the log, at byte {entry.offset}, "
                 "changed while it was opened; open it again"
@@ -355,8 +358,8 @@ class LogWriter:
         self._last_header = bytes(data[: LOG_ENTRY.size])
 
     def look(self) -> None:
-        """Raise ``CorruptionError`` if somebody else changed the pool: it is poisoned then. Each
-        ``store`` does it."""
+        """Raise ``CorruptionError``, and poison the pool, if another program changed it. Each
+        ``store`` does this."""
         self._look(0 if self._last is None else self._last.offset, self._last_header)
 
     def store(
@@ -368,9 +371,9 @@ class LogWriter:
         *,
         flags: int = 0,
     ) -> Extent:
-        """Store the next entry, and say what must be persisted for it to count; then ``advance``.
-        There is room for it. ``bunches``: if its version was committed as one that has some.
-        ``flags``: as in the format. Raises ``MediumError``, and what ``look`` does."""
+        """Store the next entry, for which there is room. Return the extent to persist, and then to
+        pass to ``advance``. ``bunches``: only if the version was committed as one that may have
+        some. ``flags``: as in the format. Raises ``MediumError``, and as ``look``."""
         self.look()
         shapes = [each.data.shape for each in bunches]
         size = entry_size([data.nbytes for _, data in patches], len(contents), shapes)
@@ -409,7 +412,7 @@ class LogWriter:
             raise
 
     def advance(self, stored: Extent) -> None:
-        """What was stored is durable, and counts."""
+        """Count the entry that was stored, which is durable now."""
         assert stored.offset == self._tail
         self._last, self._last_header = stored, self._stored_header
         self._tail = stored.end
@@ -422,14 +425,14 @@ class LogWriter:
         commit: int,
         bunches: Sequence[Bunch] = (),
     ) -> None:
-        """Store an entry that stands on the version of ``commit``, and persist it: it is committed.
+        """Store an entry based on the version of ``commit``, and persist it, which commits it.
         Raises as ``store``."""
         stored = self.store(patches, contents, commit, bunches)
         self._medium.persist([stored])
         self.advance(stored)
 
     def append_undo(self, commit: int, bunches: Sequence[Bunch]) -> None:
-        """Append an entry that has what is about to be changed in place."""
+        """Append an entry with the bytes that are about to be changed in place."""
         stored = self.store([], b"", commit, bunches, flags=UNDO)
         self._medium.persist([stored])
         self.advance(stored)
@@ -443,7 +446,7 @@ class LogWriter:
         commit: int,
         flags: int,
     ) -> tuple[bytes, bytes]:
-        """What is before the digest of an entry, and what is behind it up to the bytes of the
+        """Return the bytes before the digest of an entry, and those after it up to the bytes of the
         patches."""
         header = LOG_ENTRY.row(
             ENTRY_MAGIC,
@@ -465,7 +468,7 @@ class LogWriter:
 
 
 def _pack(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
-    """The offsets and the bytes of each bunch, and zeros to a page."""
+    """Return the offsets and the bytes of each bunch, and zeros to a full page."""
     parts: list[memoryview | bytes] = []
     for bunch in bunches:
         offset = np.ascontiguousarray(bunch.offset, "<i8")
@@ -476,7 +479,7 @@ def _pack(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
 
 
 def _entry_at(medium: ReadableMedium, log: VersionLog, position: int, number: int) -> Entry | None:
-    """The whole entry of that number, if it is there."""
+    """Return the intact entry with a number, or None if it is not there."""
     header = _header_at(medium, log, position)
     if header is None or header["number"] != number:
         return None
@@ -488,7 +491,7 @@ def _entry_at(medium: ReadableMedium, log: VersionLog, position: int, number: in
 
 
 def _header_at(medium: ReadableMedium, log: VersionLog, position: int) -> dict[str, Value] | None:
-    """The header of an entry of this log, at a page, if it looks like one."""
+    """Return the header of an entry of this log at a page, or None if there is none."""
     if position + PAGE > log.extent.end:
         return None
     head = memoryview(bytearray(LOG_ENTRY.size))
@@ -541,7 +544,7 @@ def _parse(data: memoryview, extent: Extent, name: str) -> Entry:
 
 
 def _has_later(medium: ReadableMedium, log: VersionLog, position: int, number: int) -> bool:
-    """True if a whole entry with a higher number is behind ``position``."""
+    """Return whether an intact entry with a higher number is after ``position``."""
     for at, header in _headers(medium, log, position):
         if cast(int, header["number"]) > number:
             data = memoryview(bytearray(cast(int, header["length"])))
@@ -554,7 +557,8 @@ def _has_later(medium: ReadableMedium, log: VersionLog, position: int, number: i
 def _headers(
     medium: ReadableMedium, log: VersionLog, position: int
 ) -> Iterator[tuple[int, dict[str, Value]]]:
-    """What looks like a header of an entry of this log, from ``position`` on, and where."""
+    """Yield the place and the header of everything from ``position`` on that looks like an entry of
+    this log."""
     for start in range(position, log.extent.end, _BLOCK):
         block = memoryview(bytearray(min(_BLOCK, log.extent.end - start)))
         medium.load(start, block)

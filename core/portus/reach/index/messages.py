@@ -1,4 +1,4 @@
-"""What a pool says in words: who has it open for writing, and which save to it failed last."""
+"""Messages in a pool: which process has it open for writing, and which save to it failed last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from portus.reach.format.layout import HOLDER_OFFSET, HOLDER_SIZE
 
 
 def read_holder(medium: Medium) -> str:
-    """Return who opened the pool for writing last, in words; empty if nobody did."""
+    """Return which process opened the pool for writing last, in words; empty if none did."""
     return _messages(medium)[0]
 
 
@@ -18,7 +18,7 @@ def read_failure(medium: Medium) -> str:
 
 
 def store_failure(medium: Medium, text: str) -> None:
-    """Say which save failed. Takes no space, and is not persisted: a message, and no more."""
+    """Store which save failed. A message takes no space, and is not persisted."""
     store_messages(medium, read_holder(medium), text)
 
 
@@ -31,7 +31,7 @@ def _messages(medium: Medium) -> tuple[str, str]:
 
 
 def store_messages(medium: Medium, holder: str, failure: str) -> None:
-    """Say both, not durably. Each is one line; the second is cut off where there is no room."""
+    """Store both messages, not durably. Each is one line; the second is cut if there is no room."""
     # A client of a host says why its save failed: a zero byte of its would end the text.
     text = "\n".join(printable(" ".join(each.split())) for each in (holder, failure) if each)
     data = text.encode()[: HOLDER_SIZE - 1].decode("utf-8", "ignore").encode()

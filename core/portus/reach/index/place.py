@@ -1,8 +1,9 @@
-"""Where a pool is: what a user names, read once, by one parser, wherever it is said.
+"""The place of a pool: the name that a user gives, read once, by one parser, wherever it is given.
 
 ``Place.parse`` reads it at the boundary: the argument of a ``Checkpointer`` or an adapter,
-``$PORTUS_POOL``, an option of the command, a line of YAML. From there on a place is a value: it is
-absolute, whatever becomes of the working directory, and nobody asks text again what it is.
+``$PORTUS_POOL``, an option of the command, a line of YAML. From there on a place is a value. Its
+path is absolute, whatever becomes of the working directory, and no other code parses the text
+again.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ _USER: Final = re.compile(r"[^/@\s]+:[^/@]+@[^/@]+")
 
 
 PlaceName: TypeAlias = str | os.PathLike[str] | Sequence[str]
-"""What a user may name a place by; several are addresses of storage hosts."""
+"""The types by which a user may name a place; several names are addresses of storage hosts."""
 
 _PART: Final = re.compile(r"(.+)(/rank-[0-9]+-of-[0-9]+)", re.DOTALL)
 _QUOTED_MAX: Final = 220
-"""Bytes of the name of a model in that of a file, which is followed by others, up to 255."""
+"""Bytes of a model's name within a file name, which continues after it, up to 255."""
 
 _COMMA: Final = re.compile(r"\s*,\s*(?=portus(?:\+\w+)?:)")
-"""Between two addresses; the path of a socket may have others."""
+"""A comma between two addresses; the path of a socket may contain others."""
 
 
 class PlaceKind(enum.Enum):
-    """What is there, or will be made."""
+    """The kind of place that exists, or will be made."""
 
     FILE = "pool file"
     DIRECTORY = "pool directory"
@@ -53,16 +54,16 @@ class PlaceKind(enum.Enum):
     HOST = "storage host"
     HOSTS = "several storage hosts"
     MIRROR = "mirror"
-    """A mirror of models, at the address ``path``; looked at by commands, and never saved to."""
+    """A mirror of models, at the address ``path``. Commands read it, and no run saves to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceClasses:
-    """What knows a kind of place, as "module:class", which is imported when it is needed, since it
-    is on a floor above. ``opened``: the ``OpenPlace``; None for several places, each of which has
-    one. ``steps``: those of a ``Checkpointer`` there; None where nothing is saved to.
-    ``home``: where the versions of a training are, as it sees them; None where it has none.
-    ``is_local``: whether it is on this machine's file systems."""
+    """The classes for a kind of place, as "module:class". They are imported when needed, since they
+    are on a floor above. ``opened``: the ``OpenPlace``; None for several places, each of which has
+    one. ``steps``: those of a ``Checkpointer`` there; None if nothing is saved there. ``home``: the
+    versions of a training, as it sees them; None if there are none. ``is_local``: whether the place
+    is on this machine's file systems."""
 
     opened: str | None
     steps: str | None
@@ -71,7 +72,7 @@ class PlaceClasses:
 
 
 def load_class(name: str | None) -> Any:
-    """Import and return what a field of ``PlaceClasses`` names."""
+    """Import and return the class that a field of ``PlaceClasses`` names."""
     assert name is not None, "asked only where there is one"
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -96,26 +97,27 @@ PLACES: Final = {
     PlaceKind.HOSTS: PlaceClasses(None, _POOLS, None, False),
     PlaceKind.MIRROR: PlaceClasses("portus.reach.places.mirror:MirrorPlace", None, None, False),
 }
-"""Every kind of place: to add one, add a line here, its module, and its class of tests."""
+"""Every kind of place. To add one: a line here, its module, and its test class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a pool is, or several are. ``path`` is absolute; of a host, its whole address, and of
-    several hosts those of all, with commas between."""
+    """The place of a pool, or of several. ``path``: absolute; for a host, its address; for several
+    hosts, all addresses, separated by commas."""
 
     kind: PlaceKind
     path: str
 
     @classmethod
     def parse(cls, pool: PlaceName | None, what: str = "pool") -> Place:
-        """The place that a user names: a pool file (it exists, or ends in ``.portus``), a DAX
-        device, the address of a storage host, or of several (a list, or with commas between), else
-        a pool directory, made later. None: ``$PORTUS_POOL``, else ``.portus`` in the working
-        directory.
+        """Return the place that a user names.
 
-        what: where it was said, for errors. ``~`` is the home directory, as in a shell. Raises
-        ``UsageError`` for an empty name, and for a URL that is none of ours.
+        That is a pool file (it exists, or ends in ``.portus``), a DAX device, the address of a
+        storage host, or of several (a list, or with commas between), else a pool directory, made
+        later. None: ``$PORTUS_POOL``, else ``.portus`` in the working directory.
+
+        what: where the name was given, for errors. ``~`` is the home directory, as in a shell.
+        Raises ``UsageError`` for an empty name, and for a URL of another kind.
         """
         if isinstance(pool, Place):
             return pool
@@ -140,13 +142,13 @@ class Place:
 
     @classmethod
     def by_variable(cls) -> Place | None:
-        """The place that ``$PORTUS_POOL`` names; None if it is not set, or empty."""
+        """Return the place that ``$PORTUS_POOL`` names, or None if it is not set, or empty."""
         text = os.environ.get(DIRECTORY_VARIABLE)
         return cls.parse(text, f"${DIRECTORY_VARIABLE}") if text else None
 
     @classmethod
     def of_pool(cls, said: Place | None) -> Place | None:
-        """The pool that a user named: ``said``, else ``$PORTUS_POOL`` unless that names a
+        """Return the pool that a user named: ``said``, else ``$PORTUS_POOL`` unless that names a
         directory. None if there is none."""
         named = cls.by_variable() if said is None else None
         return said if named is None or named.is_directory else named
@@ -175,17 +177,17 @@ class Place:
 
     @property
     def classes(self) -> PlaceClasses:
-        """What knows such a place."""
+        """The classes for this kind of place."""
         return PLACES[self.kind]
 
     @property
     def local_path(self) -> str | None:
-        """The path on this machine's file systems; None for what is elsewhere."""
+        """The path on this machine's file systems; None if the place is elsewhere."""
         return self.path if self.classes.is_local else None
 
     @property
     def local_pool(self) -> str | None:
-        """The path of the one pool that it is, on this machine; None for everything else."""
+        """The path of the place if it is one pool on this machine; else None."""
         return self.local_path if self.kind in (PlaceKind.FILE, PlaceKind.DEVICE) else None
 
     @property
@@ -195,50 +197,51 @@ class Place:
 
     @property
     def is_shared(self) -> bool:
-        """True where several processes may save at once: storage hosts."""
+        """True if several processes may save there at the same time: on storage hosts."""
         return self.kind in (PlaceKind.HOST, PlaceKind.HOSTS)
 
     @property
     def hosts(self) -> list[Place]:
-        """Each of the storage hosts; none, if it lies on this machine's file systems."""
+        """Each of the storage hosts; none if the place is on this machine's file systems."""
         if self.kind is PlaceKind.HOSTS:
             return [Place(PlaceKind.HOST, each) for each in _COMMA.split(self.path)]
         return [self] if self.is_shared else []
 
     @property
     def readable(self) -> list[Place]:
-        """Where versions may be: as ``hosts``, and of a host and its replica each one alone."""
+        """Places that may have versions: each of the ``hosts``, with a host and its replica as
+        two."""
         return [
             Place(PlaceKind.HOST, str(each)) for host in self.hosts for each in host.address.each
         ]
 
     def of_rank(self, rank: int) -> Place:
-        """Where one of several writers that save together does: those of storage hosts are spread
-        over all of them."""
+        """Return the place for one of several writers that save together: they spread over all
+        storage hosts."""
         return self.hosts[rank % len(self.hosts)] if self.is_shared else self
 
     @property
     def is_directory(self) -> bool:
-        """True where each writer gets a pool file of its own."""
+        """True if each writer gets a pool file of its own."""
         return self.kind is PlaceKind.DIRECTORY
 
     @property
     def address(self) -> Address:
-        """The address of the host; only a place that is one host has it."""
+        """The address of the host. Only a place that is one host has it."""
         assert self.kind is PlaceKind.HOST
         return parse(self.path)
 
     @property
     def has_replica(self) -> bool:
-        """True for a storage host that another one stands in for."""
+        """True for a storage host that has a replica."""
         return self.kind is PlaceKind.HOST and self.address.second is not None
 
     def pool_of(self, name: str) -> Place:
-        """The one pool of the writer called ``name``."""
+        """Return the one pool of the writer called ``name``."""
         return self.pool_in(quote(name) + SUFFIX) if self.is_directory else self
 
     def pool_in(self, name: str) -> Place:
-        """The pool file of that name in the directory."""
+        """Return the pool file of a name in the directory."""
         return Place(PlaceKind.FILE, os.path.join(self.path, name))
 
     def __str__(self) -> str:
@@ -249,10 +252,11 @@ class Place:
 
 
 def local_path(path: str | os.PathLike[str], what: str, *, hosts: bool = False) -> str:
-    """The absolute path on this machine's file systems that a user names; ``~`` as in a shell.
+    """Return the absolute path on this machine's file systems that a user names; ``~`` as in a
+    shell.
 
-    what: where it was said. hosts: whether a storage host would do as well. Raises ``UsageError``
-    for a URL, which would name a directory ``s3:`` here.
+    what: where the name was given. hosts: whether a storage host would do as well. Raises
+    ``UsageError`` for a URL, which would name a directory ``s3:`` here.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or "\0" in text:
@@ -287,7 +291,7 @@ def _advice(scheme: str, text: str) -> str:
 
 
 def quote(name: str) -> str:
-    """The name of a model, as it is in names of files; that of a part of a sharded model begins
+    """Return a model's name as it is in file names. The name of a part of a sharded model begins
     with that of the model. A very long one is cut, see ``names.fitting``."""
     found = _PART.fullmatch(name)
     model, part = (found[1], found[2]) if found else (name, "")
@@ -296,7 +300,7 @@ def quote(name: str) -> str:
 
 
 def hosts_of(place: PlaceName | None) -> Place | None:
-    """Return the storage hosts that ``place``, or else ``$PORTUS_POOL``, names; None if it names
-    something else."""
+    """Return the storage hosts that ``place``, or else ``$PORTUS_POOL``, names, or None if it names
+    another kind of place."""
     found = Place.by_variable() if place is None else Place.parse(place)
     return found if found is not None and found.is_shared else None

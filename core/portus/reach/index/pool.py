@@ -3,12 +3,12 @@
 Commit order (V3): data and records are stored, then persisted; then one root slot is stored, then
 persisted. Nothing in a reachable page is stored to in between (V1).
 
-Commits that come while another one persists are made as one (``line``), if they are of different
-models: their versions have ids of their own, and one commit number.
+Commits that arrive while another one persists are made as one (``line``), if they are of different
+models: their versions have their own ids, and share one commit number.
 
-Reuse (V1, V10): a page may be reserved when neither root reaches it, nobody pins a version that
-holds it, and no reservation in progress holds it. Space of such pages may be given back to the file
-system (``give_back``): then they are holes, and to use them again is to grow, but within the pool.
+Reuse (V1, V10): a page may be reserved when neither root reaches it, no reader pins a version that
+holds it, and no reservation holds it. The space of such pages may be returned to the file system
+(``give_back``). Then they are holes, and using them again is like growth, but within the pool.
 """
 
 from __future__ import annotations
@@ -80,31 +80,31 @@ from portus.reach.media.pool import Locks, SparseMedium
 _log: Final = logging.getLogger("portus")
 
 REFRESH_COMMITS: Final = 64
-"""What versions share is written afresh after so many commits, so that rot cannot hide in all."""
+"""Commits after which shared records are written again, so that rot cannot reach all their
+copies."""
 
 _COPIES_MAX: Final = 16 << 20
-"""Bytes of records of earlier commits that one commit copies; the rest is left to the next."""
+"""Bytes of earlier records that one commit copies, at most; later commits copy the rest."""
 
 _GROWTH: Final = 2 << 20
-"""A pool grows to a multiple of this many bytes: the size of a huge page."""
+"""Pools grow to a multiple of this many bytes, the size of a huge page."""
 
 
 def format_pool(medium: Medium, uuid: bytes | None = None) -> None:
     """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return. uuid:
-    its identity; None draws one."""
+    its identity; None: a random one."""
     format_superblock(medium, uuid)
     medium.persist([Extent(0, DATA_START)])
 
 
 class PoolWriter(PoolReader):
-    """The one writer of a pool. ``reserve`` and ``release`` may be called from any thread,
-    as may the rest, but commits happen one after another."""
+    """The one writer of a pool. Any thread may call it; commits happen one after another."""
 
     def __init__(
         self, medium: Medium, locks: Locks, *, timeout_s: float = 5.0, max_bytes: int | None = None
     ) -> None:
-        """Waits up to ``timeout_s`` for the lock. Raises ``BusyError``, ``CorruptionError``,
-        ``UsageError`` for a pool this program may not write."""
+        """Wait up to ``timeout_s`` for the lock. Raise ``BusyError``, ``CorruptionError``, and
+        ``UsageError`` for a pool that this program may not write."""
         # The lock first: a writer that is leaving may still grow the pool, and store a root.
         locks.acquire_writer(timeout_s)
         super().__init__(medium, locks)
@@ -112,7 +112,7 @@ class PoolWriter(PoolReader):
             raise UsageError(f"{medium.info.name}: a newer Portus wrote it; upgrade to write it")
         self._superblock = settle_superblock(medium, self.superblock)
         self.max_bytes = max_bytes
-        """The longest that the pool grows to, from now on; None: as it likes."""
+        """Bytes to which the pool may grow from now on; None: no limit."""
         self.yields: Final[list[Callable[[], bool]]] = []
         """Asked, where there is no more room, to end what reads a version for long and can begin
         again: it may hold space of one that was retired. True if something ended."""
@@ -125,22 +125,22 @@ class PoolWriter(PoolReader):
         self._contents: Final[dict[int, Pointer]] = {}
         self._slots: Final[dict[int, Root]] = {}
         self._unsure: Final[set[int]] = set()
-        """Slots of which it is not known what is in them: a store failed."""
+        """Slots with unknown contents: a store failed."""
         self._damaged: Final[set[Pointer]] = set()
         self._cramped = False
         self.changed_by_others = False
-        """True once somebody else was found to have changed the pool; it is poisoned then."""
+        """True once another program has changed the pool, which is poisoned then."""
         self._glanced: Root | None = None
         """The newest root, if the pool was looked at since it was committed."""
         self._recover()
 
     def catalogue(self) -> Catalogue:
-        """What is committed now, from memory."""
+        """Return the committed catalogue, from memory."""
         return self._roots[0]
 
     @property
     def _roots(self) -> Sequence[Catalogue]:
-        """What the slots lead to, newest first."""
+        """The catalogues of the slots, newest first."""
         return self._space.roots
 
     def _is_being_written(self) -> bool:
@@ -150,9 +150,9 @@ class PoolWriter(PoolReader):
         return self.catalogue().copies
 
     def is_sound(self, pointer: Pointer, kind: RecordKind) -> bool:
-        """True if the next commit may rely on a record of an earlier one: it and its copies are
-        whole, and it is not so old that it should be written afresh. Damage is an error in the
-        log, and what is damaged is copied anew by the next commit, from what is whole."""
+        """Return whether the next commit may rely on a record of an earlier one: the record and its
+        copies are intact, and it is not due to be written again. Damage is an error in the log; the
+        next commit replaces the damaged copies, from an intact one."""
         places = [pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))]
         commit = None
         # All of them: a copy must be intact before it is needed.
@@ -170,12 +170,12 @@ class PoolWriter(PoolReader):
         return commit + REFRESH_COMMITS > self.catalogue().root.sequence
 
     def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
-        """Free space for ``length`` bytes, held until ``release`` or a commit that reaches it.
+        """Return free space for ``length`` bytes, held until ``release`` or a commit that reaches
+        it.
 
-        Extents start and end on pages. May grow the pool, which blocks. The last free pages are
-        left to records (``contiguous``), if there is any other way: with none, nothing could be
-        committed any more.
-        Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
+        Extents start and end on pages. May grow the pool, which blocks. The last free pages stay
+        for records (``contiguous``), if possible: without them nothing could be committed any more.
+        Raises ``MediumError`` (ENOSPC) if there is no room; then nothing changes.
         """
         pages = -(-length // PAGE)
         # Data leaves pages to records: without them nothing could be retired to make room.
@@ -190,30 +190,29 @@ class PoolWriter(PoolReader):
         return extents
 
     def hold(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> list[Extent]:
-        """Keep what a committed version reaches from reuse until ``release`` of what this gives:
-        a save in progress is going to share it."""
+        """Keep pages of a committed version from reuse: a save in progress is going to share them.
+        Return extents for ``release``."""
         return self._space.hold(offsets, lengths)
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Give back what ``reserve`` gave, or ``hold`` held, once. What a root reaches stays
-        taken all the same."""
+        """Release the extents of one ``reserve`` or ``hold``. Pages that a root reaches stay
+        taken."""
         self._space.release(extents)
 
     def touch(self, extents: Sequence[Extent], stop: Stop) -> None:
-        """Have the pages of reserved space present, where this writer has not stored yet: one call
-        for many pages, where a store would fault for each. Changes no byte; ends early once
-        ``stop`` is set. Raises ``MediumError`` as stores do."""
+        """Make pages of reserved space present where this writer has not stored yet: one call for
+        many pages, where a store would fault for each. Changes no byte; ends early once ``stop`` is
+        set. Raises ``MediumError`` as stores do."""
         self._space.touch(extents, stop)
 
     def give_back(self, at_most: int | None = None) -> int:
-        """Give the space that nothing reaches back to whatever holds the medium; bytes that came
-        back. What is saved later takes it again, as if the pool grew, if there is any then.
+        """Return unreached space to the owner of the medium; return how many bytes that was.
 
-        at_most: bytes; None: all but what the next commit needs for its records, or nothing could
-        be retired from this pool on a disk that is full.
-        Settles first (V1): what only the older root reaches may be needed until then. Raises
-        ``MediumError``. A poisoned pool stays as it is, and so does one whose medium has all its
-        space for good: a device, memory.
+        Later saves take it again, as if the pool grew, if there is any then.
+        at_most: bytes; None: all but what the next commit needs for its records: else nothing could
+        be retired from this pool on a full disk. Settles first (V1): until then, pages that only
+        the older root reaches may be needed. Raises ``MediumError``. Does nothing to a poisoned
+        pool, nor on a device or in memory, whose space is fixed.
         """
         if not isinstance(self.medium, SparseMedium) or self.medium.is_poisoned:
             return 0
@@ -226,11 +225,11 @@ class PoolWriter(PoolReader):
         return spare_pages(merge(each.record_runs for each in self._roots))
 
     def free_bytes(self) -> int:
-        """Bytes that can be reserved without growing, and without space that was given back."""
+        """Return the bytes that can be reserved without growth, holes not included."""
         return page_count(self._space.free()) * PAGE
 
     def hole_bytes(self) -> int:
-        """Bytes that are free, and were given back: to use them is to grow."""
+        """Return the bytes of free holes: to use them is like growth."""
         return page_count(self._space.free_holes()) * PAGE
 
     def commit(
@@ -239,18 +238,20 @@ class PoolWriter(PoolReader):
         data: Sequence[Extent] = (),
         retire: Collection[int] = (),
     ) -> VersionRecord | None:
-        """Persist data and records, then the root: ``new`` is in the pool, the retired are not.
+        """Persist data and records, then the root. After that, ``new`` is in the pool and the
+        retired versions are not.
 
         data: extents stored to for this version; persisted here. Commits that wait for each other
         share their persists.
-        Returns what was committed, None if ``new`` is None. Raises ``MediumError`` when a persist
-        fails: the pool is then poisoned for writing, and what was committed before is intact.
+        Returns the record of ``new``, None if there is none. Raises ``MediumError`` if a persist
+        fails: then the pool is poisoned for writing, and earlier commits are intact.
         """
         return self._line.make(Change(new, data, retire))
 
     def commit_together(self, changes: Sequence[Change]) -> list[VersionRecord | None]:
-        """Commit several changes at once, as ``commit`` does, each of another model: all or none.
-        Return what was committed, in the order of ``changes``. ``RoomError``: fewer may fit."""
+        """Commit several changes together, each of another model: all or none. Return their
+        records, in the order of ``changes``. Raise ``RoomError`` if there is no room; fewer changes
+        may fit."""
         with self._committing:
             for change in changes:
                 self._declare(0 if change.new is None else change.new.features)
@@ -275,7 +276,7 @@ class PoolWriter(PoolReader):
         return [None if change.new is None else next(made)[1] for change in changes]
 
     def _declare(self, features: int) -> None:
-        """Have programs that do not know incompat features refuse the pool from now on."""
+        """Make programs that do not know incompat features refuse the pool from now on."""
         # Durable before any record that needs it: an older program must refuse the pool.
         if features & ~self.superblock.incompat:
             self._look()
@@ -292,16 +293,17 @@ class PoolWriter(PoolReader):
         self._persist([stored])
 
     def look(self) -> None:
-        """Raise ``CorruptionError`` unless the pool is as this writer left it, by its size, its
-        superblock and its newest root. If it is not, it is poisoned: it may be somebody else's by
-        now. A damaged copy of the superblock is restored. Every commit does it."""
+        """Raise ``CorruptionError`` unless the pool is as this writer left it: its size, its
+        superblock and its newest root. If it is not, poison it: another program may own it by now.
+        Restores a damaged copy of the superblock. Every commit does this."""
         with self._committing:
             self._look()
 
     def glance(self, offset: int = 0, expected: bytes = b"") -> None:
         """Check as ``look`` does, for the price of one load in most cases: for commits that store
-        no root. ``expected``: what this writer stored last at ``offset``, if it is newer than the
-        root that was looked at before: no other pool has it, nor has an older copy of this one."""
+        no root. ``expected``: the bytes that this writer stored last at ``offset``, if they are
+        newer than the root that was looked at before. No other pool has them, nor has an older copy
+        of this one."""
         root = self._roots[0].root
         is_known = bool(expected) and root is self._glanced and self.medium.size >= root.size
         if is_known and self._has(offset, expected):
@@ -363,23 +365,23 @@ class PoolWriter(PoolReader):
         self.persist_s += time.perf_counter() - start
 
     def retire(self, versions: Collection[int]) -> None:
-        """Let go of versions, by id; those that are not there are ignored."""
+        """Retire versions, by id. Unknown ids are ignored."""
         if not self.catalogue().ids().isdisjoint(versions):
             self.commit(None, retire=versions)
 
     def let_go(self, tokens: Collection[bytes]) -> None:
-        """Remove versions, by their tokens; those that are not there are ignored."""
+        """Retire versions, by their tokens. Unknown tokens are ignored."""
         entries = self.catalogue().entries()
         self.retire({entry.info.id for entry in entries if entry.info.token in tokens})
 
     def close(self) -> None:
-        """Release the writer lock and let go of the medium. Reservations are forgotten."""
+        """Release the writer lock and close the medium. Reservations are forgotten."""
         with self._committing:
             super().close()
 
     def _recover(self) -> None:
-        """Choose the root, make sure that it is on the medium and not only in caches, and find
-        out what is reached (V2, V10)."""
+        """Choose the root, make it durable in case it was only in caches, and find out what is
+        reached (V2, V10)."""
         newest = newest_catalogue(self.medium, self.superblock.uuid)
         # A damaged slot may have led to a commit that was reported (decision 0071).
         current = self._with_copies(self._ahead(newest))
@@ -411,7 +413,8 @@ class PoolWriter(PoolReader):
                 self.medium.persist([blanked])
 
     def _older(self, current: Catalogue) -> list[Catalogue]:
-        """The catalogue of the other slot, if it is whole: what it reaches is not reused yet."""
+        """Return the catalogue of the other slot, if it is intact: the pages that it reaches are
+        not reused yet."""
         for root in read_roots(self.medium, self.superblock.uuid):
             if root.sequence < current.root.sequence:
                 with contextlib.suppress(CorruptionError):
@@ -432,8 +435,8 @@ class PoolWriter(PoolReader):
             return extents_runs([entry.pointer.extent])
 
     def announce(self) -> str:
-        """What others find in the pool that says who has it open, in words; it is durable, so that
-        they find it on other machines too. Raises ``MediumError``."""
+        """Make the name of this writer durable, so that processes on other machines see it, and
+        return it. Raise ``MediumError``."""
         self.medium.persist([Extent(HOLDER_OFFSET, HOLDER_SIZE)])
         return read_holder(self.medium)
 
@@ -443,14 +446,15 @@ class PoolWriter(PoolReader):
         store_messages(self.medium, holder, read_failure(self.medium))
 
     def _make_room(self, wanted: SpaceRequest) -> list[Extent]:
-        """Retired versions first, growth, and what was to be spared last."""
+        """Make room: by retired versions first, then by growth, and from spared pages last."""
         # Growing first would make a pool larger than its versions need, and one with ``max_bytes``
         # would fail with space to spare.
         if self._settle():
             extents = self._space.take(wanted)
             if extents is not None:
                 return extents
-        while True:  # ends: who takes what is added here needs no turn, but has what it wanted then
+        # Ends: another thread may take the added pages, but then it has all that it wanted.
+        while True:
             try:
                 self._grow(self._space.missing(wanted), contiguous=wanted.contiguous)
             except MediumError as error:
@@ -465,8 +469,8 @@ class PoolWriter(PoolReader):
                 return extents
 
     def _scrape(self, wanted: SpaceRequest, why: MediumError) -> list[Extent] | None:
-        """Room where the pool cannot grow any more: what was to be spared; many small pieces, given
-        back for one at the end; copies of records, last."""
+        """Return room where the pool cannot grow: from spared pages; by returning many small pieces
+        for one at the end; from copies of records, last."""
         extents = self._space.take(wanted)
         scattered = extents is None and wanted.contiguous and why.errno in OUT_OF_SPACE
         if scattered and self.give_back(wanted.pages * PAGE):
@@ -478,17 +482,17 @@ class PoolWriter(PoolReader):
         return extents
 
     def _settle(self) -> bool:
-        """Commit the same catalogue once more if the older root alone reaches something, so that
-        its space can be used. False if that frees nothing."""
+        """Commit the same catalogue once more if only the older root reaches some pages, so that
+        they can be used. Return False if that frees nothing."""
         if len(self._roots) < 2 or self._roots[0].ids() >= self._roots[1].ids():
             return False
         self._commit_again()
         return True
 
     def _commit_again(self, *, copies: bool = True) -> None:
-        """Commit the same catalogue, which both slots reach then, and no other.
+        """Commit the same catalogue again, so that both slots reach it, and no other.
 
-        copies: keep them.
+        copies: False drops them.
         """
         current = self._roots[0]
         root = replace(current.root, sequence=current.root.sequence + 1)
@@ -499,19 +503,19 @@ class PoolWriter(PoolReader):
         self._space.advance([again, current], {})
 
     def _drop_copies(self, pages: int) -> bool:
-        """Copies yield to data: without other room for ``pages``, no root reaches any until there
-        is some. False if that would not help."""
+        """Drop all copies of records if that makes room for ``pages``, until there is other room.
+        Return False if it would not help."""
         copies = [copy.pointer.extent for each in self._roots for copy in each.copies]
         held = page_count(extents_runs(copies))
         if not held or page_count(self._space.free()) + held < pages:
             return False
         self._commit_again(copies=False)
-        self._commit_again(copies=False)  # twice: both slots lead to them
+        self._commit_again(copies=False)  # twice: both slots reach them
         return True
 
     def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
-        """Have so many pages more: those that were given back first, then new ones at the end. What
-        was added. Raises ``MediumError``."""
+        """Add pages: first those that were returned, then new ones at the end. Return their
+        extents. Raise ``MediumError``."""
         if pages <= 0:
             return []
         try:
@@ -544,7 +548,7 @@ class PoolWriter(PoolReader):
             self.medium.grow(at_least)
 
     def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
-        """Have space again where it was given back, for so many pages at most; where."""
+        """Fill holes of ``pages`` pages at most; return their extents."""
         extents = self._space.choose_holes(pages, contiguous=contiguous)
         if not extents:
             return []
@@ -571,11 +575,11 @@ class PoolWriter(PoolReader):
     def _draft_commit(
         self, changes: Sequence[Change]
     ) -> tuple[CommitRecords, list[Extent], list[Extent]]:
-        """A draft on the newest root, room for its records, and for their copies if there is any.
-        Raises ``RoomError``.
+        """Return a draft on the newest root, room for its records, and room for their copies if
+        there is any. Raise ``RoomError``.
 
-        Making room may commit (settle): then the draft is made again,
-        or it would take the number of that commit, and bring back what it retired.
+        Making room may commit (settle). Then the draft is made again: it would take the number of
+        that commit, and bring back what that retired.
         """
         while True:  # ends: each turn but the last freed space that then stays free
             before = self._roots[0]
@@ -591,7 +595,7 @@ class PoolWriter(PoolReader):
             self.release(area)
 
     def _apart(self, length: int) -> list[Extent]:
-        """Room for copies, if they leave enough to the records of later commits."""
+        """Return room for copies, if enough is left for the records of later commits."""
         pages = -(-length // PAGE)
         wanted = SpaceRequest(pages, True, pages_for_records(pages), apart=True)
         # Far from the records: one bad block of a disk must not take both.
@@ -610,7 +614,7 @@ class PoolWriter(PoolReader):
         return extents or []
 
     def _plan_foundation(self, before: Catalogue, changes: Sequence[Change]) -> Foundation:
-        """What a commit keeps of the catalogue before it, and what it writes afresh."""
+        """Return what a commit keeps of the catalogue before it, and what it writes again."""
         retire = set[int]().union(*(change.retire for change in changes))
         new = [change.new for change in changes if change.new is not None]
         models = {
@@ -639,7 +643,7 @@ class PoolWriter(PoolReader):
         indices: Mapping[str, Pointer],
         wanted: Mapping[Pointer, RecordKind],
     ) -> Foundation:
-        """Return the foundation of a commit, with the copies of the records ``wanted`` that exist,
+        """Return the foundation of a commit, with the existing copies of the records ``wanted``,
         and the records that are still to be copied."""
         damaged, room = frozenset(self._damaged), _COPIES_MAX
         copies: dict[Copy, None] = {}
@@ -656,7 +660,7 @@ class PoolWriter(PoolReader):
         return Foundation(models, indices, tuple(copies), again, damaged)
 
     def _whole(self, pointer: Pointer, kind: RecordKind) -> list[bytes]:
-        """A record, or a copy of it; none if all are damaged."""
+        """Return a record, or a copy of it; nothing if all are damaged."""
         for place in (pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))):
             with contextlib.suppress(CorruptionError, MediumError):
                 return [bytes(read_whole(self.medium, place, kind))]

@@ -1,4 +1,4 @@
-"""Looks at a pool that somebody may be writing."""
+"""A reader of a pool that another process may be writing."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _log: Final = logging.getLogger("portus")
 
 def spare_pages(records: Runs) -> int:
     """Return the number of pages to spare for the records, and their copies, of a commit that
-    retires something, and some more. records: the pages of the records that are there."""
+    retires a version, and some more. records: the pages of the existing records."""
     return 8 + 2 * page_count(records)
 
 
 class PoolReader:
-    """Looks at a pool that somebody may be writing. Owns medium and locks, and closes them.
+    """Reads a pool that another process may be writing. Owns medium and locks, and closes them.
 
     Safe to share between threads.
     """
 
     def __init__(self, medium: Medium, locks: Locks, superblock: Superblock | None = None) -> None:
-        """superblock: if it is known."""
+        """superblock: if it is known already."""
         self.medium: Final = medium
         self.locks: Final = locks
         self._superblock = read_superblock(medium) if superblock is None else superblock
@@ -53,16 +53,16 @@ class PoolReader:
         return self._superblock
 
     def catalogue(self) -> Catalogue:
-        """What is committed now. Raises ``CorruptionError``.
+        """Return the catalogue that is committed now. Raise ``CorruptionError``.
 
-        Where a root slot is damaged, the commit that it may have led to is searched for, once: all
-        that is free is read.
+        If a root slot is damaged, this searches once for the commit that it may have held, and
+        reads all free space for that.
         """
         return self._ahead(newest_catalogue(self.medium, self.superblock.uuid))
 
     def _ahead(self, found: Catalogue) -> Catalogue:
-        """The catalogue that a damaged slot led to, if all of it is whole; else ``found``. A slot
-        that is torn since a crash in a commit looks like one that rotted."""
+        """Return the catalogue that a damaged slot held, if all of it is intact; else ``found``. A
+        slot torn by a crash in a commit looks like one that rotted."""
         slot = find_damaged_slot(self.medium, self.superblock.uuid, found.root)
         # A slot that is just being stored looks torn as well.
         if slot is None or self._is_being_written():
@@ -89,19 +89,19 @@ class PoolReader:
         return self._searched[1]
 
     def _is_being_written(self) -> bool:
-        """True if somebody may be storing a slot just now."""
+        """Return whether a writer may be storing a slot just now."""
         return self.locks.has_writer()
 
     def kept_bytes(self, but: Collection[int] = ()) -> int:
-        """Bytes of pages that the versions reach, all ``but`` some by their ids, and what leads to
-        them. Reads the record of each."""
+        """Return the bytes of pages that the versions reach, except those with the ids in ``but``,
+        and of the records that reach them. Reads the record of each."""
         catalogue = self.catalogue()
         kept = [entry for entry in catalogue.entries() if entry.info.id not in but]
         reaches = [self._reach_of(entry) for entry in kept]
         return DATA_START + page_count(merge([*reaches, self._record_runs(catalogue)])) * PAGE
 
     def spare_bytes(self) -> int:
-        """Bytes that stay free when a writer gives space back: see ``spare_pages``."""
+        """Return the bytes that stay free when a writer returns space, see ``spare_pages``."""
         return spare_pages(self._record_runs(self.catalogue())) * PAGE
 
     def _record_runs(self, catalogue: Catalogue) -> Runs:
@@ -115,7 +115,7 @@ class PoolReader:
         return {e.info.id: each * PAGE for e, each in zip(entries, pages, strict=True)}
 
     def _reach_of(self, entry: VersionEntry) -> Runs:
-        """The pages of a version; of one whose record is damaged, those of the record."""
+        """Return the pages of a version; if its record is damaged, those of the record."""
         with contextlib.suppress(CorruptionError):
             return version_runs(entry, self.record(entry))
         return extents_runs([entry.pointer.extent])
@@ -141,12 +141,12 @@ class PoolReader:
             self.locks.unpin(version)
 
     def record(self, entry: VersionEntry) -> VersionRecord:
-        """The record of a pinned version. Raises ``CorruptionError``."""
+        """Return the record of a pinned version. Raise ``CorruptionError`` if it is damaged."""
         return read_version(self.medium, entry)
 
     def contents(self, record: VersionRecord) -> bytes:
-        """The contents of a pinned version, as they were committed, or their copy. Raises
-        ``CorruptionError``."""
+        """Return the contents of a pinned version, as committed, or their copy. Raise
+        ``CorruptionError`` if all are damaged."""
         found = read_copied(self.medium, record.contents, RecordKind.CONTENTS, self._copies)
         return bytes(found)
 
@@ -154,6 +154,6 @@ class PoolReader:
         return read_copies(self.medium, self.catalogue().root)
 
     def close(self) -> None:
-        """Let go of the medium, the lock and the pins."""
+        """Close the medium, the lock and the pins."""
         self.locks.close()
         self.medium.close()

@@ -1,8 +1,8 @@
-"""A pool of versions that were found without roots: see ``rescue``.
+"""A pool made of versions that were found without roots: see ``rescue``.
 
-Their records and bytes stay where they are, or are copied to the same places of a new medium; what
-led to them is written anew, behind all of them. So ids, tokens, commits and times stay as they
-were, pointers lead to them again, and what versions share they share still.
+Their records and bytes stay in place, or are copied to the same places of a new medium. Their
+indices and roots are written again, after all of them. So ids, tokens, commits and times stay the
+same, pointers find the versions again, and versions still share what they shared.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from portus.reach.index.space import EMPTY, Runs, extents_runs, merge, page_coun
 
 
 def choose(medium: Medium, found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
-    """Return those of some whole versions that can be in one pool: of the same pool as most, each
-    id and token once, no page of two commits. Of two that exclude each other the newer stays: the
-    other was retired, or given up.
+    """Return those of some intact versions that can be in one pool: of the same pool as most, each
+    id and token once, no page of two commits.
 
-    They are in the order of their commits.
+    Of two that exclude each other the newer stays: the other was retired, or given up. They are in
+    the order of their commits.
     """
     uuids = [each.uuid for each in found]
     uuid = max(uuids, key=uuids.count, default=b"")
@@ -56,8 +56,8 @@ def choose(medium: Medium, found: Sequence[RecoverableVersion]) -> list[Recovera
 
 
 def chunks_of(versions: Sequence[RecoverableVersion], size: int) -> Iterator[Extent]:
-    """Yield all pages of ``versions``, of a medium of ``size`` bytes, as extents to be copied to
-    the same places of another one that is as long."""
+    """Yield all pages of ``versions``, on a medium of ``size`` bytes, as extents to copy to the
+    same places of another one of the same size."""
     for first, after in merge([_reach(each) for each in versions]).tolist():
         end = min(after * PAGE, size)
         for start in range(first * PAGE, end, CHUNK):
@@ -65,10 +65,10 @@ def chunks_of(versions: Sequence[RecoverableVersion], size: int) -> Iterator[Ext
 
 
 def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
-    """Write what leads to ``versions``, whose bytes and records ``medium`` has: indices, table,
-    both roots and the superblock. Durable on return; whatever else there was is free space.
+    """Write the indices, table, both roots and superblock for ``versions``, whose bytes and records
+    ``medium`` has. Durable on return; all other space is free.
 
-    versions: as ``choose`` gives them, one at least. Raises ``MediumError``; then the medium is
+    versions: as ``choose`` returns them, one at least. Raises ``MediumError``; then the medium is
     no more of a pool than it was.
     """
     uuid = versions[0].uuid
@@ -113,7 +113,7 @@ def _reach(found: RecoverableVersion) -> Runs:
 
 
 def _pages_by_commit(medium: Medium, found: RecoverableVersion) -> dict[int, Runs]:
-    """The pages that a version reaches, by the commit that wrote them."""
+    """Return the pages that a version reaches, by the commit that wrote them."""
     record = found.record
     parts: list[tuple[int, Runs]] = []
     for pointer in (found.entry.pointer, record.contents):
@@ -135,7 +135,7 @@ def _pages_by_commit(medium: Medium, found: RecoverableVersion) -> dict[int, Run
 
 
 def _meets(pages: dict[int, Runs], taken: dict[int, Runs]) -> bool:
-    """True if a page is one of another commit already."""
+    """Return whether another commit has a page already."""
     for commit, runs in pages.items():
         others = merge([each for other, each in taken.items() if other != commit])
         if page_count(merge([runs, others])) < page_count(runs) + page_count(others):

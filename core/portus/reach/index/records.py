@@ -1,7 +1,7 @@
 """Typed records on a medium: how they are framed, found again, and turned into values.
 
-A record is a header, then a payload. Who points at a record holds its offset, length and digest
-(``Pointer``), so a record that is read is the one that was meant, whole.
+A record is a header, then a payload. A pointer to a record holds its offset, length and digest
+(``Pointer``). So a record that is read is the intended one, and complete.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from portus.reach.media.pool import ReadableMedium
 _log: Final = logging.getLogger("portus")
 
 _SUM_MAX: Final = 1 << 62
-"""Bytes of a version, or extents, are below it: what 64 bits hold with a sign, and to spare."""
+"""A limit for the bytes or extents of a version: far below what a signed 64-bit number holds."""
 
 CELLS: Final = tuple(1 << shift for shift in range(13))
-"""Bytes that a cell may have: a unit has whole ones."""
+"""Sizes in bytes that a cell may have: each divides a unit."""
 
 Rows = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """Where a record is, and its digest. Offset 0 points nowhere."""
+    """The place of a record, and its digest. Offset 0 points nowhere."""
 
     offset: int
     length: int
@@ -70,7 +70,8 @@ NOWHERE: Final = Pointer(0, 0, bytes(16))
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Another place of a record that a root reaches, bit for bit. ``commit``: who put it there."""
+    """Another place of a record that a root reaches, with the same bytes. ``commit``: the one that
+    wrote it."""
 
     pointer: Pointer
     commit: int
@@ -87,8 +88,8 @@ class VersionEntry:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceStorage:
-    """A storage that is changed in place. ``cell``: bytes that are changed, logged and hashed
-    together. ``digests``: the storage that has the digests of its units; see ``in_place``."""
+    """A storage that is changed in place. ``cell``: the bytes that are changed, logged and hashed
+    together. ``digests``: the storage with the digests of its units; see ``in_place``."""
 
     storage: int
     cell: int
@@ -99,9 +100,9 @@ class InPlaceStorage:
 class VersionLog:
     """The pages to which changes of a version are appended after its commit: see ``log``.
 
-    ``name``: random, of this log alone. ``born``: the commit that reserved the pages; 0 stands for
-    the one that is about to be made. ``entries``: how many count in any case. ``in_place``: the
-    storages of the version that are changed in place.
+    ``name``: random, unique to this log. ``born``: the commit that reserved the pages; 0 stands for
+    the next one. ``entries``: how many count in any case. ``in_place``: the storages of the version
+    that are changed in place.
     """
 
     extent: Extent
@@ -112,17 +113,17 @@ class VersionLog:
 
     @property
     def size(self) -> int:
-        """Bytes of it in the record of its version."""
+        """Bytes of the log in the record of its version."""
         return LOG.size + len(self.in_place) * PLACED.size
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """Everything about one version but its bytes and its contents.
+    """The record of one version: everything except its bytes and its contents.
 
-    ``info``: what only the model's index says, it has where it was read by that.
-    ``storages``, ``extents`` and ``units`` are arrays of the format's rows of those names.
-    ``log``: None for a version that stays as it was committed.
+    ``info``: facts that only the model's index holds are set if the record was read with that.
+    ``storages``, ``extents`` and ``units``: arrays of the format's rows of those names. ``log``:
+    None for a version that cannot change after its commit.
     """
 
     info: VersionInfo
@@ -133,7 +134,7 @@ class VersionRecord:
     log: VersionLog | None = None
 
     def storage_extents(self, index: int) -> tuple[Extent, ...]:
-        """Where the bytes of one storage are, in order."""
+        """Return the extents of one storage, in order."""
         row = self.storages[index]
         first = int(row["first_extent"])
         rows = self.extents[first : first + int(row["extents"])]
@@ -141,18 +142,18 @@ class VersionRecord:
 
 
 def frame(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> bytes:
-    """A record: header and payload."""
+    """Return a record: header and payload."""
     start, found = _start(kind, commit, uuid, payload)
     return start + found + payload
 
 
 def digest_of(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> bytes:
-    """What a pointer to that record has for its digest."""
+    """Return the digest that a pointer to the record has."""
     return _start(kind, commit, uuid, payload)[1]
 
 
 def _start(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> tuple[bytes, bytes]:
-    """The header of a record but for its digest, and that."""
+    """Return the header of a record except its digest, and the digest."""
     blank = HEADER.pack(
         magic=RECORD_MAGIC,
         kind=int(kind),
@@ -167,12 +168,12 @@ def _start(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> tuple[
 
 
 def point(offset: int, record: bytes) -> Pointer:
-    """The pointer to ``record``, which goes to ``offset``."""
+    """Return the pointer to ``record`` at ``offset``."""
     return Pointer(offset, len(record), record[HEADER.size - 16 : HEADER.size])
 
 
 def read(medium: ReadableMedium, pointer: Pointer, kind: RecordKind) -> memoryview:
-    """The payload of a record, checked. Raises ``CorruptionError`` naming kind and place."""
+    """Return the payload of a record, checked. Raise ``CorruptionError`` naming kind and place."""
     return read_whole(medium, pointer, kind)[HEADER.size :]
 
 
@@ -183,9 +184,10 @@ def read_copied(
     copies: Callable[[], Sequence[Copy]],
     say: Callable[[str], None] = _log.error,
 ) -> memoryview:
-    """The payload of a record; if it is damaged, of a copy that is whole, and that is said.
+    """Return the payload of a record, or of an intact copy if the record is damaged.
 
-    copies: asked only then. Raises as ``read`` if none is whole.
+    copies: called only then. say: receives a message about the damage. Raises as ``read`` if no
+    copy is intact.
     """
     try:
         return read(medium, pointer, kind)
@@ -202,7 +204,7 @@ def read_copied(
 
 
 def read_whole(medium: ReadableMedium, pointer: Pointer, kind: RecordKind) -> memoryview:
-    """A record, header and payload, checked. Raises as ``read``."""
+    """Return a record, header and payload, checked. Raises as ``read``."""
     where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
     # Checked before memory is taken for it.
     if not HEADER.size <= pointer.length <= RECORD_SIZE_MAX:
@@ -237,7 +239,7 @@ def _digest(record: memoryview) -> bytes:
 
 
 def encode_table(entries: Sequence[tuple[str, Pointer]]) -> bytes:
-    """Payload of a model table: a count, the entries sorted by name, the names."""
+    """Return the payload of a model table: a count, the entries sorted by name, the names."""
     names, rows, offset = [], [], 0
     for name, pointer in sorted(entries):
         raw = name.encode("utf-8")
@@ -248,7 +250,7 @@ def encode_table(entries: Sequence[tuple[str, Pointer]]) -> bytes:
 
 
 def decode_table(payload: memoryview) -> list[tuple[str, Pointer]]:
-    """The models and their indices. Raises ``CorruptionError``."""
+    """Return the models and their indices. Raise ``CorruptionError`` if the table is damaged."""
     count = int.from_bytes(payload[:8], "little")
     _fits("model table", count, TABLE_ENTRY.size, len(payload) - 8)
     names = payload[8 + count * TABLE_ENTRY.size :]
@@ -261,8 +263,8 @@ def decode_table(payload: memoryview) -> list[tuple[str, Pointer]]:
 
 
 def encode_index(model: str, entries: Sequence[VersionEntry]) -> bytes:
-    """Payload of a model index: name length, count, the name padded to 8, the entries, and their
-    metrics."""
+    """Return the payload of a model index: name length, count, the name padded to 8, the entries,
+    and their metrics."""
     rows = [
         INDEX_ENTRY.pack(
             **_info_fields(entry.info),
@@ -283,7 +285,7 @@ def encode_index(model: str, entries: Sequence[VersionEntry]) -> bytes:
 
 
 def encode_metrics(entries: Sequence[VersionEntry]) -> bytes:
-    """What stands behind the entries of a model index: nothing where no version has metrics."""
+    """Return the bytes after the entries of a model index: none if no version has metrics."""
     said = {str(each.info.id): dict(each.info.metrics) for each in entries if each.info.metrics}
     return _metrics_encoder.encode(said) if said else b""
 
@@ -295,7 +297,8 @@ def metrics_size(metrics: Mapping[str, float]) -> int:
 
 
 def decode_index(payload: memoryview) -> list[VersionEntry]:
-    """The versions of one model, oldest commit first. Raises ``CorruptionError``."""
+    """Return the versions of one model, oldest commit first. Raise ``CorruptionError`` if the index
+    is damaged."""
     length = int.from_bytes(payload[:8], "little")
     count = int.from_bytes(payload[8:16], "little")
     model = _name(payload[16:], 0, length)
@@ -322,7 +325,8 @@ def _decode_metrics(data: memoryview) -> dict[str, dict[str, float]]:
 
 
 def encode_version(record: VersionRecord) -> bytes:
-    """Payload of a version: head, storages, extents, units, the model's name, and its log."""
+    """Return the payload of a version: head, storages, extents, units, the model's name, and its
+    log."""
     raw = record.info.model.encode("utf-8")
     head = VERSION_HEAD.pack(
         **_info_fields(record.info),
@@ -338,7 +342,8 @@ def encode_version(record: VersionRecord) -> bytes:
 
 
 def decode_version(payload: memoryview) -> VersionRecord:
-    """Raises ``CorruptionError`` when counts, indices or lengths do not fit together."""
+    """Return the record of a version. Raise ``CorruptionError`` if counts, indices or lengths do
+    not fit together."""
     head = VERSION_HEAD.unpack(payload)
     counts = [_int(head, name) for name in ("storages", "extents", "units")]
     offset, arrays = VERSION_HEAD.size, []
@@ -397,7 +402,7 @@ def _decode_log(payload: memoryview, offset: int) -> VersionLog | None:
 
 
 def encode_copies(copies: Sequence[Copy]) -> bytes:
-    """Payload of a copies record: a count, the entries."""
+    """Return the payload of a copies record: a count, the entries."""
     rows = [
         COPY.pack(**_fields(copy.pointer), commit=copy.commit, kind=int(copy.kind))
         for copy in copies
@@ -406,7 +411,7 @@ def encode_copies(copies: Sequence[Copy]) -> bytes:
 
 
 def decode_copies(payload: memoryview) -> tuple[Copy, ...]:
-    """Raises ``CorruptionError``."""
+    """Return the copies in a payload. Raise ``CorruptionError`` if it is damaged."""
     count = int.from_bytes(payload[:8], "little")
     _fits("copies record", count, COPY.size, len(payload) - 8)
     rows = [COPY.unpack(payload, 8 + index * COPY.size) for index in range(count)]
@@ -457,7 +462,7 @@ def _fields(pointer: Pointer, prefix: str = "") -> dict[str, Value]:
 
 
 def pointer_of(row: dict[str, Value], prefix: str = "") -> Pointer:
-    """The three fields of a pointer in a row of a table."""
+    """Return the pointer from its three fields in a row of a table."""
     return Pointer(
         _int(row, prefix + "offset"), _int(row, prefix + "length"), _bytes(row, prefix + "digest")
     )
@@ -510,7 +515,8 @@ def _fits(what: str, count: int, size: int, room: int) -> None:
 
 
 def _check_placed(record: VersionRecord) -> None:
-    """What is changed in place is one extent, of whole cells, with a digest for each unit."""
+    """Raise ``CorruptionError`` unless each storage that is changed in place is one extent, of
+    whole cells, with a digest for each unit."""
     lengths, log = record.storages["length"].astype(np.int64), record.log
     kinds: dict[int, str] = {}
     for each in () if log is None else log.in_place:

@@ -1,9 +1,9 @@
 """Versions without roots: what a pool still holds when root slots are lost.
 
-Every record says that it is one, of which pool and of which kind, and carries a digest; a version
-record carries the name of its model. So a scan finds versions that no root reaches: those that
-were committed, and also retired ones and one that a crash cut off just before its commit, as long
-as their records have not been written over. Their bytes may have been: ask ``is_whole`` before use.
+Every record has a magic number, its pool's uuid, its kind and a digest; a version record also has
+the name of its model. So a scan finds versions that no root reaches: committed ones, retired ones,
+and one that a crash interrupted just before its commit, as long as their records are not
+overwritten. Their bytes may be overwritten: call ``is_whole`` before use.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from portus.reach.index.roots import read_superblock
 from portus.reach.index.space import gaps, merge
 
 CHUNK: Final = 16 << 20
-"""Bytes that are looked at at once."""
+"""Bytes to search together."""
 
 _ALIGNMENT: Final = 8
-"""Records begin at multiples of this, and so do chunks: no magic lies across two."""
+"""Records begin at multiples of this, and so do chunks: no magic crosses a border."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoverableVersion:
-    """A version whose record is whole. ``uuid``: of the pool that it says to be of."""
+    """A version whose record is intact. ``uuid``: of its pool, by the record."""
 
     entry: VersionEntry
     record: VersionRecord
@@ -60,12 +60,12 @@ class RecoverableVersion:
 
 
 def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVersion]:
-    """Every version record that is whole, oldest commit first. Reads the whole medium once.
+    """Return all intact version records, oldest commit first. Reads the whole medium once.
 
-    chunk: bytes that are looked at at once, a multiple of 8.
+    chunk: bytes to search together, a multiple of 8.
 
-    Records of other pools, inside of saved bytes, do not count, if a copy of the superblock is
-    left to tell. Raises ``UsageError`` if a newer Portus wrote the pool, and ``MediumError``.
+    Records of other pools, inside of saved bytes, do not count, if a copy of the superblock can
+    tell them apart. Raises ``UsageError`` if a newer Portus wrote the pool, and ``MediumError``.
     """
     try:
         uuid = read_superblock(medium).uuid
@@ -85,7 +85,7 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
 
 
 def is_whole(medium: Medium, record: VersionRecord) -> bool:
-    """True if a version has its contents and all its bytes still. Reads them."""
+    """Return whether a version still has its contents and all its bytes, which are read."""
     try:
         read(medium, record.contents, RecordKind.CONTENTS)
     except (CorruptionError, MediumError, UsageError):
@@ -109,11 +109,12 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
 
 
 def next_catalogue(medium: Medium, uuid: bytes, known: Catalogue) -> Catalogue | None:
-    """The catalogue of the commit after ``known``, if all of it is whole: then only its root slot
-    is damaged. None if there is none, or a part of it is lost.
+    """Return the catalogue of the commit after ``known``, if all of it is intact: then only its
+    root slot is damaged. Return None if there is none, or a part of it is lost.
 
-    A commit that was cut off just before its root may be found too: it is as good, but nobody was
-    told of it. Reads what ``known`` leaves free, and every byte of the versions found.
+    This may also find a commit that was interrupted just before its root: it is as good, but no
+    save reported it. Reads the space that ``known`` leaves free, and every byte of the versions
+    found.
     """
     reached = [known.record_runs]
     for entry in known.entries():
@@ -136,7 +137,8 @@ def _time_ns_of(catalogue: Catalogue) -> int:
 
 
 def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
-    """What ``table`` leads to. Raises ``CorruptionError`` unless all that is new is whole."""
+    """Return the catalogue of ``table``. Raise ``CorruptionError`` unless everything new in it is
+    intact."""
     root = replace(
         known.root,
         sequence=known.root.sequence + 1,
@@ -159,7 +161,8 @@ def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
 def _pointers(
     medium: Medium, uuid: bytes | None, kind: RecordKind, runs: Sequence[Extent], chunk: int
 ) -> Iterator[tuple[Pointer, int]]:
-    """What looks like a record of that kind, wherever in ``runs`` it lies, and its commit."""
+    """Yield everything in ``runs`` that looks like a record of a kind, as a pointer and its
+    commit."""
     size = medium.size
     for run in runs:
         for start in range(run.offset, run.end, chunk):

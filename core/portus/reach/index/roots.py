@@ -1,8 +1,8 @@
 """The two root slots: which one counts, and how it is replaced.
 
-A slot is believed when its digest and its pool's uuid are right; of two, the one with the higher
-sequence counts. Commit n goes to slot n mod 2, so the slot of commit n-1 is never touched by it:
-whatever tears, one slot stays whole. No width of an atomic store is assumed.
+A slot counts if its digest and its pool's uuid are right; of two, the one with the higher sequence
+wins. Commit n goes to slot n mod 2, so the slot of commit n-1 is never touched by it: whatever
+tears, one slot stays intact. No width of an atomic store is assumed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _log: Final = logging.getLogger("portus")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a pool is. ``writable``: no feature that this program cannot write. ``compat``,
-    ``read_only_compat`` and ``incompat``: its feature bits."""
+    """The identity of a pool. ``writable``: it has no feature that this program cannot write.
+    ``compat``, ``read_only_compat`` and ``incompat``: its feature bits."""
 
     uuid: bytes
     created_ns: int
@@ -51,7 +51,7 @@ class Superblock:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What one slot says. ``size``: bytes of the pool it may reach into."""
+    """The contents of one slot. ``size``: bytes of the pool that the root may reach."""
 
     sequence: int
     next_version: int
@@ -61,7 +61,7 @@ class Root:
 
     @property
     def is_first(self) -> bool:
-        """True while nothing was committed to the pool."""
+        """True until the first commit to the pool."""
         return self.table == NOWHERE
 
     @property
@@ -83,15 +83,15 @@ def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
 
 
 def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:
-    """Store one copy of the superblock, and say what must be persisted of it."""
+    """Store one copy of the superblock, and return the extent to persist."""
     medium.store(offset, _pack(block))
     return Extent(offset, PAGE)
 
 
 def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
-    """Make both copies of the superblock whole, equal, and say what this Portus writes; durable on
-    return. What is damaged is restored from the other, with an error in the log.
+    """Make both copies of the superblock intact, equal and current; durable on return.
 
+    A damaged copy is restored from the other, with an error in the log.
     block: what was read. Returns what is there now. Raises ``MediumError``.
     """
     block = replace(block, compat=block.compat | COMPAT_KNOWN)
@@ -128,7 +128,7 @@ def _pack(block: Superblock) -> bytes:
 
 
 def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
-    """The copy of the superblock at ``offset``; None if it is damaged, or none.
+    """Return the copy of the superblock at ``offset``, or None if there is no intact one.
 
     Raises ``UsageError`` if a newer Portus wrote it.
     """
@@ -141,10 +141,10 @@ def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
 
 
 def read_superblock(medium: Medium) -> Superblock:
-    """The first of its copies that is whole.
+    """Return the first intact copy of the superblock.
 
-    Raises ``CorruptionError`` if none is, ``UsageError`` if a newer Portus wrote the pool or if
-    it is no pool at all.
+    Raises ``CorruptionError`` if none is intact or it is no pool, ``UsageError`` if a newer Portus
+    wrote the pool.
     """
     if medium.size < DATA_START:
         raise CorruptionError(
@@ -192,7 +192,7 @@ def _superblock(name: str, row: dict[str, Value]) -> Superblock:
 
 
 def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
-    """Store a root in its slot, and say which bytes must be persisted for it to count."""
+    """Store a root in its slot, and return the extent to persist for it to count."""
     body = SLOT.pack(
         magic=ROOT_MAGIC,
         sequence=root.sequence,
@@ -212,10 +212,11 @@ def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
 
 
 def clear_slot(medium: Medium, slot: int) -> Extent | None:
-    """Blank a slot that holds no root, and say which bytes must be persisted; None if it is blank.
+    """Blank a slot that holds no root, and return the extent to persist, or None if it is blank
+    already.
 
     Where lines of 64 bytes may survive one by one, the rest of a root that was never committed,
-    behind the first line of another of the same number, makes that root whole again.
+    after the first line of another root with the same number, would make that root intact again.
     """
     found = bytearray(SLOT.size)
     medium.load(SLOT_OFFSETS[slot], memoryview(found))
@@ -226,7 +227,7 @@ def clear_slot(medium: Medium, slot: int) -> Extent | None:
 
 
 def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
-    """The roots that are whole, newest first: none, one or two."""
+    """Return the intact roots, newest first: none, one or two."""
     roots, start = [], SLOT_OFFSETS[0]
     data = memoryview(bytearray(SLOT_OFFSETS[1] + SLOT.size - start))
     medium.load(start, data)  # both at once: each look at a pool on a storage host begins with them
@@ -242,7 +243,7 @@ def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
 
 
 def find_damaged_slot(medium: Medium, uuid: bytes, root: Root) -> int | None:
-    """The slot that holds no root, though it should; None if both are as they should be.
+    """Return the slot that should hold a root and does not; None if both are right.
 
     root: the newest one. Slot 1 is blank until the first commit.
     """
@@ -256,7 +257,7 @@ def find_damaged_slot(medium: Medium, uuid: bytes, root: Root) -> int | None:
 
 
 def _seal(body: bytes) -> bytes:
-    """A record with its digest in its last 16 bytes, which were zero."""
+    """Return a record with its digest in its last 16 bytes, which were zero."""
     return body[:-16] + digest(body[:-16])
 
 

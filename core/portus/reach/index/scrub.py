@@ -1,8 +1,8 @@
-"""A check that takes its time: rot is told of before a version is needed.
+"""A check at a limited rate, which reports rot before a version is needed.
 
-Every byte of the versions that are kept is read and compared, as ``check`` does, a bounded number
-in a second, and past what the system keeps of a file in its memory: rot is on the disk. Changes
-nothing. A version that is retired meanwhile is passed over.
+It reads and compares every byte of all versions, as ``check`` does, a limited number a second. It
+bypasses the system's page cache, since rot is on the disk. It changes nothing, and skips a version
+that is retired meanwhile.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from portus.reach.index.reader import PoolReader
 def scrub(
     pool: Place | PoolReader, bytes_per_s: int, look: CheckOptions, *, wait: Wait = time.sleep
 ) -> list[Finding]:
-    """Every broken rule of a pool file, a device, or a pool that is open, reading ``bytes_per_s``
-    at most, 1 or more. What is open is read as it is: on a storage host, by the host.
+    """Return every broken rule of a pool file, a device, or an open pool, reading ``bytes_per_s``
+    at most, 1 or more.
 
-    look: its ``batch`` and ``pace`` count for nothing. Blocks for as long as that takes. Raises
-    as ``check``, and what ``wait`` raises.
+    look: its ``batch`` and ``pace`` are ignored. An open pool is read through its reader: on a
+    storage host, the host reads it. Blocks until the end. Raises as ``check``, and what ``wait``
+    raises.
     """
     paced = replace(look, batch=UNIT, pace=Pace(bytes_per_s, wait))
     if isinstance(pool, PoolReader):

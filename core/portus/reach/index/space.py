@@ -1,4 +1,4 @@
-"""Free space is derived, never stored (V10): what no root and no pin reaches is free.
+"""Free space is derived, never stored (V10): space is free if no root and no pin reaches it.
 
 Space is counted in pages. A *reach* is a sorted array of page runs (first page, page after the
 last), one for each version and one for the records of each root.
@@ -20,7 +20,7 @@ EMPTY: Final[Runs] = np.empty((0, 2), np.int64)
 
 
 def runs_of(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Runs:
-    """The pages that byte ranges touch, sorted and merged. Empty ranges touch none."""
+    """Return the pages that byte ranges touch, sorted and merged. Empty ranges touch none."""
     start = np.asarray(offsets).astype(np.int64)
     size = np.asarray(lengths).astype(np.int64)
     some = size > 0
@@ -37,7 +37,7 @@ def extents_runs(extents: Iterable[Extent]) -> Runs:
 
 
 def merge(reaches: Iterable[Runs]) -> Runs:
-    """The union of reaches."""
+    """Return the union of reaches."""
     together = np.concatenate([EMPTY, *reaches])
     if len(together) < 2:
         return together
@@ -52,7 +52,8 @@ def merge(reaches: Iterable[Runs]) -> Runs:
 
 
 def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
-    """The pages of [first_page, after_page) that ``reach`` leaves free; it need not be merged."""
+    """Return the pages of [first_page, after_page) that ``reach``, which need not be merged, leaves
+    free."""
     starts, ends = reach[(reach[:, 1] > first_page) & (reach[:, 0] < after_page)].T
     order = starts.argsort(kind="stable")
     found = np.empty((len(order) + 1, 2), np.int64)
@@ -62,7 +63,7 @@ def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
 
 
 def without(runs: Runs, others: Runs) -> Runs:
-    """The pages of ``runs`` that are not among ``others``; both merged."""
+    """Return the pages of ``runs`` that are not among ``others``; both merged."""
     if not len(runs) or not len(others):
         return runs
     first, after = int(runs[0, 0]), int(runs[-1, 1])
@@ -70,7 +71,7 @@ def without(runs: Runs, others: Runs) -> Runs:
 
 
 def page_count(runs: Runs) -> int:
-    """Pages in merged runs."""
+    """Return the number of pages in merged runs."""
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
@@ -90,8 +91,8 @@ def alone(reaches: Sequence[Runs]) -> list[int]:
 
 
 def last(free: Runs, pages: int) -> list[Extent] | None:
-    """The end of the largest of the free runs: far from what ``choose`` takes. None if it has not
-    as many as ``pages``."""
+    """Return the end of the largest free run, far from what ``choose`` takes, or None if it has
+    fewer than ``pages``."""
     sizes = free[:, 1] - free[:, 0]
     if not len(sizes) or int(sizes.max()) < pages:
         return None
@@ -100,8 +101,8 @@ def last(free: Runs, pages: int) -> list[Extent] | None:
 
 
 def choose(free: Runs, pages: int) -> list[Extent] | None:
-    """``pages`` pages of the free runs: the smallest run that holds them all, else the largest
-    runs first. None if there are not enough."""
+    """Return ``pages`` pages of the free runs: the smallest run that holds them all, else the
+    largest runs first. Return None if there are not enough."""
     if pages == 0:
         return []
     sizes = free[:, 1] - free[:, 0]

@@ -1,11 +1,11 @@
-"""What the models of a pool with protected tables are called. No torch: commands ask."""
+"""The models of a pool with protected tables, by name. No torch: commands ask for them."""
 
 from __future__ import annotations
 
 from typing import Final
 
 MODEL: Final = "embedding"
-"""The tables, and the dense part of their training."""
+"""The model of the tables, and of the dense part of their training."""
 
 MARKS: Final = "embedding marks"
-"""Versions that stand for one batch each: checkpoints in other pools have their tables there."""
+"""The model whose versions stand for one batch each: checkpoints in other pools name them."""
