@@ -1,1 +1,1 @@
-"""Embedding tables that are their own checkpoint: what ``portus.embedding`` offers."""
+"""Embedding tables that are their own checkpoint: the implementation of ``portus.embedding``."""

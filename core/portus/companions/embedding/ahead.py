@@ -1,9 +1,9 @@
-"""Looking one batch ahead in a loader: which rows the batch that comes next will look up.
+"""The rows that the next batch of a loader will look up, found one batch ahead.
 
-TrainingCXL reads them off the sparse features of a batch, and copies these rows while the batch
-before is computed. What other ranks look up is only in the reduced gradient, so an update still
-asks that for rows which nobody announced. Only an undo log gains by announcements: an entry of a
-redo log has new rows, which do not exist before the update.
+TrainingCXL reads them from the sparse features of a batch, and copies these rows while the batch
+before is computed. The lookups of other ranks are only in the reduced gradient, so an update still
+asks the gradient for rows that were not announced. Only an undo log gains by announcements: an
+entry of a redo log has new rows, which do not exist before the update.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from portus.errors import UsageError
 Batch = TypeVar("Batch")
 
 IdsOf = Callable[[Any], Mapping[str, torch.Tensor]]
-"""Of a batch as the loader gives it: the ids that it looks up, of any shape, by the name of the
-table in the model. Tables may be left out."""
+"""A function that returns the ids that a batch of the loader looks up, of any shape, by the name of
+the table in the model. Tables may be left out."""
 
 
 def look_ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the same batches, each after the one that follows it was taken. What taking a batch
-    raises comes when it is its turn."""
+    """Yield the same batches, each after the following one was taken. An error of taking a batch is
+    raised when that batch is due."""
     upcoming, before = iter(batches), list[Batch]()
     while True:
         try:
@@ -41,8 +41,8 @@ def look_ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def rows_ahead(tables: Sequence[Table], ids: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The rows of each table, by its place among ``tables``, that ``ids`` name: each once, in
-    order. Raises ``UsageError`` for a name that no table has, and for ids out of range."""
+    """Return the rows that ``ids`` names, distinct and in order, by the index of the table in
+    ``tables``. Raise ``UsageError`` for a name that no table has, and for ids out of range."""
     place = {table.name: index for index, table in enumerate(tables)}
     found = {}
     for name, each in ids.items():

@@ -1,14 +1,15 @@
-"""The story of a batch, from the first update to the thread that makes it durable.
+"""The life of a batch, from the first update to the thread that makes it durable.
 
-Theory. A batch is over when each of the optimizers has stepped, or at the end of ``batch``. Then
-its moment is taken: the rows that changed, and the dense part, are copied. It is held until the
-next batch begins, and taken again when a scheduler steps, or settings changed: a loop does these
-after the updates. All else of it is for a thread, which makes it durable while the next batch is
-computed. Before the next update, after its gradients are there, the optimizer waits for that: so
-what is durable is never more than one batch behind what is in memory, and never between two.
+Theory. A batch ends when each of the optimizers has stepped, or at the end of ``batch``. Then its
+moment is taken: the rows that changed, and the dense part, are copied. The moment is held until the
+next batch begins, and taken again when a scheduler steps, or settings change: a loop does these
+after the updates. A thread does the rest, and makes the batch durable while the next one is
+computed. Before the next update, when its gradients are there, the optimizer waits for that thread.
+So the durable state is never more than one batch behind memory, and never between two batches.
 
-What an update changes is read off its gradients, just before it: what other ranks looked up is in
-them. Whatever else wrote to a table is seen by torch's counters, and costs a whole image of it.
+The rows that an update changes are read from its gradients, just before it, since these contain the
+lookups of other ranks. Torch's counters reveal any other write to a table, which costs a whole
+image of it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Batches:
         mapped: MappedTables | None,
         early: EarlyLookups | None,
     ) -> None:
-        """mapped: where the tables are, if that is in the pool. early: the lookups that are made
-        early, if any are."""
+        """mapped: the tables, if they are in the pool itself. early: the lookups that are made
+        early, if any."""
         self._training: Final = training
         self._store: Final = store
         self._committer: Final = committer
@@ -61,30 +62,30 @@ class Batches:
         self._mapped: Final = mapped
         self._early: Final = early
         self.count = 0
-        """How many were captured."""
+        """How many batches were captured."""
         self._may_update = store.newest is None
-        """True once it is decided whether the training in the pool is resumed."""
+        """True once the choice is made whether to resume the training in the pool."""
         self._stepped: Final[set[int]] = set()
         """Optimizers that stepped in this batch, by id."""
         self._in_block = False
-        """The batch ends with a block."""
+        """True if the batch ends with a block."""
         self._ended_early = False
-        """The moment of this batch was taken before its end, since a state was asked for."""
+        """True if a requested state made this batch's moment before the end of the batch."""
         self._held: Moment | None = None
         """The moment of the batch that is over, while what the loop does after the updates becomes
         part of it."""
         self._is_after = False
-        """A batch is over, and the next one has not begun."""
+        """True if a batch has ended, and the next one has not begun."""
         self._stray = ""
-        """The scheduler that stepped where no batch is over, by its class."""
+        """The class of a scheduler that stepped when no batch had ended."""
         self._settings: str | None = settings_of(training.optimizers)
         """Settings of the optimizers before the loop; None once it has made an update."""
         self._sets_before = False
-        """The loop changes settings by hand before the updates of a batch, and not after them."""
+        """True if the loop changes settings before the updates of a batch, not after them."""
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
-        """Return a context manager for one batch, see ``ProtectedTables.batch``."""
+        """Run one batch, see ``ProtectedTables.batch``."""
         self._training.check_usable()
         if self._in_block:
             raise UsageError("`batch` was entered inside another `batch`; leave that one first")
@@ -97,8 +98,8 @@ class Batches:
         self._end(self.count if self._ended_early else self.count + 1)
 
     def announce(self, ids: Mapping[str, torch.Tensor]) -> None:
-        """Rows that will be updated soon, while the batch before is computed. A log of new rows
-        has nothing to do before they are there; one of old rows takes them once that is over."""
+        """Announce rows that the batch after the current one will update. A log of new rows has
+        nothing to do yet; a log of old rows takes them when the current batch has ended."""
         self.begin()
         tables = self._training.tables
         self._moments.announced = rows_ahead(tables, ids)
@@ -109,8 +110,8 @@ class Batches:
     # --- updates --------------------------------------------------------------------------------
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Wait, for an optimizer that has its gradients and writes once this returns, until the
-        batch before is durable; raises as ``ProtectedTables.wait``."""
+        """Wait until the batch before is durable. Called for an optimizer that has its gradients,
+        and writes after this. Raises as ``ProtectedTables.wait``."""
         self._training.check_usable()
         self._training.check_update(optimizer)
         if not self._may_update:
@@ -136,8 +137,8 @@ class Batches:
             mapped.log(rows)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Note that ``optimizer`` has written. Outside a block, end the batch if it was the last
-        one to."""
+        """Note that ``optimizer`` has written. Outside of a block, end the batch if it was the last
+        optimizer to write."""
         if self._early is not None:
             self._early.after_update()
         for table in self._training.tables:
@@ -148,7 +149,8 @@ class Batches:
             self._end(self.count + 1)
 
     def after_schedule(self, scheduler: object, *, is_made: bool) -> None:
-        """A scheduler of one of the optimizers has stepped; ``is_made``: as it was made."""
+        """Note that a scheduler of one of the optimizers has stepped; ``is_made``: in its
+        constructor."""
         if is_made or self._in_block or self._stepped or not self._training.is_ours:
             self.note_settings()
         elif not self._is_after:
@@ -159,12 +161,14 @@ class Batches:
             self._take_again(afresh=True)
 
     def note_settings(self) -> None:
-        """Settings of the optimizers were changed, and not by hand."""
+        """Note that settings of the optimizers were changed by a scheduler or a load, not by the
+        loop."""
         if self._settings is not None:
             self._settings = settings_of(self._training.optimizers)
 
     def _check_order(self) -> None:
-        """Raise ``UsageError`` if it cannot be told of which batch a scheduler's step is."""
+        """Raise ``UsageError`` if a scheduler stepped between batches, so that its batch is
+        unknown."""
         if self._stray:
             raise UsageError(
                 f"{self._training.name}: a {self._stray} stepped before the update of a batch, "
@@ -180,8 +184,8 @@ class Batches:
     # --- what else writes to a table ------------------------------------------------------------
 
     def before_others_write(self, table: Table) -> None:
-        """A table is about to be loaded: what is committed of it stays where it is, and the batch
-        before is durable as it was."""
+        """Prepare for a load of a table: its committed rows stay in place, and the batch before is
+        durable as it was."""
         self.keep_written()
         mapped = self._mapped
         self._committer.wait()
@@ -190,8 +194,8 @@ class Batches:
             self._moments.is_whole = True
 
     def keep_written(self) -> None:
-        """Commit the batch that is over. In place, what something else wrote to a table since is in
-        the pool already: commit that too, or the table would be damaged. Raises as ``commit``."""
+        """Commit the batch that has ended. Tables in place: commit other writes since too, which
+        are in the pool already and would count as damage. Raises as ``commit``."""
         self.commit()
         if self._mapped is None or self._stepped or self._in_block or self._store.newest is None:
             return
@@ -200,7 +204,7 @@ class Batches:
             self.commit()
 
     def _look(self) -> None:
-        """Find out, before an update and when a batch is over, whether something else wrote to a
+        """Find out, before an update and at the end of a batch, whether other code wrote to a
         table."""
         if self._moments.is_whole:
             return
@@ -215,14 +219,14 @@ class Batches:
     # --- the end of a batch ---------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The next batch begins: what comes now is not part of the one before. Raises as
+        """Begin the next batch: changes from now on are not part of the one before. Raises as
         ``commit``."""
         self._is_after = False
         self.commit()
 
     def commit(self) -> None:
-        """Have the batch that is over made durable, with what was changed since; do not wait for
-        that. Raises what the pool raised before."""
+        """Hand the batch that has ended to the committer, with all changes since, and do not wait.
+        Raises what the pool raised before."""
         if self._held is None or not self._training.is_ours:
             return
         self._committer.wait()
@@ -243,13 +247,14 @@ class Batches:
             self._committer.settle()
 
     def _is_changed(self, held: Moment) -> bool:
-        """True if somebody changed settings after the updates of the batch that is over."""
+        """Return whether the loop changed settings after the updates of the batch that has
+        ended."""
         if self._sets_before or held.dense_batch != self.count:
             return False
         return self._moments.has_other_settings()
 
     def _end(self, batch: int) -> None:
-        """The batch is over, but for what the loop does after the updates."""
+        """End a batch, except for changes that the loop makes after the updates."""
         self._take(batch)
         self._is_after = True
 
@@ -267,15 +272,15 @@ class Batches:
             self._note()  # tables may be in the pool only now
 
     def _take_again(self, *, afresh: bool) -> None:
-        """Take the moment that is held again; ``afresh``: and ask ``extra`` again."""
+        """Take the held moment again; ``afresh``: call ``extra`` again too."""
         with self._whole_next():
             self._held = self._moments.take_again(self.count, afresh=afresh)
             self._note()
 
     @contextlib.contextmanager
     def _whole_next(self) -> Iterator[None]:
-        """Have the next moment take whole tables if anything is raised here, Ctrl-C included:
-        changed rows may then be nowhere but in the tables."""
+        """Have the next moment take whole tables if the block raises, Ctrl-C included: the changed
+        rows may then be in the tables only."""
         try:
             yield
         except BaseException:
@@ -290,13 +295,13 @@ class Batches:
 
     @property
     def may_mark(self) -> bool:
-        """True if a state that is asked for is for others, with a mark for its tables. False until
-        it is decided whether to resume the training in the pool."""
+        """True if a requested state goes to other code, with marks in place of its tables. False
+        until the choice is made whether to resume the training in the pool."""
         return not self._moments.is_collecting and self._may_update and self._training.is_ours
 
     def mark(self) -> tuple[int, str]:
-        """The mark of what the tables hold now: its batch and token. Ends the batch, if there was
-        an update; blocks until the mark is durable."""
+        """Return the mark of the current tables: its batch and token. End the batch, if there was
+        an update; block until the mark is durable."""
         self._training.check_usable()
         self.commit()
         self._look()
@@ -309,13 +314,13 @@ class Batches:
         return self._marks.of(self.count)
 
     def go_on_from_mark(self, batch: int) -> None:
-        """The state of a mark is about to be loaded."""
+        """Continue at a batch whose marked state is about to be loaded."""
         self.commit()
         self._begin_anew()
         self.count, self._may_update, self._moments.is_whole = batch, True, True
 
     def go_on_from_newest(self, batch: int) -> None:
-        """What was committed last was loaded, and is of that batch."""
+        """Continue at a batch whose state, the newest commit, was loaded."""
         self.count = self._store.batch = batch
         self._moments.forget_dense()
         mapped = self._mapped
@@ -326,7 +331,7 @@ class Batches:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """The next batch is the first one after a load."""
+        """Reset what is known of the loop, for the first batch after a load."""
         self._held, self._is_after, self._stray = None, False, ""
         self._stepped.clear()
         self._settings = settings_of(self._training.optimizers)

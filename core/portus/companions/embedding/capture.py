@@ -1,8 +1,8 @@
-"""A batch is over: its moment is taken, so that training goes on and changes nothing of it.
+"""The moment of a batch that has ended, copied so that training may continue.
 
-The rows that changed, and the dense part, are copied; a table that is taken whole is not, and stays
-as it is until the moment is durable. If the dense part is written in slices, the moments of some
-batches have the copy of an earlier one.
+The rows that changed, and the dense part, are copied. A table that is taken whole is not copied,
+and stays unchanged until the moment is durable. If the dense part is written in slices, the moments
+of some batches have the copy of an earlier one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from portus.engine.state.walk import walk
 from portus.reach.pools.weights_only import LoadCheck, pickle_for_pool
 
 _SLICES_SHARE: Final = 4
-"""Of the batches of a gap, one of so many has a slice of the dense part."""
+"""The share of the batches of a gap that write a slice of the dense part: one of so many."""
 
 
 class Moments:
@@ -40,7 +40,8 @@ class Moments:
         extra: Callable[[], object] | None,
         every: int,
     ) -> None:
-        """every: the dense part is less than so many batches older than the tables."""
+        """every: a limit for the age of the dense part; it is fewer batches older than the
+        tables."""
         self._training: Final = training
         self._mapped: Final = mapped
         self._extra: Final = extra
@@ -48,43 +49,43 @@ class Moments:
         self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
         """The number of slices of the dense part; 0: one piece, in the entry of its batch."""
         self._dense: _DensePart | None = None
-        """As it was taken last, if it is written in slices."""
+        """The dense part that was taken last, if it is written in slices."""
         self._loadable: Final = LoadCheck()
         self._pickle = b""
         self._tensors: tuple[TensorSpec, ...] = ()
         """Pickle and tensors of the state that was taken last."""
         self._counter: Final = torch.tensor(0, device="cpu")
         self.is_whole = True
-        """The next moment is taken whole."""
+        """True if the next moment takes all tables whole."""
         self.is_collecting = False
-        """The states that are asked for are for a moment, tables and all."""
+        """True while a moment requests states, which then include tables."""
         self.announced: Mapping[int, torch.Tensor] = {}
         """Rows that the next batch will update, as far as it is known."""
         self._before: tuple[_DensePart | None, bool, Mapping[int, torch.Tensor]] = None, True, {}
-        """What the last moment was taken from, until it goes somewhere."""
+        """The values before the last moment, for ``take_again``."""
         self._said: object = None
-        """What ``extra`` said for it."""
+        """The result of ``extra`` for the last moment."""
         self._settings = ""
-        """Settings of the optimizers, as that state has them."""
+        """Settings of the optimizers in the state of the last moment."""
 
     def has_other_settings(self) -> bool:
-        """True if somebody changed settings of an optimizer since the last moment was taken."""
+        """Return whether a setting of an optimizer changed since the last moment was taken."""
         return self._settings != settings_of(self._training.optimizers)
 
     def let_go(self) -> None:
-        """The last moment is not taken again."""
+        """Forget how the last moment was taken: it is not taken again."""
         self._before, self._said = (None, True, {}), None
 
     def take_again(self, batch: int, *, afresh: bool) -> Moment:
-        """The moment of a batch once more, in place of the one that was taken of it just now and
-        goes nowhere. afresh: ``extra`` is asked again."""
+        """Return the moment of a batch again, in place of the last one, which is discarded. afresh:
+        call ``extra`` again."""
         self._dense, was_whole, self.announced = self._before
         self.is_whole = self.is_whole or was_whole
         return self.take(batch, asks=afresh)
 
     def take(self, batch: int, *, asks: bool = True) -> Moment:
-        """The moment of a batch. Rows that changed, and the dense part, are copied. asks: ``extra``
-        is asked, and not what it said last."""
+        """Return the moment of a batch, with the changed rows and the dense part copied. asks: call
+        ``extra``, instead of using its last result."""
         mapped, dense = self._mapped, self._dense
         self._settings = settings_of(self._training.optimizers)
         self._before = dense, self.is_whole, self.announced
@@ -134,7 +135,7 @@ class Moments:
         self._dense = None
 
     def _rows_ahead(self) -> list[RowsThere]:
-        """Rows in the pool that the next batch was announced to update; said once."""
+        """Return the rows in the pool that the next batch was announced to update, once."""
         if self._mapped is None:
             return []
         announced, self.announced = self.announced, {}
@@ -145,7 +146,7 @@ class Moments:
         ]
 
     def _leaves(self, dense: _DensePart, batch: int) -> bool:
-        """True if a batch needs no other dense part than that one."""
+        """Return whether a batch can use ``dense`` instead of a new copy of the dense part."""
         if self.is_whole or batch - dense.moment.batch >= self._every - self._slices:
             return False
         tensors = (tensor for table in self._training.tables for tensor in table.tensors())
@@ -170,8 +171,7 @@ class Moments:
             self.is_collecting = False
 
     def _check(self, state: object, flat: PickledState) -> None:
-        """See that a state can be loaded again, as follows from its pickle. Raises
-        ``UsageError``."""
+        """Check from its pickle that a state can be loaded again. Raise ``UsageError`` if not."""
         if flat.pickle != self._pickle:
             found = walk(state, flat.storages)
             found.refuse_freed()
@@ -181,9 +181,9 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class _DensePart:
-    """A dense part that was copied: it stays as it was at its moment. ``index``: the place of each
-    storage then, by its address; ``counter``: that of the number of the batch; ``others``: those
-    of the dense part."""
+    """A copied dense part, unchanged since its moment. ``index``: the index of each storage then,
+    by its address; ``counter``: that of the number of the batch; ``others``: those of the dense
+    part."""
 
     moment: Moment
     index: Mapping[int, int]
@@ -191,7 +191,7 @@ class _DensePart:
     others: Collection[int]
 
     def with_rows(self, batch: int, tables: Sequence[Table], ahead: Sequence[RowsThere]) -> Moment:
-        """The moment of a later batch, with the rows that changed in it, and this dense part."""
+        """Return the moment of a later batch: the rows that changed in it, and this dense part."""
         moment, counted = self.moment, np.array([batch], np.int64)
         address = moment.address.copy()
         address[self.counter] = counted.ctypes.data
@@ -210,8 +210,8 @@ class _DensePart:
 def _copy_changes(
     tables: Sequence[Table], index: Mapping[int, int], places: Collection[int]
 ) -> dict[int, Rows]:
-    """The rows that changed since the last moment, copied, by the places of their storages; none of
-    what is in the pool already, ``places``."""
+    """Return copies of the rows that changed since the last moment, by the index of their storage.
+    Storages in ``places`` are in the pool already, and are not copied."""
     found: dict[int, Rows] = {}
     for table in tables:
         number = table.rows()
@@ -224,7 +224,8 @@ def _copy_changes(
 def _copy_storages(
     flat: PickledState, address: Any, length: Any, tables: Mapping[int, Rows]
 ) -> list[torch.Tensor]:
-    """Copies of the storages that are no tables, whose addresses take the place of theirs."""
+    """Return copies of the storages that are no tables, and put their addresses into
+    ``address``."""
     copies = []
     for index, storage in enumerate(flat.storages):
         if index in tables or not length[index]:

@@ -1,6 +1,6 @@
 """The thread that makes batches durable while the next one is computed.
 
-It commits one moment at a time, in order. What else the store has to do, it does beside them: it
+It commits one moment at a time, in order. Between commits it does the other work of the store: it
 folds the log in, and writes slices of the dense part.
 """
 
@@ -22,8 +22,8 @@ _log: Final = logging.getLogger("portus")
 
 
 class Committer:
-    """A thread that commits moments, one at a time, in order, and meanwhile folds the log in, and
-    writes slices."""
+    """A thread that commits moments, one at a time, in order. Between commits it folds the log in,
+    and writes slices."""
 
     def __init__(self, store: TableStore) -> None:
         self._store: Final = store
@@ -32,15 +32,15 @@ class Committer:
         self._error: PortusError | None = None
         self._ended = False
         self._is_beside = False
-        """The thread does something beside the batches: it folds in, or writes a slice."""
+        """True while the thread folds in, or writes a slice."""
         self._is_held = False
-        """True while it is to make no commit."""
+        """True while the thread must leave the store alone."""
         self._stop: Final = Stop(awaited=False)
         self._thread: Final = JoinableThread(self._run, "portus-embedding")
         self._thread.start()
 
     def put(self, moment: Moment) -> None:
-        """Start committing it. No other commit may be in flight."""
+        """Start to commit a moment. No other commit may be in flight."""
         with self._changed:
             assert self._moment is None
             self._moment = moment
@@ -48,13 +48,13 @@ class Committer:
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Block until no commit is in flight. What it raised, the next ``wait`` raises."""
+        """Block until no commit is in flight. The next ``wait`` raises the error of the commit."""
         with self._changed:
             self._changed.notify_all()  # Ctrl-C may have cut a ``put`` short
             self._changed.wait_for(lambda: self._moment is None)
 
     def wait(self) -> None:
-        """Block until no commit is in flight. Raises what a commit raised, every time."""
+        """Block until no commit is in flight. Raise the error of a commit, every time."""
         with self._changed:
             self.settle()
             if self._error is not None:
@@ -62,7 +62,7 @@ class Committer:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait, and have the store for this thread. Raises as ``wait``."""
+        """Wait, and keep the thread off the store inside the block. Raises as ``wait``."""
         self.wait()
         with self._changed:
             self._is_held = self._stop.is_awaited = True
@@ -124,7 +124,7 @@ class Committer:
                 self._store.commit(self._moment)
         except PortusError as error:
             return error
-        except BaseException as raised:  # a fault of ours: whoever waits must not wait for ever
+        except BaseException as raised:  # a fault of ours: the training must not wait for ever
             _log.exception("portus: a batch was not made durable; this is a bug in portus")
             return UsageError(f"a batch was not made durable: {raised!r}")
         return None

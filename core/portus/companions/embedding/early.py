@@ -1,9 +1,9 @@
-"""Lookups that are made a batch ahead, and made good by what the update in between changed.
+"""Lookups that are made a batch ahead, and corrected by the changes of the update in between.
 
-Of a bag that sums, the lookup in a table W + dW is bag(W) + bag(dW). So a batch is looked up while
-the one before it is computed, and after the update only the rows that both have are looked up, in
-dW. TrainingCXL overlaps two devices that way ("relaxed embedding lookup"). These are the same sums
-in another order, so not the same bits.
+A bag that sums is linear: the lookup in a table W + dW is bag(W) + bag(dW). So a batch is looked up
+while the one before it is computed. After the update, only the rows that both have in common are
+looked up, in dW. TrainingCXL overlaps two devices that way ("relaxed embedding lookup"). The sums
+are the same in another order, so the bits may differ.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from portus.companions.embedding.tables import Known, Table, fingerprint
 from portus.errors import UsageError
 
 _KEPT: Final = 2
-"""Lookups of a table: that of the batch which comes, and that of the one behind it."""
+"""Lookups to keep for each table: of the next batch, and of the one after it."""
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """``ids``: a row for each bag. ``found``: its sums, in the table as it was then. ``known``: how
-    it is now. ``changes``: rows that updates changed since, each once and in order, and by how
-    much."""
+    """A lookup that was made early. ``ids``: a row for each bag. ``found``: its sums, in the table
+    as it was then. ``known``: the state of the table now. ``changes``: rows that updates changed
+    since, distinct and in order, and their differences."""
 
     ids: torch.Tensor
     found: Future[torch.Tensor]
@@ -47,7 +47,7 @@ class EarlyLookups:
     """The lookups of the tables of one model, until ``close``. For the training thread alone."""
 
     def __init__(self, model: torch.nn.Module, tables: Sequence[Table]) -> None:
-        """Raises ``UsageError`` as ``check_early``."""
+        """Raise ``UsageError`` as ``check_early``."""
         modules = check_early(model, tables)
         self._bags: Final = [_Bag(*each) for each in zip(tables, modules, strict=True)]
         self._pool: Final = ThreadPoolExecutor(1, "portus-early")
@@ -55,12 +55,12 @@ class EarlyLookups:
             bag.module.forward = bag.forward  # type: ignore[method-assign]
 
     def look_up(self, ids: Mapping[int, torch.Tensor]) -> None:
-        """Begin to look up the batch behind the one that comes, by the places of the tables."""
+        """Start to look up the batch after the next one: its ids, by the index of the table."""
         for place, bag in enumerate(self._bags):
             bag.look_up(ids.get(place), self._pool)
 
     def before_update(self, place: int, rows: torch.Tensor) -> None:
-        """An update is about to change these rows of a table."""
+        """Note that an update is about to change these rows of a table."""
         self._bags[place].before_update(rows)
 
     def after_update(self) -> None:
@@ -82,7 +82,7 @@ class _Bag:
         self.module: Final = module
         self.lookups: Final[list[_Lookup]] = []
         self._before: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Rows that an update is changing, and what they had."""
+        """Rows that an update is changing, and their bytes before it."""
 
     def look_up(self, ids: torch.Tensor | None, pool: ThreadPoolExecutor) -> None:
         if ids is not None and ids.dim() == 2 and not self.table.weight.is_meta:
@@ -115,8 +115,8 @@ class _Bag:
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Look up as the module's own ``forward``, which this replaces. Use a lookup that was made
-        early for these ids, if there is one."""
+        """Look up as the module's own ``forward``, which this replaces. Use an early lookup of
+        these ids, if there is one."""
         if offsets is None and per_sample_weights is None:
             known = fingerprint(self.table.weight)
             for each in self.lookups:
@@ -130,7 +130,7 @@ class _Bag:
 
 
 class _KnownSums(torch.autograd.Function):
-    """Sums that are known, with the gradient of a lookup."""
+    """A function whose result is known, with the gradient of a lookup."""
 
     @staticmethod
     def forward(
@@ -153,8 +153,8 @@ def _sums(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def check_early(model: torch.nn.Module, tables: Sequence[Table]) -> list[torch.nn.EmbeddingBag]:
-    """The module of each table. Raises ``UsageError``, with the reason, for one of which no lookup
-    can be made early."""
+    """Return the module of each table. Raise ``UsageError``, with the reason, for a table that
+    cannot be looked up early."""
     found = []
     for table in tables:
         modules = [each for each in model.modules() if _weight(each) is table.weight]

@@ -1,15 +1,15 @@
-"""Folding a log in, piece by piece, while batches go on.
+"""The folding of a log into a new version, piece by piece, while batches continue.
 
 Theory. A fold is an image of all storages in new extents (``pieces``), and a new log. The image is
-copied from the memory that training changes meanwhile, so a row in it is of any batch since the
-fold began, or torn by the update that ran beside the copy. That does no harm, since the new log
-gets an entry for each batch since then, with the rows that it changed: over the image they make the
-newest batch. So the version may be committed with the entry of a batch that ended after all was
-copied: an update that ran beside the last piece is in that one. These entries count by their
-number, since they stand on no commit of their own.
+copied from memory that training changes meanwhile. So a row in it may be of any batch since the
+fold began, or torn by an update that ran beside the copy. That does no harm: the new log gets an
+entry for each batch since then, with the rows that it changed, and image and entries together make
+the newest batch. So the version may be committed with the entry of a batch that ended after all was
+copied: an update that ran beside the last piece is in that entry. These entries count by their
+number, since they are not based on a commit of their own.
 
-Nothing reaches what a fold writes before that commit, and until then each batch is an entry of the
-log that is folded in as well. So a crash, or a fold that is given up, costs nothing but its work.
+Nothing reaches the pages of a fold before that commit, and until then each batch is also an entry
+of the old log. So a crash, or a fold that is given up, costs nothing but its work.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Fold:
         kept: Sequence[StorageRows] = (),
         in_place: Sequence[InPlaceStorage] = (),
     ) -> None:
-        """Begin to fold the state at ``moment`` and the batches after it, and reserve room for all
-        of it but for what is ``kept`` where it is, such as what is changed ``in_place``. Raises
+        """Begin to fold the state at ``moment`` and the batches after it. Reserve room for all of
+        it, except storages that are ``kept`` in place, such as those changed ``in_place``. Raises
         ``MediumError``; then nothing is held."""
         self._pool: Final = pool
         self._length: Final = moment.length
         self._kept: Final = kept
         self._born: Final = pool.catalogue().root.sequence + 1
-        """Not before the pages were reserved, and not after the commit."""
+        """A commit number between the reservation of the pages and the commit."""
         there = [index for each in kept for index in each.indices.tolist()]
         afresh = np.setdiff1d(np.arange(len(moment.length)), there)
         self.image: Final = Pieces(pool, moment, afresh)
@@ -63,13 +63,13 @@ class Fold:
         log = VersionLog(self._area, os.urandom(16), self._born, 0, tuple(in_place))
         self._log: Final = LogWriter(pool.medium, log, look=pool.glance)
         self._persisted = 0
-        """Bytes of the log."""
+        """Bytes of the log that are durable."""
         self.batch = moment.batch
         self.dense_batch = moment.dense_batch
         self.contents = moment.contents
 
     def add(self, moment: Moment) -> bool:
-        """Add a batch since. False if the log has no room for it: then give the fold up."""
+        """Add a later batch. Return False if the log has no room for it: then give the fold up."""
         if not self._add(moment.bunches(self.image.extents.__getitem__)):
             return False
         self.batch = moment.batch
@@ -78,7 +78,7 @@ class Fold:
         return True
 
     def add_dense(self, moment: Moment) -> bool:
-        """Add the dense part that a batch had left, and that was committed since. Return as
+        """Add a dense part that earlier moments left out, and that was committed since. Return as
         ``add``."""
         if moment.dense_batch > self.dense_batch:
             if not self._add(moment.dense_bunches(self.image.extents)):
@@ -87,15 +87,16 @@ class Fold:
         return True
 
     def go_on(self, stop: Stop) -> None:
-        """Copy the next piece; it is durable on return, and so is what was added before. ``stop``:
-        says whether somebody waits. Raises ``MediumError``."""
+        """Copy the next piece; it and all additions are durable on return. ``stop``: says whether a
+        batch waits. Raises ``MediumError``."""
         used = self._log.used_extent.length
         self.image.go_on(stop, self._unpersisted_extents())
         self._persisted = used
 
     def version(self, model: str, stop: Stop) -> tuple[NewVersion, list[Extent]]:
-        """Return the version that it makes, and what of it is to be persisted yet. Copies all that
-        is missing. No update is running, nor has one run since the batch that was added last."""
+        """Return the version of the fold, and the extents that are still to be persisted. Copies
+        all missing pieces. No update may run, nor may one have run since the last batch was added.
+        """
         while not self.image.is_whole:
             self.go_on(stop)
         log = replace(self._log.log, entries=self._log.count)
@@ -104,12 +105,12 @@ class Fold:
         return new, self._unpersisted_extents()
 
     def log(self, committed: VersionLog) -> LogWriter:
-        """Return the log, to go on with, as the version that was committed has it."""
+        """Return the log as the committed version has it, ready for more entries."""
         self._log.log = committed
         return self._log
 
     def release(self) -> None:
-        """Release the room, which is free again but for what was committed."""
+        """Release the reserved room. All that was not committed becomes free."""
         self.image.release()
         self._pool.release([self._area])
 

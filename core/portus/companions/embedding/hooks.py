@@ -1,8 +1,8 @@
-"""What torch calls in a training: before and after a step and a lookup, and around states; and
-what the steps of schedulers call.
+"""Hooks that torch calls in a training: around steps, lookups and states; and around the steps of
+schedulers.
 
-The hooks of steps are torch's own, for the optimizers of the whole process: one that was not passed
-to ``protect`` must not update a table either.
+The hooks of steps are torch's own, for the optimizers of the whole process: an optimizer that was
+not passed to ``protect`` must not update a table either.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from portus.errors import PortusError
 
 
 class Hooks:
-    """The hooks of one training, until ``remove``. What torch keeps of them holds none of it: a
-    training that nobody holds any more ends, and a copy of a module has no part in it."""
+    """The hooks of one training, until ``remove``. Torch's references do not keep the training
+    alive: an unused training ends, and a copy of a module has no part in it."""
 
     def __init__(self, training: ProtectedTraining, batches: Batches, states: OtherStates) -> None:
         self._training: Final = training
@@ -54,7 +54,7 @@ class Hooks:
             ]
 
     def remove(self) -> None:
-        """Torch calls none of them any more."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -62,7 +62,7 @@ class Hooks:
     # --- modules --------------------------------------------------------------------------------
 
     def _begin(self, module: torch.nn.Module, _: object) -> None:
-        """The next batch begins, if it is training that calls the module, and no evaluation."""
+        """Begin the next batch if training calls the module, and not evaluation."""
         if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
             return
         if module is self._training.model or self._training.table_of(module) is not None:
@@ -118,7 +118,7 @@ class Hooks:
     def _before_step(
         self, optimizer: Optimizer, arguments: tuple[object, ...], named: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """An optimizer writes once its closure is over, if it has one: see ``Batches``."""
+        """Prepare the update of an optimizer after its closure, if it has one: see ``Batches``."""
         if not self._training.has(optimizer):
             self._training.check_stranger(optimizer)
             return None
@@ -138,9 +138,8 @@ class Hooks:
 
 
 class _Hook:
-    """What torch calls, as long as its training is there. What ``pickle`` makes of it does nothing:
-    a module that went through a file is one like any other. A ``deepcopy`` of a module has the hook
-    itself."""
+    """A hook that calls its training as long as that exists. A pickled hook does nothing, since a
+    module from a file is an ordinary one. A ``deepcopy`` of a module has the hook itself."""
 
     def __init__(self, owner: Hooks, call: Callable[..., Any]) -> None:
         self._known: Final = weakref.ref(owner)

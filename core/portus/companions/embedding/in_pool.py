@@ -1,21 +1,19 @@
 """Tables that are trained in the pool itself, on memory that persists: undo in place.
 
-Theory. A batch is committed at the price of what it changed, without a copy of any table: its rows
-are where they stay. So what an update is about to change is first copied to the log of the version,
-as undo, and is durable there; ``log`` returns before the update writes. When the batch is over its
-cells are made durable where they are; then one entry with the dense part, and the digests that the
-tables have now, commits it. Until that entry is there, whoever opens the pool puts back what the
-undo entries have: see ``reach.index.in_place``, which has the rules.
+Theory. A batch is committed at the price of its changes, without a copy of any table: the rows stay
+where they are. So the bytes that an update is about to change are first copied to the log of the
+version, as undo, and become durable there. ``log`` returns before the update writes. When the batch
+ends, its cells are made durable in place. Then one entry commits it, with the dense part and the
+new digests of the tables. Until that entry exists, a process that opens the pool restores the bytes
+of the undo entries: see ``reach.index.in_place``, which has the rules.
 
-What a cell had must be from before the first update of its batch, and from after the last one of
-the batch before. So a cell is logged once in each batch, and not before the batch before is
-committed; whatever is found to be changed in addition is logged when that is found, before the
-update.
+The undo bytes of a cell must be from after the last update of the batch before, and from before the
+first update of its own batch. So a cell is logged once in each batch, after the commit of the batch
+before. Further changed cells are logged when they are found, before the update.
 
-A log that is full is folded in: a new version has the tables where they are, the dense part anew,
-and a new log. So is it when a dense part is all there that came in slices beside batches: that one
-then has it. A mark, which stays, is a copy of everything: nothing that another version or a
-reader is promised to have is changed in place.
+A full log is folded in: a new version has the tables in place, a new copy of the dense part, and a
+new log. The same happens when all slices of a dense part are written. A mark, which stays, is a
+copy of everything: nothing that another version or a reader relies on is changed in place.
 """
 
 from __future__ import annotations
@@ -53,17 +51,18 @@ from portus.reach.media.pool import Extents
 from portus.reach.versions.parts import StorageRows
 
 _FREE_SHARE: Final = 2
-"""A batch begins with this part of its log free."""
+"""The share of its log that is free when a batch begins: one half."""
 
 
 class PlacedStore(TableStore):
-    """What a pool has of one training whose tables are changed in place. One thread at a time."""
+    """The state of one training in a pool whose tables are changed in place. One thread at a
+    time."""
 
     in_place = True
     _spare = 2 * PAGE  # for the entries that `_make_room` names
 
     def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
-        """Open the pool as ``TableStore`` does, and put back what an uncommitted batch changed."""
+        """Open the pool as ``TableStore`` does, and undo the changes of an uncommitted batch."""
         self._places: dict[int, TensorLocation] = {}
         """Places of the tables of the newest version, by the index of the storage."""
         self._reserved: list[Extent] = []
@@ -71,22 +70,22 @@ class PlacedStore(TableStore):
 
     @property
     def places(self) -> Mapping[int, TensorLocation]:
-        """Where the tables of the newest version are, by the indices of their storages."""
+        """The places of the tables of the newest version, by the indices of their storages."""
         return self._places
 
     def place(self, length: int, row: int) -> TensorLocation:
-        """Room for a tensor of ``length`` bytes, over 0, with rows of ``row``. It is the caller's
-        to fill, and is the tensor's from the next commit with it on.
+        """Reserve room for a tensor of ``length`` bytes, over 0, with rows of ``row`` bytes.
 
-        Raises ``MediumError`` (ENOSPC) if there is none in one piece.
+        The caller fills it. It belongs to the tensor from the next commit that contains it. Raises
+        ``MediumError`` (ENOSPC) if there is no room in one piece.
         """
         [area] = self.pool.reserve(length, contiguous=True)
         self._reserved.append(area)
         return TensorLocation(Extent(area.offset, length), row, cell_size(length, row))
 
     def log(self, rows: Sequence[RowsThere]) -> None:
-        """Have the bytes of rows durable as undo, those that are not in this batch already, before
-        they are changed. Returns when they are.
+        """Make the bytes of rows durable as undo before they are changed, except those logged in
+        this batch already.
 
         Raises ``MediumError``; ``UsageError`` if a batch needs more room than a log has.
         """
@@ -117,8 +116,8 @@ class PlacedStore(TableStore):
                 place.old = [place.old[each] for each in order.tolist()]
 
     def commit(self, moment: Moment) -> None:
-        """Commit as ``TableStore`` does: what the places of the moment have now, and the rest of
-        it. Then write the slice that is due, and log what comes next, as far as it is known."""
+        """Commit as ``TableStore`` does: the current bytes of the moment's places, and the rest of
+        it. Then write the slice that is due, and log the rows that were announced."""
         sums: dict[int, list[int]] = {}
         changed: list[NDArray[np.int64]] = []
         for index, place in moment.placed.items():
@@ -152,7 +151,7 @@ class PlacedStore(TableStore):
         self.log(moment.ahead)  # in the log that there is by now
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
-        """Keep a mark as ``TableStore`` does, but by a copy of everything."""
+        """Keep a mark as ``TableStore`` does, but as a copy of everything."""
         if self._log is not None:
             self._log.look()
         moment = self._standing()
@@ -168,7 +167,7 @@ class PlacedStore(TableStore):
 
     def seal(self) -> None:
         """Seal the log as ``TableStore`` does. If an uncommitted batch has begun, leave the log as
-        it is: whoever opens the pool next puts back what its undo entries hold."""
+        it is: the next process that opens the pool restores the bytes of its undo entries."""
         begun = any(len(place.logged) for place in self._places.values())
         if not begun and self._log is not None and self._log.room > PAGE:
             super().seal()
@@ -176,12 +175,12 @@ class PlacedStore(TableStore):
     # --- a batch in the log ---------------------------------------------------------------------
 
     def _append(self, moment: Moment) -> bool:
-        """Commit by an entry of the log, with all that is not placed. False if it is not made for
-        that."""
+        """Commit all that is not in place by an entry of the log. Return False if an entry cannot
+        do it."""
         return dict(moment.placed) == self._places and super()._append(moment)
 
     def _new_sums(self, place: TensorLocation) -> list[int]:
-        """The digests of units after a batch, of which the cells that were logged have changed."""
+        """Return the digests of units after a batch that changed the logged cells."""
         new = cell_digests(place.logged, self._read(place, place.logged))
         sums, unit = list(place.sums), place.logged // (UNIT // place.cell)
         first, ends = np.unique(unit, return_index=True)
@@ -194,8 +193,8 @@ class PlacedStore(TableStore):
         return [unit_sum(data, place.cell, rank) for rank, data in enumerate(self._units(place))]
 
     def _make_room(self, size: int) -> None:
-        """Have that much left in the log, for an entry and two more behind it: one that says that
-        it was put back, or that it is the last, and one that says that the version was left."""
+        """Make room in the log for an entry of ``size`` bytes and two more: one that ends an undo,
+        or seals the log, and one that says that a newer version has the tables."""
         log = self._log
         assert log is not None
         begins = not any(len(place.logged) for place in self._places.values())
@@ -213,8 +212,8 @@ class PlacedStore(TableStore):
     # --- all but the tables anew ----------------------------------------------------------------
 
     def _fold_of(self, moment: Moment) -> Fold:
-        """Return a fold of a moment, whose tables stay where they are, and so does a dense part
-        whose slices are all there."""
+        """Return a fold of a moment whose tables stay in place, as does a dense part with all its
+        slices."""
         kept, in_place, before = list[StorageRows](), list[InPlaceStorage](), self._record
         for index, place in sorted(moment.placed.items()):
             data = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * place.units)
@@ -235,11 +234,11 @@ class PlacedStore(TableStore):
             self.pool.release([area])
         self._reserved.clear()
         if before is not None and record is not None and before.room >= PAGE:
-            # Whoever reads the old version learns that its tables are not its own any more.
+            # A reader of the old version learns that a newer one has its tables.
             before.store([], b"", record.info.commit, flags=UNDO)
 
     def _standing(self) -> Moment:
-        """Return what is committed, as a moment. No update has begun since."""
+        """Return the committed state as a moment. No update may have begun since."""
         record = self._record
         assert record is not None, "a moment of nothing"
         assert record.log is not None
@@ -271,7 +270,7 @@ class PlacedStore(TableStore):
     # --- bytes of places ------------------------------------------------------------------------
 
     def _read(self, place: TensorLocation, cells: Column) -> Bytes:
-        """Cells of a place, as they are now, copied."""
+        """Return copies of cells of a place, as they are now."""
         medium, start = self.pool.medium, place.extent.offset
         if isinstance(medium, MappedMedium):
             data = memory(medium.address(place.extent), place.extent.length)
@@ -333,8 +332,8 @@ def _offsets(place: TensorLocation, cells: Column) -> Column:
 
 
 def _runs(place: TensorLocation) -> NDArray[np.int64]:
-    """Where the cells that were logged are in the pool, neighbours joined: offset and length of
-    each, of shape (runs, 2)."""
+    """Return the extents of the logged cells in the pool, with neighbours joined: offset and length
+    of each, of shape (runs, 2)."""
     cells = place.logged
     first = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
     count = np.diff(first, append=len(cells))

@@ -1,7 +1,7 @@
-"""Tables of a model, and what optimizers keep of their rows, as tensors over the pool itself.
+"""Tables of a model, and the optimizer state of their rows, as tensors over the pool itself.
 
-The tensors are the memory of the device: an update writes there, and a table needs no more memory
-than that. They last as long as the pool is open; then the model has tables without rows.
+The tensors are the memory of the device: an update writes there, and a table needs no other memory.
+They last as long as the pool is open; after that the model has tables without rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MappedTables:
     """The tables of one model in one pool. One thread at a time."""
 
     def __init__(self, store: PlacedStore, tables: Sequence[Table]) -> None:
-        """Raises ``UsageError`` if the pool is on something else than persistent memory."""
+        """Raise ``UsageError`` if the pool is not on persistent memory."""
         self._medium: Final = persistent(store.pool.medium)
         self._store: Final = store
         self._tables: Final = tables
@@ -42,12 +42,12 @@ class MappedTables:
         self._views: list[tuple[weakref.ref[memoryview], Extent]] = []
         """Memory of each tensor that was made; the tensor keeps it alive."""
         self.digests: list[torch.Tensor] = []
-        """What the state has in addition: the digests of the units of each of these tensors."""
+        """Additional tensors of the state: the digests of the units of each placed tensor."""
 
     def adopt(self) -> bool:
-        """Have each tensor of a table in the pool; True if one was not there. It is copied, or, if
-        it has no bytes yet ("meta"), as its optimizer begins it, or zero.
+        """Move each tensor of a table into the pool; return whether one was not there.
 
+        A tensor is copied; one without bytes ("meta") is zero, or what its optimizer begins with.
         Raises ``MediumError``.
         """
         missing = [
@@ -61,13 +61,13 @@ class MappedTables:
         return bool(missing)
 
     def exchange(self, table: Table) -> None:
-        """Have a table somewhere else in the pool, as something is about to write all of it, and
-        what is committed stays where it is. Raises ``MediumError``."""
+        """Move a table to another place in the pool, since other code is about to overwrite it, and
+        its committed rows must stay. Raises ``MediumError``."""
         self._put(table, None, self._copy(table, None, table.weight.detach()))
 
     def load(self) -> Any:
-        """The state that is committed, whose tables are where they are, and verified; and the
-        tables and optimizers have them. Raises as ``TableStore.newest`` is loaded."""
+        """Return the committed state, verified, with its tables in place. Raises as loading
+        ``TableStore.newest``."""
         newest = self._store.newest
         assert newest is not None
         self._places.clear()
@@ -83,8 +83,8 @@ class MappedTables:
         return load_over(self._store.pool, newest, there)
 
     def take(self, model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Have the tables of ``model`` where a state that was loaded has them, of the same shape
-        and dtype; the rest of it."""
+        """Point the tables of ``model`` to those of a loaded state, of the same shape and dtype;
+        return the rest of the state."""
         weights = {id(table.weight): table for table in self._tables}
         rest = dict(saved)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -106,14 +106,14 @@ class MappedTables:
         return places, digests
 
     def measure(self) -> None:
-        """Make the tensors for digests of what is placed now."""
+        """Make tensors for the digests of all placed tensors."""
         places = [self._places[tensor.data_ptr()] for tensor in self._tensors()]
         sizes = [place.units * DIGEST_SIZE for place in places]
         if [len(each) for each in self.digests] != sizes:
             self.digests = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
     def rows(self, table: Table, number: torch.Tensor) -> list[RowsThere]:
-        """Rows of a table, and of what is kept of them, as far as they are placed."""
+        """Return rows of a table, and of their optimizer state, as far as they are in the pool."""
         numbers = np.unique(number.numpy())
         return [
             (self._places[tensor.data_ptr()], numbers)
@@ -122,14 +122,15 @@ class MappedTables:
         ]
 
     def log(self, rows: Sequence[RowsThere]) -> None:
-        """Have rows durable before an update changes them. Raises as ``PlacedStore.log``."""
+        """Make rows durable before an update changes them. Raises as ``PlacedStore.log``."""
         self._store.log(rows)
 
     def let_go(self) -> None:
-        """The model and its optimizers have no rows any more: the pool is about to be closed, and
-        its medium is. Whoever has another view of a table has a copy of it from now on.
+        """Take the rows from the model and its optimizers: the pool and its medium are about to be
+        closed.
 
-        Raises ``MediumError`` if there is no memory for that.
+        Any other view of a table becomes a copy. Raises ``MediumError`` if there is no memory for
+        that.
         """
         for table in self._tables:
             for key, shape, dtype in [
@@ -187,8 +188,7 @@ class MappedTables:
 
 
 def persistent(medium: Medium) -> DaxDevice | DaxFile:
-    """Return the same medium. Raises ``UsageError`` if it is something else than persistent
-    memory."""
+    """Return the same medium. Raise ``UsageError`` if it is not persistent memory."""
     if isinstance(medium, DaxDevice | DaxFile):
         return medium
     raise UsageError(
@@ -199,7 +199,7 @@ def persistent(medium: Medium) -> DaxDevice | DaxFile:
 
 
 def _first(table: Table) -> float:
-    """What an optimizer keeps of a row at first."""
+    """Return the initial value of an optimizer's state of a row."""
     assert table.optimizer is not None
     groups = table.optimizer.param_groups
     [group] = [g for g in groups if any(each is table.weight for each in g["params"])]

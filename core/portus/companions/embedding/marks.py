@@ -1,4 +1,4 @@
-"""Marks of one training: which of them is of what the tables hold now, and which are kept."""
+"""Marks of one training: which one is of the current tables, and which are kept."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from portus.reach.pools.elsewhere import marked_state, within
 _log: Final = logging.getLogger("portus")
 
 _IMAGES_MAX: Final = 16
-"""Images of the tables that marks may keep before it is said how to have fewer."""
+"""Images of the tables that marks may keep before a warning says how to keep fewer."""
 
 
 class Marks:
     """The marks in the pool of one training. For the training thread alone."""
 
     def __init__(self, store: TableStore, committer: Committer, keep: int | None) -> None:
-        """keep: how many of the newest; None: all."""
+        """keep: how many of the newest marks to keep; None: all."""
         self._store: Final = store
         self._committer: Final = committer
         self._keep: Final = keep
         self._newest: tuple[int, str] | None = None
         """The batch of the newest mark, and its token."""
         self._read: tuple[str, object] | None = None
-        """The state of the mark that was read last, by its token."""
+        """The token of the mark that was read last, and its state."""
         self._images: dict[int, int] = {}
-        """Where the image of each mark is that was looked at, by its id."""
+        """The place of the image of each mark that was examined, by its id."""
         self._was_said = False
-        """Whether a warning was given that there are many."""
+        """True once a warning of many marks was logged."""
 
     def of(self, batch: int) -> tuple[int, str]:
-        """The batch and the token of a mark of ``batch``, which was put last. Blocks until the mark
-        is durable."""
+        """Return the batch and the token of a mark of ``batch``, the last one committed. Block
+        until the mark is durable."""
         if self._newest is None or self._newest[0] != batch:
             token = os.urandom(16)
             with self._committer.alone():
@@ -48,18 +48,17 @@ class Marks:
         return self._newest
 
     def read(self, place: Elsewhere) -> torch.Tensor:
-        """What stands at that place of a mark. Raises as ``fill``."""
+        """Return the tensor at a place of a mark. Raise as ``fill``."""
         if self._read is None or self._read[0] != place.token:
             self._read = place.token, marked_state(self._store.pool, place)
         return within(self._read[1], place)
 
     def forget(self) -> None:
-        """A moment is about to be taken: no mark is of that one, and no state that was read is
-        needed any more."""
+        """Forget the newest mark and the last state read: a new moment is about to be taken."""
         self._read = self._newest = None
 
     def _say_many(self) -> None:
-        """Log, once, that the pool keeps many images for marks of which nobody said how many."""
+        """Warn, once, that the pool keeps many images for marks, if ``keep`` is None."""
         if self._keep is not None or self._was_said:
             return
         marks = self._store.marks()
@@ -81,7 +80,7 @@ class Marks:
             )
 
     def _beyond(self) -> list[int]:
-        """Marks that are not kept any more once there is another one, by their ids."""
+        """Return the ids of the marks to remove once there is another one."""
         if self._keep is None:
             return []
         gone = self._store.marks()[: -self._keep + 1 or None]

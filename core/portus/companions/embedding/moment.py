@@ -1,4 +1,4 @@
-"""What is to be committed of one batch: where it is in memory, and where it goes in the pool."""
+"""The state of one batch to commit: its memory, and its place in the pool."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class TensorLocation:
-    """Where a tensor with rows is in the pool. ``row``, ``cell``: bytes of each. ``sums``: digests
-    of its units, as they were committed last; empty before the first commit. ``logged``: cells
-    whose bytes are in undo entries of this batch, in order; ``old``: the digests that these had.
-    """
+    """The place of a tensor with rows in the pool. ``row``, ``cell``: bytes of each. ``sums``:
+    digests of its units at the last commit; empty before the first. ``logged``: cells whose bytes
+    are in undo entries of this batch, in order; ``old``: their digests then."""
 
     extent: Extent
     row: int
@@ -44,33 +43,33 @@ class TensorLocation:
 
     @property
     def units(self) -> int:
-        """How many there are."""
+        """The number of units."""
         return unit_count(self.extent.length)
 
 
 RowsThere = tuple[TensorLocation, Column]
-"""Rows by their numbers, each once, in order."""
+"""The place of a tensor, and distinct numbers of its rows, in order."""
 
 
 NO_ROWS: Final = Rows(np.empty(0, np.int64), np.empty((0, 0), np.uint8))
-"""The rows of a table that is in the pool itself: nothing of it is copied."""
+"""The changed rows of a table that is in the pool itself: none, since nothing is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is to be committed of one batch.
+    """The state of one batch to commit.
 
-    ``address``, ``length``: of the storages of the state, in this process. They stay as they are
-    until the commit is over; tables do only if ``rows`` is None. ``rows``: of those that are
-    tables, what changed since the moment before, copied; the others are taken whole. None: all of
-    each is taken. ``left``: storages that an entry leaves as they were, and the contents with
-    them, if there are any; a version takes them all. ``tensors``: those of the state,
-    if they are known. ``alive``: what has the memory.
+    ``address``, ``length``: of the storages of the state, in this process. Their bytes stay
+    unchanged until the commit has ended; those of tables only if ``rows`` is None. ``rows``: for
+    each table, copies of the rows that changed since the moment before; other storages are taken
+    whole. None: all storages are taken whole. ``left``: storages that an entry leaves unchanged,
+    together with the contents; a version takes them all. ``tensors``: those of the state, if they
+    are known. ``alive``: the owners of the memory.
 
-    ``placed``: of the storages that are in the pool already, the place; ``rows``, if it is not
-    None, has ``NO_ROWS`` of these. ``digests``: of each of them, the storage that is to have the
-    digests of its units, and whose memory the store fills. ``ahead``: what the next batch was
-    announced to change there.
+    ``placed``: the places of storages that are in the pool already; ``rows``, if it is not None,
+    has ``NO_ROWS`` for them. ``digests``: for each of them, the storage for the digests of its
+    units, whose memory the store fills. ``ahead``: rows there that the next batch was announced to
+    change.
     """
 
     batch: int
@@ -88,8 +87,8 @@ class Moment:
     ahead: Sequence[RowsThere] = ()
 
     def bunches(self, extents_of: Callable[[int], Sequence[Extent]]) -> list[Bunch]:
-        """What an entry of it has: new rows, and the rest whole. ``extents_of``: a storage, by its
-        place, in the pool. ``rows`` is not None."""
+        """Return the bunches of the moment's entry: changed rows, and other storages whole.
+        ``extents_of``: returns the extents of a storage in the pool. ``rows`` is not None."""
         assert self.rows is not None
         found: list[Bunch] = []
         for index in range(len(self.length)):
@@ -100,12 +99,12 @@ class Moment:
         return found
 
     def dense_bunches(self, extents: Sequence[Sequence[Extent]]) -> list[Bunch]:
-        """Bunches of the dense storages that the moment left, whole. extents: of each storage, in
-        the pool."""
+        """Return bunches of the dense storages that the moment left, whole. extents: of each
+        storage, in the pool."""
         return [bunch for index in sorted(self.left) for bunch in self.whole(index, extents[index])]
 
     def whole(self, index: int, extents: Sequence[Extent]) -> list[Bunch]:
-        """A storage, all of it, as patches of the pool; ``extents``: its place there."""
+        """Return all of a storage as patches of the pool; ``extents``: its place there."""
         address, length = int(self.address[index]), int(self.length[index])
         if not length:
             return []
@@ -114,7 +113,8 @@ class Moment:
 
 
 def _bunches_of(rows: Rows, extents: Sequence[Extent]) -> list[Bunch]:
-    """Rows of a storage as patches of the pool; one that goes over the end of an extent is cut."""
+    """Return rows of a storage as patches of the pool. A row that crosses the end of an extent is
+    cut."""
     size = rows.data.shape[1]
     if not len(rows.number) or not size:
         return []

@@ -1,7 +1,7 @@
-"""States that others save and load: they have no tables, but a mark in the place of each.
+"""States for ordinary checkpoints: they have no tables, but a mark in place of each.
 
-An ordinary checkpoint beside the tables stays as small as the dense part that way, and whoever
-loads it goes on with the tables of that very batch.
+So a checkpoint beside the tables is as small as the dense part, and a training that loads it
+continues with the tables of that very batch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from portus.companions.embedding.training import ProtectedTraining
 from portus.engine.state.elsewhere import Elsewhere, replace_elsewhere
 
 _ABOUT: Final = "portus.embedding"
-"""The key in what a module's state says about itself (``_metadata``): the pool, and the batch."""
+"""The key for the pool and the batch in the metadata of a module's state (``_metadata``)."""
 
 
 class OtherStates:
-    """The states of one training, as ``state_dict`` gives them and ``load_state_dict`` takes them.
-    For the training thread alone."""
+    """The states of one training in ``state_dict`` and ``load_state_dict``. For the training thread
+    alone."""
 
     def __init__(self, training: ProtectedTraining, batches: Batches, marks: Marks) -> None:
         self._training: Final = training
@@ -35,15 +35,15 @@ class OtherStates:
         self, table: Table, state: dict[str, Any], prefix: str, about: dict[str, Any]
     ) -> None:
         """Put a mark in place of the table in a module's state, if ``may_mark`` allows. about:
-        receives where the table is from, for a file that has the table filled in."""
+        receives the origin of the table, for a file that has the table filled in."""
         if self._batches.may_mark:
             place = self._elsewhere("model", table.key)
             state[prefix + "weight"] = place
             about[_ABOUT] = {"pool": self._training.identity, "batch": place.batch}
 
     def go_on_from(self, about: Mapping[str, Any]) -> None:
-        """A table is loaded by a state that says so of itself: if it is of this training, that is
-        gone on with at its batch."""
+        """Continue at the batch that the metadata of a loaded table name, if they are of this
+        training."""
         known = about.get(_ABOUT)
         if isinstance(known, Mapping) and known.get("pool") == self._training.identity:
             batch = known.get("batch")
@@ -51,8 +51,8 @@ class OtherStates:
                 self._batches.go_on_from_mark(batch)
 
     def leave_out_rows(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return an optimizer's state with marks in place of its row tensors; None if all of it
-        stays."""
+        """Return an optimizer's state with marks in place of its row tensors, or None if the state
+        has none."""
         if not self._batches.may_mark:
             return None
         optimizers = self._training.optimizers
@@ -75,7 +75,7 @@ class OtherStates:
         return {**state, "state": kept}
 
     def fill(self, state: Any, *, resumes: bool = True) -> Any:
-        """A state with what is elsewhere filled in; ``resumes``: training continues from there."""
+        """Return a state with its marks filled in; ``resumes``: training continues from there."""
         places: list[Elsewhere] = []
 
         def of(place: Elsewhere, path: str) -> object:

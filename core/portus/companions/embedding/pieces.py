@@ -1,10 +1,10 @@
-"""Storages on their way into new extents, piece by piece, while batches go on.
+"""Storages on their way into new extents, piece by piece, while batches continue.
 
-Theory. Nothing reaches the new extents until all pieces are durable; then a version is committed
-that has them. So a crash before that, or storages that are given up, cost nothing but the work.
+Theory. Nothing reaches the new extents until all pieces are durable; then a version that has them
+is committed. So a crash before that, or storages that are given up, cost nothing but the work.
 
-A dense part that may be older than the tables comes into the pool that way, a slice of it with each
-batch. It was copied in memory when its batch was over, so training goes on and changes none of it.
+A dense part that may be older than the tables enters the pool that way, with a slice in each batch.
+It was copied in memory when its batch ended, so training continues without changing it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from portus.reach.index.pool import PoolWriter
 from portus.reach.versions.parts import StorageRows, part
 
 PIECE: Final = UNIT
-"""Bytes that are copied and persisted at once, and so what a batch may have to wait for."""
+"""Bytes to copy and persist together, and so the longest that a batch may have to wait for."""
 
 
 class Pieces:
-    """Storages in the making. One thread at a time."""
+    """Storages that are written in pieces. One thread at a time."""
 
     def __init__(
         self, pool: PoolWriter, moment: Moment, indices: Column, piece: int | None = None
     ) -> None:
-        """Reserve room for the storages ``indices`` of a moment. piece: the bytes of one, which may
-        be more if they are of a single storage; None: ``PIECE``. Raises ``MediumError``; then
+        """Reserve room for the storages ``indices`` of a moment. piece: the bytes of a piece, which
+        may be larger if it is of a single storage; None: ``PIECE``. Raises ``MediumError``; then
         nothing is held."""
         self._pool: Final = pool
         self._alive: Final = moment.alive
@@ -49,7 +49,7 @@ class Pieces:
         self.extents: Final = [
             part(extents, 0, length) for extents, length in zip(self._held, lengths, strict=True)
         ]
-        """Where each storage is to be."""
+        """The new extents of each storage."""
         cut = _cut(moment.address[indices].tolist(), lengths, self.extents, piece or PIECE)
         self._pieces: Final = list(cut)
         self._digests: Final[list[Digests]] = []
@@ -60,12 +60,12 @@ class Pieces:
 
     @property
     def is_whole(self) -> bool:
-        """True once all of them are durable."""
+        """True once all pieces are durable."""
         return len(self._digests) == len(self._pieces)
 
     def go_on(self, stop: Stop, others: Sequence[Extent] = ()) -> None:
         """Store the next piece; it and ``others``, which were stored before, are durable on return.
-        ``stop``: says whether somebody waits. Raises ``MediumError``."""
+        ``stop``: says whether a batch waits. Raises ``MediumError``."""
         piece = self._pieces[len(self._digests)]
         digests = copy(self._pool.medium, piece, stop)
         stored = [extent for source in piece for extent in source.extents]
@@ -74,13 +74,13 @@ class Pieces:
         self.done += sum(source.length for source in piece)
 
     def rows(self, born: int = 0) -> StorageRows:
-        """Return where they are, once they are whole. born: the commit before which nobody had
-        their extents; 0: the one that has them first."""
+        """Return the rows of the storages once all are durable. born: the commit before which no
+        version had their extents; 0: the next one."""
         units = np.concatenate([np.empty((0, 16), np.uint8), *self._digests])
         return StorageRows.over(self.indices, self.extents, units, born)
 
     def release(self) -> None:
-        """Release the room, which is free again but for what was committed."""
+        """Release the reserved room. All that was not committed becomes free."""
         for each in self._held:
             self._pool.release(each)
         self._held.clear()
@@ -90,18 +90,18 @@ class Slices(Pieces):
     """The dense part of a moment, in ``moment.sliced`` slices, one for each batch from then on."""
 
     def __init__(self, pool: PoolWriter, moment: Moment) -> None:
-        """Begin to store what ``moment`` leaves, and reserve room for it. Raises ``MediumError``;
-        then nothing is held."""
+        """Begin to store the storages that ``moment`` leaves, and reserve room for them. Raises
+        ``MediumError``; then nothing is held."""
         indices = np.array(sorted(moment.left), np.int64)
         size = int(moment.length[indices].sum())
         super().__init__(pool, moment, indices, max(1, min(PIECE, size // moment.sliced)))
         self.moment: Final = moment
         self.due = 1
-        """How many are to be there before the next batch is committed."""
+        """Slices to write before the next batch is committed."""
 
     @property
     def is_behind(self) -> bool:
-        """True if a piece is due."""
+        """True if a slice is due."""
         count = self.moment.sliced
         return not self.is_whole and (self.due >= count or self.done * count < self.size * self.due)
 
@@ -109,8 +109,8 @@ class Slices(Pieces):
 def _cut(
     addresses: Sequence[int], lengths: Sequence[int], extents: Sequence[Sequence[Extent]], most: int
 ) -> Iterator[list[Source]]:
-    """All storages as pieces: units of long ones, and short ones together, up to ``most`` bytes.
-    Each source has one digest."""
+    """Yield all storages as pieces: units of long ones, and short ones together, up to ``most``
+    bytes. Each source has one digest."""
     piece: list[Source] = []
     size = 0
     for address, length, own in zip(addresses, lengths, extents, strict=True):

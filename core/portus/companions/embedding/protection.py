@@ -1,8 +1,8 @@
-"""``protect``: tables that are their own checkpoint. What a training loop holds.
+"""``protect``: tables that are their own checkpoint, and the object that a training loop holds.
 
-``ProtectedTables`` has the calls that a training makes, and opens and closes what does the work.
-Torch calls the ``Hooks``, which tell the ``Batches`` of each update. When one is over, ``Moments``
-takes its moment, which the ``Committer`` makes durable. ``batches`` has the theory.
+``ProtectedTables`` has the calls that a training makes, and opens and closes the parts that do the
+work. Torch calls the ``Hooks``, which report each update to the ``Batches``. When a batch ends,
+``Moments`` takes its moment, which the ``Committer`` makes durable. ``batches`` has the theory.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class ProtectedTables:
         early_lookup: bool,
         in_place: bool,
     ) -> None:
-        """pool: is closed by it, also if this raises. every: the dense part is less than so many
-        batches older than the tables."""
+        """pool: closed by this object, also if this raises. every: a limit for the age of the dense
+        part; it is fewer batches older than the tables."""
         self._pool: Final = pool
         self._every: Final = every
         self._ids_of: Final = ids_of
@@ -191,7 +191,7 @@ class ProtectedTables:
 
     @property
     def batches(self) -> int:
-        """How many batches were captured, from the start of the training; the newest may not be
+        """How many batches were captured since the start of the training; the newest may not be
         durable yet."""
         return self._batches.count
 
@@ -211,7 +211,7 @@ class ProtectedTables:
             raise UsageError(f"gap_max: expected an integer of at least 0, found {gap_max!r}")
         self._batches.commit()
         with self._committer.alone():
-            self._store.give_up()  # it may have what is not gone on with
+            self._store.give_up()  # it may be from batches that are now discarded
         newest = self._store.newest
         if newest is None:
             return None
@@ -226,9 +226,10 @@ class ProtectedTables:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """A context manager for one batch. The batch ends with the block, and contains everything
-        that the block did, wherever a scheduler steps in it. Without it, a batch ends when every
-        optimizer has stepped, and schedulers step between that and the next forward pass.
+        """Return a context manager for one batch. The batch ends with the block, and contains
+        everything that the block did, wherever a scheduler steps in it. Without it, a batch ends
+        when every optimizer has stepped, and schedulers step between that and the next forward
+        pass.
 
         If the block raises, its updates become part of the next batch. May block until the batch
         before it is durable; raises what an update raises.
@@ -294,8 +295,8 @@ class ProtectedTables:
 
 
 def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
-    """Raise ``UsageError``, and close the pool, if it is not on persistent memory. made: with what
-    the pool was made; it is removed then."""
+    """Raise ``UsageError``, and close the pool, if it is not on persistent memory. made: the file
+    system, if the pool was just made; then the pool is removed too."""
     try:
         persistent(pool.medium)
     except UsageError:
@@ -306,7 +307,8 @@ def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
 
 
 def _of_torch(model: object, optimizer: object) -> list[Optimizer]:
-    """The optimizers. Raises ``UsageError`` for what is none, and for what is no model."""
+    """Return the optimizers as a list. Raise ``UsageError`` for other objects, and if ``model`` is
+    no module."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, found a {type(model).__name__}")
     found: list[Optimizer] = []
@@ -321,8 +323,8 @@ def _of_torch(model: object, optimizer: object) -> list[Optimizer]:
 
 
 def _refuse_protected(tables: Sequence[Table]) -> None:
-    """Raise ``UsageError`` for a table that somebody protects already: one of the two would not
-    know what the other does."""
+    """Raise ``UsageError`` for a table that is protected already: each of the two would miss what
+    the other does."""
     for other in list(_OPEN):
         training = other._training
         held = {id(each.weight) for each in training.tables}
@@ -339,7 +341,7 @@ _OPEN: Final[weakref.WeakSet[ProtectedTables]] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends without closing still has its last batch durable."""
+    """Close all protected tables at the end of the process, so that the last batch is durable."""
     for protected in list(_OPEN):
         try:
             protected.close()

@@ -1,6 +1,6 @@
-"""A training goes on where the pool has it: the state is loaded into the model and its optimizers.
+"""The resuming of a training: its state is loaded from the pool into the model and its optimizers.
 
-What does not fit is refused, where that can be told before anything of the model is changed.
+A state that does not fit is refused, if possible before anything of the model is changed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from portus.reach.pools.restore import load
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where training resumes.
+    """The batch at which training resumes.
 
     batch: how many batches the tables contain. dense_batch: how many the dense part contains; equal
-    to ``batch`` in strict mode. extra: what the function ``extra`` returned with the dense part.
+    to ``batch`` in strict mode. extra: the result of the function ``extra`` at the dense part.
     """
 
     batch: int
@@ -80,9 +80,9 @@ def resume(
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Clear the local variables in the tracebacks of ``error`` and its causes. They would hold
-    tables of a pool as long as somebody has the error, and closing the pool would copy these to
-    memory."""
+    """Clear the local variables in the tracebacks of ``error`` and its causes. Otherwise a
+    reference to the error would keep tables of a pool alive, and closing the pool would copy these
+    to memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
@@ -118,7 +118,7 @@ def _require_same(tables: Sequence[Table], saved: Mapping[str, Any]) -> None:
 
 
 def _load_rest(model: torch.nn.Module, rest: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load a state that has no tables any more. Raises ``RuntimeError``, as torch does."""
+    """Load a state without its tables. Raise ``RuntimeError``, as torch does."""
     found = model.load_state_dict(rest, strict=False)
     missing = set(found.missing_keys) - (saved.keys() - rest.keys())
     if missing or found.unexpected_keys:

@@ -1,7 +1,7 @@
 """Schedulers of learning rates, and the settings of an optimizer that they change.
 
 Torch has hooks for the steps of optimizers, and none for those of schedulers. So ``step`` of each
-class of schedulers is wrapped, once in a process, and tells whoever wants to know.
+class of schedulers is wrapped, once in a process, and calls the registered functions.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Told = Callable[[Any, bool], None]
-"""Gets a scheduler that stepped, and whether that was the step by which it was made."""
+"""Receives a scheduler that stepped, and whether its constructor made the step."""
 
 _told: Final[dict[SchedulerSteps, Told]] = {}
 _within: Final = threading.local()
-"""``depth``: in how many steps of schedulers a thread is. One may be made of others."""
+"""``depth``: how many steps of schedulers this thread is inside of. One may contain others."""
 
 
 class SchedulerSteps:
-    """The steps of all schedulers of the process: ``told`` hears of each, until ``remove``."""
+    """A registration for the steps of all schedulers of the process: each calls ``told``, until
+    ``remove``."""
 
     def __init__(self, told: Told) -> None:
         _told[self] = told
         watch()
 
     def remove(self) -> None:
-        """Tell it of none any more."""
+        """End the registration."""
         _told.pop(self, None)
 
 
 def watch() -> None:
-    """Have all classes of schedulers that there are tell of their steps."""
+    """Wrap the steps of all existing classes of schedulers."""
     _watch(LRScheduler)
 
 
@@ -78,7 +79,8 @@ def optimizers_of(scheduler: Any) -> list[Any]:
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> str:
-    """Learning rates, momenta and whatever else the groups of parameters say, to be compared."""
+    """Return learning rates, momenta and all other settings of the parameter groups, for
+    comparison."""
     return repr(
         [
             {key: _value(value) for key, value in group.items() if key != "params"}

@@ -1,21 +1,21 @@
-"""The state of a training in a pool, committed batch by batch at the price of what changed.
+"""The state of a training in a pool, committed batch by batch at the price of its changes.
 
-Theory. It is one version with a log, as a shelf is: the tables and all the rest, as they were when
-it was committed, and over them an entry for each batch since. An entry has the new rows of the
-tables, and all of the dense part; or none of it, where it may be older than the tables. So tables
-and dense part are one commit, with one persist, and there is no second thing that could be newer.
+Theory. It is one version with a log, like a shelf: the tables and all other storages as they were
+at its commit, and over them an entry for each batch since. An entry has the new rows of the tables,
+and all of the dense part; or none of it, if it may be older than the tables. So tables and dense
+part are one commit, with one persist, and neither can be newer than the other.
 
-A dense part that may be older than the tables is in no entry, but comes in slices beside batches
-(``pieces``): when all are there, a version is committed that has them, and otherwise the storages
-and the log of the newest one, whose entries so far it counts by their number.
+A dense part that may be older than the tables is in no entry. It is written in slices beside
+batches (``pieces``). When all are there, a version is committed that has them. Its other storages
+and its log are those of the newest version, whose entries so far it counts by their number.
 
-A log that fills is folded in, beside the batches that go on (``fold``): then a batch is a new
-version, with new extents and a new log, in which the entries are that came meanwhile.
+A log that fills is folded in while batches continue (``fold``). Then a batch is a new version, with
+new extents and a new log, which has the entries of the batches meanwhile.
 
-A mark is another version, of a model of its own, that stands for one batch for as long as it is
-kept: it has the storages of the newest version, its log, and the number of entries that it had. The
-entries that come later stand on the commit of the newest version, not on that of the mark, so they
-are none of its. What a mark reaches stays, whatever is folded in.
+A mark is another version, of a model of its own, that stands for one batch as long as it is kept.
+It has the storages of the newest version, its log, and the number of entries at that time. Later
+entries are based on the commit of the newest version, not on that of the mark, so the mark does not
+include them. All that a mark reaches stays, whatever is folded in.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from portus.reach.versions.parts import StorageRows, share
 
 _LOG_MIN: Final = 64 << 20
 _LOG_SHARE: Final = 2
-"""A log has half the bytes of all storages, and this much at least."""
+"""The share of all storages that the size of a log has, and its least size."""
 
 
 class TableStore:
-    """What a pool has of one training. One thread at a time."""
+    """The state of one training in a pool. One thread at a time."""
 
     in_place = False
-    """Tables are changed in the pool itself: see ``in_pool``."""
+    """True if tables are changed in the pool itself: see ``in_pool``."""
 
     _spare = 0
     """Bytes of a log that no batch takes."""
@@ -58,11 +58,11 @@ class TableStore:
     def __init__(
         self, pool: PoolWriter, log_bytes: int | None = None, *, fold_from: float = 0.75
     ) -> None:
-        """log_bytes: of its log; None: as many as make sense. fold_from: the part of it from which
-        on it is folded in. Reads the log, and makes sure that what counts of it is durable.
+        """Read the log, and make its valid entries durable.
 
-        Raises ``CorruptionError``, ``MediumError``; ``UsageError`` if the pool holds something
-        else.
+        log_bytes: the size of the log; None: a sensible one. fold_from: the used share of it at
+        which it is folded in.
+        Raises ``CorruptionError``, ``MediumError``; ``UsageError`` if the pool holds other data.
         """
         self.pool: Final = pool
         self._log_bytes: Final = log_bytes
@@ -73,13 +73,13 @@ class TableStore:
         self._alike: tuple[bytes, object] = b"", None
         """Contents with the same tensors, and these, if they are known."""
         self._open_end = False
-        """Nothing is behind the last entry of the log."""
+        """True if nothing comes after the last entry of the log."""
         self._entry_bytes = 0
         """Bytes of the entry of the last batch."""
         self._fold: Fold | None = None
         """What the log is being folded into."""
         self._has_no_room = False
-        """There was none to begin a fold; the log is used up first."""
+        """True if there was no room to begin a fold; the log is used up first."""
         self._slices: Slices | None = None
         """A dense part that is being written."""
         self.batch = 0
@@ -90,7 +90,7 @@ class TableStore:
 
     @property
     def newest(self) -> VersionEntry | None:
-        """The version that has what was committed last, with its log; None in a new pool."""
+        """The version with the newest commit, and its log; None in a new pool."""
         model = self.pool.catalogue().models.get(MODEL)
         return None if model is None else model.versions[-1]
 
@@ -100,8 +100,8 @@ class TableStore:
         return () if model is None else model.versions
 
     def image_of(self, mark: VersionEntry) -> int:
-        """Where what a mark holds begins in the pool: equal for marks that share an image and a
-        log, and for the newest version, as long as it has not been folded in since."""
+        """Return the first byte of the image of a mark in the pool. It is equal for marks that
+        share an image and a log, and for the newest version until the log is folded in."""
         record = self.pool.record(mark)
         if record.log is not None:
             return record.log.extent.offset
@@ -109,8 +109,8 @@ class TableStore:
         return min((each.offset for found in extents for each in found), default=0)
 
     def commit(self, moment: Moment) -> None:
-        """Commit a moment; durable on return. Raises ``MediumError``; then what was committed
-        before stays, and rows of the next moment must be None. ``CorruptionError`` if somebody else
+        """Commit a moment; durable on return. Raises ``MediumError``; then earlier commits stay,
+        and ``rows`` of the next moment must be None. Raises ``CorruptionError`` if another program
         changed the pool."""
         fold = self._fold
         if fold is not None and not (self._is_next(moment) and fold.add(moment)):
@@ -130,15 +130,15 @@ class TableStore:
 
     @property
     def has_more(self) -> bool:
-        """True while ``go_on`` has something to do."""
+        """True while ``go_on`` has work to do."""
         if self._slices is not None and self._slices.is_behind:
             return True
         return self._fold is not None and not self._fold.image.is_whole
 
     @property
     def is_behind(self) -> bool:
-        """True if ``go_on`` is due before the next batch: it has a slice to write, or the log fills
-        faster than it is folded in, and a batch would have to wait for all that is missing."""
+        """True if ``go_on`` must run before the next batch: a slice is due, or the log fills faster
+        than it is folded in, so that a batch would have to wait for all the rest."""
         if self._slices is not None and self._slices.is_behind:
             return True
         fold, log = self._fold, self._log
@@ -150,9 +150,8 @@ class TableStore:
         return fold.image.done * (log.log.extent.length - begin) < fold.image.size * filled
 
     def go_on(self, stop: Stop) -> None:
-        """Write the slice that is due, or do the next piece of folding the log in; ``stop``: says
-        whether somebody waits. The next batch may change its tables meanwhile. Raises as
-        ``commit``."""
+        """Write the slice that is due, or fold in the next piece. ``stop``: says whether a batch
+        waits. The next batch may change its tables meanwhile. Raises as ``commit``."""
         if self._log is not None:
             self._log.look()
         slices = self._slices
@@ -164,14 +163,14 @@ class TableStore:
             self._fold.go_on(stop)
 
     def give_up(self) -> None:
-        """Forget what was written so far of what is not committed: training goes on from something
-        else than what it was copied from."""
+        """Discard pieces that are not committed: training continues from another state than
+        theirs."""
         self._give_up_fold()
         self._give_up_slices()
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
-        """Keep what is committed now as the version of that token, and let go of other marks, by
-        their ids; durable on return. Raises as ``commit``."""
+        """Keep the committed state as the version of ``token``, and retire other marks, by their
+        ids; durable on return. Raises as ``commit``."""
         record, log = self._record, self._log
         assert record is not None, "a mark of nothing"
         assert log is not None
@@ -183,8 +182,8 @@ class TableStore:
         self.pool.commit(made, (), retire)
 
     def seal(self) -> None:
-        """Say that the last entry of the log was not torn, by one more behind it: from now on
-        damage to it is found. Raises ``MediumError``."""
+        """Append an entry that shows that the last one was not torn: from now on damage to that is
+        found. Raises ``MediumError``."""
         log, record = self._log, self._record
         if log is not None and record is not None and self._open_end and log.room >= PAGE:
             log.append([], b"", record.info.commit)
@@ -193,7 +192,7 @@ class TableStore:
     # --- a batch in the log ---------------------------------------------------------------------
 
     def _is_next(self, moment: Moment) -> bool:
-        """True if it is a change of what was committed, and not all of it anew."""
+        """Return whether a moment is a change of the committed state, and not all of it again."""
         record = self._record
         if record is None or moment.rows is None:
             return False
@@ -216,7 +215,7 @@ class TableStore:
         return _storages_of(self._contents)[1]
 
     def _append(self, moment: Moment) -> bool:
-        """Commit by an entry of the log. False if it is not made for that."""
+        """Commit by an entry of the log. Return False if an entry cannot do it."""
         log, record = self._log, self._record
         if log is None or record is None or not self._is_next(moment):
             return False
@@ -238,8 +237,8 @@ class TableStore:
     # --- a dense part in slices -----------------------------------------------------------------
 
     def _slice_on(self, moment: Moment) -> None:
-        """A batch was committed: the next slice is due, of the dense part that it begins, or of
-        the one before."""
+        """Count the next slice as due after a batch was committed: of a dense part that begins with
+        the batch, or of an earlier one."""
         slices = self._slices
         if slices is not None and slices.moment.dense_batch <= self._dense_batch:  # folded in
             self._give_up_slices()
@@ -250,7 +249,7 @@ class TableStore:
             self._slices = Slices(self.pool, moment)
 
     def _commit_slices(self, slices: Slices) -> None:
-        """Commit by a version with a dense part that is all there."""
+        """Commit by a version with a dense part whose slices are all written."""
         record, log = self._record, self._log
         assert record is not None
         assert log is not None
@@ -277,8 +276,8 @@ class TableStore:
     # --- all of it anew -------------------------------------------------------------------------
 
     def _begin_fold(self, moment: Moment) -> None:
-        """Fold in what is committed, ``moment`` included, beside what follows, if the log is
-        filling; not if there is no room now: readers may hold some."""
+        """Begin to fold the committed state in, ``moment`` included, if the log is filling. Do
+        nothing if there is no room now: readers may hold some."""
         log = self._log
         if log is None or self._has_no_room:
             return
@@ -296,11 +295,11 @@ class TableStore:
         return Fold(self.pool, moment, self._log_length(moment))
 
     def _fold_in(self, moment: Moment) -> None:
-        """Commit a moment by a version with all of it, and a new log."""
-        self._replace(self._fold_of(moment))  # no other thread goes on with it
+        """Commit a moment by a version with all of its state, and a new log."""
+        self._replace(self._fold_of(moment))  # no other thread continues it
 
     def _replace(self, fold: Fold) -> None:
-        """Commit by the version of a fold to which a moment was added, or that began with it."""
+        """Commit by the version of a fold that contains the moment."""
         try:
             if self._log is not None:
                 self._log.look()
@@ -367,7 +366,7 @@ class TableStore:
 
 
 def _storages_of(contents: bytes) -> tuple[set[str], list[TensorSpec]]:
-    """The storages and the tensors that the contents of tables name."""
+    """Return the storages and the tensors that the contents of tables name."""
     found = storages_in(contents)
     if found is None:
         raise CorruptionError("the contents of tables are no pickle of torch")

@@ -1,8 +1,8 @@
-"""The tables of a model, the rows that an update changes, and those that it must not change.
+"""The tables of a model, the rows that an update changes, and the rows that it must not change.
 
 An update of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True`` changes the rows that the
 gradient names, by the optimizers in ``_NEEDED``. After a reduction over ranks these are the rows
-that any rank looked up. What an optimizer keeps of each row changes with it.
+that any rank looked up. The optimizer state of these rows changes too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _NEEDED: Final[dict[type[Optimizer], tuple[str, ...]]] = {
     SparseAdam: (),
     RowwiseAdagrad: (),
 }
-"""The optimizers that change the rows of a sparse gradient alone, and what must be 0 for that."""
+"""The optimizers that change only the rows of a sparse gradient, and the settings that must be 0
+for that."""
 
 _COALESCING: Final = (Adagrad, SparseAdam, RowwiseAdagrad)
-"""Optimizers that coalesce the gradient before they do anything else with it."""
+"""Optimizers that coalesce the gradient before any other use of it."""
 
 Known = tuple[int, int]
-"""Where a tensor's memory is, and how often torch saw it being written."""
+"""The address of a tensor's memory, and how many writes torch counted."""
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class Table:
     dtype: torch.dtype
     touched: list[torch.Tensor] = field(default_factory=list)
     known: list[Known] = field(default_factory=list)
-    """What is known of each tensor, as of the last moment or the end of an update."""
+    """The fingerprint of each tensor at the last moment or the end of an update."""
 
     @property
     def key(self) -> str:
@@ -55,7 +56,7 @@ class Table:
         return f"{self.name}.weight".lstrip(".")
 
     def tensors_by_key(self) -> dict[str | None, torch.Tensor]:
-        """Return the table, by None, and what the optimizer keeps of each row, by its key."""
+        """Return the table, by None, and the optimizer state of its rows, by key."""
         state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state[self.weight]
         found: dict[str | None, torch.Tensor] = {None: self.weight.detach()}
         for key, each in state.items():
@@ -64,25 +65,26 @@ class Table:
         return found
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the table, and what the optimizer keeps of each row."""
+        """Return the table, and the optimizer state of its rows."""
         return list(self.tensors_by_key().values())
 
     def note(self) -> None:
-        """Remember how its tensors are now, as nobody else may write them."""
+        """Record the fingerprints of its tensors, to detect writes by other code."""
         self.known = [fingerprint(each) for each in self.tensors()]
 
     def is_as_noted(self) -> bool:
-        """False if somebody wrote to it since, or exchanged what is kept of its rows."""
+        """Return False if other code wrote to the table since, or replaced the state of its
+        rows."""
         return self.known == [fingerprint(each) for each in self.tensors()][: len(self.known)]
 
     def was_written(self) -> bool:
-        """True if somebody wrote to it since, where it was then."""
+        """Return whether other code wrote to the table since, at the same address."""
         now = dict(fingerprint(each) for each in self.tensors())
         return any(now.get(place, count) != count for place, count in self.known)
 
     def touch(self) -> bool:
-        """Note which rows the update that comes changes; False if it changes none. Raises
-        ``UsageError``, naming what is not as it was protected, before anything is changed."""
+        """Record which rows the next update changes; return False if it changes none. Raise
+        ``UsageError`` before anything is changed, naming what is not as it was protected."""
         if self.optimizer is not None:
             check_optimizer(self.name, self.weight, self.optimizer)
         gradient = self.weight.grad
@@ -94,7 +96,8 @@ class Table:
                 "used elsewhere in the model, or was sparse=True reset?"
             )
         if type(self.optimizer) in _COALESCING and not gradient.is_coalesced():
-            self.weight.grad = gradient = gradient.coalesce()  # it does no other, and not again
+            # Here, so that the optimizer, which would do the same, need not do it again.
+            self.weight.grad = gradient = gradient.coalesce()
         number = gradient._indices()[0]
         if not gradient.is_coalesced():
             number = torch.unique(number)
@@ -107,14 +110,13 @@ class Table:
         return True
 
     def rows(self) -> torch.Tensor:
-        """The rows that changed since the last moment, each once, in order."""
+        """Return the distinct rows that changed since the last moment, in order."""
         if not self.touched:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         return self.touched[0] if len(self.touched) == 1 else torch.unique(torch.cat(self.touched))
 
     def require_saved(self, saved: Any) -> None:
-        """Raise ``UsageError`` unless what the state of its optimizer, as saved, keeps of rows is
-        of this table."""
+        """Raise ``UsageError`` unless the saved optimizer state of the rows fits this table."""
         assert self.optimizer is not None
         params = [each for group in self.optimizer.param_groups for each in group["params"]]
         place = next(i for i, each in enumerate(params) if each is self.weight)
@@ -131,7 +133,8 @@ class Table:
                 )
 
     def require_same(self) -> None:
-        """Raise ``UsageError`` if it has another dtype or shape than when it was protected."""
+        """Raise ``UsageError`` if the table has another dtype or shape than when it was
+        protected."""
         weight = self.weight
         if weight.dtype != self.dtype or weight.shape != self.shape:
             raise UsageError(
@@ -144,8 +147,8 @@ class Table:
 def tables_of(
     model: torch.nn.Module, optimizers: Sequence[Optimizer], *, in_place: bool = False
 ) -> list[Table]:
-    """The tables of a model, each once. in_place: they may have no bytes yet ("meta"). Raises
-    ``UsageError`` naming one that cannot be protected, and why."""
+    """Return the tables of a model, each once. in_place: they may have no bytes yet ("meta"). Raise
+    ``UsageError`` naming a table that cannot be protected, and why."""
     devices = ("cpu", "meta") if in_place else ("cpu",)
     found: dict[int, Table] = {}
     for name, module in model.named_modules():
@@ -161,8 +164,8 @@ def tables_of(
 
 
 def _refuse_others(model: torch.nn.Module, tables: Mapping[int, Table]) -> None:
-    """Raise ``UsageError`` if a module that is no table with sparse=True has a table's parameter:
-    its gradients are dense, or unknown."""
+    """Raise ``UsageError`` if a module that is not a table with sparse=True has a table's
+    parameter: its gradients are dense, or unknown."""
     for name, module in model.named_modules():
         is_table = isinstance(module, _KINDS) and module.sparse
         for key, parameter in module._parameters.items():
@@ -188,7 +191,8 @@ def check_ids(name: str, rows: int, ids: object) -> None:
 
 
 def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer) -> None:
-    """Raise ``UsageError``, with the reason, for one that changes rows that no batch looked up."""
+    """Raise ``UsageError``, with the reason, for an optimizer that changes rows that no batch
+    looked up."""
     kind = type(optimizer)
     within = getattr(optimizer, "optimizer", None)
     if kind not in _NEEDED and isinstance(within, Optimizer):
@@ -219,7 +223,7 @@ def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer)
 
 
 def copy_rows(tensor: torch.Tensor, number: torch.Tensor) -> Rows:
-    """Rows of a table, copied."""
+    """Return copies of rows of a table."""
     data = tensor.index_select(0, number).contiguous().view(torch.uint8)
     return Rows(number.numpy(), data.reshape(len(number), _row_bytes(tensor)).numpy())
 
@@ -229,7 +233,7 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 def fingerprint(tensor: torch.Tensor) -> Known:
-    """How a tensor is now: it changes with each write that torch counts."""
+    """Return the fingerprint of a tensor, which changes with each write that torch counts."""
     return tensor.data_ptr(), tensor._version
 
 

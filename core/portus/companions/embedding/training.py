@@ -1,7 +1,8 @@
-"""What is protected: one training, in one pool, in one process; and what must stay as it was.
+"""The protected training: one model, in one pool, in one process; and the checks that it stays the
+same.
 
-An update that would change a table in a way that nobody notices is refused before it does: by an
-optimizer that is not known, of a weight that was exchanged, in a forked child.
+An update that would change a table unnoticed is refused before it does: by an unknown optimizer, of
+a replaced weight, or in a forked child.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ProtectedTraining:
 
     @property
     def optimizer_kinds(self) -> list[str]:
-        """The classes of the optimizers, by name: a state of one may load into another."""
+        """The class names of the optimizers: a state of one class may load into another."""
         return [type(each).__name__ for each in self.optimizers]
 
     @property
@@ -63,16 +64,16 @@ class ProtectedTraining:
         return os.getpid() == self._process
 
     def has(self, optimizer: Optimizer) -> bool:
-        """True for an optimizer that was passed to ``protect``."""
+        """Return whether an optimizer was passed to ``protect``."""
         return any(optimizer is each for each in self.optimizers)
 
     def table_of(self, module: torch.nn.Module) -> Table | None:
-        """Return the table of a module; None if it is not protected: copies of modules have hooks
-        too."""
+        """Return the table of a module, or None if it is not protected: copies of modules have
+        hooks too."""
         return next((table for each, table in self.modules if each is module), None)
 
     def check_usable(self) -> None:
-        """Raise ``UsageError`` if it is closed, or in a forked child."""
+        """Raise ``UsageError`` if the training is closed, or in a forked child."""
         self.check_process()
         if self.is_closed:
             raise UsageError(f"{self.name}: used after it was closed")
@@ -86,8 +87,8 @@ class ProtectedTraining:
             )
 
     def check_lookup(self, module: torch.nn.Module, arguments: Sequence[object]) -> None:
-        """Raise ``UsageError`` if a lookup of ids that the table does not have is about to begin,
-        or one that would change rows."""
+        """Raise ``UsageError`` before a lookup of ids that the table does not have, or one that
+        would change rows."""
         table = self.table_of(module)
         if table is None:
             return
@@ -99,7 +100,7 @@ class ProtectedTraining:
             )
 
     def check_stranger(self, optimizer: Optimizer) -> None:
-        """Raise ``UsageError`` if an optimizer that is not known is about to update a table."""
+        """Raise ``UsageError`` if an unknown optimizer is about to update a table."""
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for table in self.tables:
             if id(table.weight) in held:
@@ -109,7 +110,7 @@ class ProtectedTraining:
                 )
 
     def check_tables(self) -> None:
-        """Raise ``UsageError`` if the model has not the tables that were protected."""
+        """Raise ``UsageError`` if the model does not have the protected tables any more."""
         for module, table in self.modules:
             if module._parameters.get("weight") is not table.weight:
                 raise UsageError(
@@ -126,8 +127,8 @@ class ProtectedTraining:
                 check_optimizer(table.name, table.weight, table.optimizer)
 
     def check_update(self, optimizer: Optimizer) -> None:
-        """Raise ``UsageError`` as ``check_tables``; or if an optimizer that is known is about to
-        update a table that is another's."""
+        """Raise ``UsageError`` as ``check_tables``, and if an optimizer is about to update the
+        table of another one."""
         self.check_tables()
         others = {id(each.weight): each for each in self.tables if each.optimizer is not optimizer}
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
