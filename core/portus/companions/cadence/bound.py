@@ -1,12 +1,12 @@
-"""Portus's own rule: the bound on overhead first, then the least expected loss within it.
+"""The rule of Portus: the bound on overhead first, then the least expected loss within it.
 
-Theory. A save costs training C seconds of wall time: all that its steps took longer than they do
-without one, blocked or merely slowed. Of every interval of k steps that share is C / (k * Ti), and
-stays within the bound p from k = C / (p * Ti) on. One save must have ended before the next begins,
-so k * Ti is at least what of a save (Tc + Ts) goes on while training does, that is, without what it
-stalls (To). Any k from there on is allowed. Of those, a job whose failures are as rare as its mtbf
-says loses the least where C / (k * Ti) + k * Ti / (2 * mtbf) is least; a job of which nothing is
-known saves as often as it may, since whatever its mtbf is, no allowed k loses less work.
+Theory. A save costs training C seconds of wall time: all that its steps took longer than without
+one, blocked or merely slowed. Of every interval of k steps that share is C / (k * Ti), and it stays
+within the bound p from k = C / (p * Ti) on. One save must end before the next begins. So k * Ti is
+at least the part of a save (Tc + Ts) that runs beside training, without the part that stalls it
+(To). Any k from there on is allowed. A job whose mtbf is known takes the k with the least loss,
+where C / (k * Ti) + k * Ti / (2 * mtbf) is least. A job without one saves as often as allowed:
+whatever its mtbf is, no other allowed k loses less work.
 
 So k = ceil(max((Tc + Ts - To) / Ti, C / (p * Ti))), and more if the mtbf asks for more.
 """
@@ -27,7 +27,7 @@ FORMAT: Final = 1
 """The format of the state of a ``Tuner``."""
 
 MAX_OVERHEAD: Final = 0.035
-"""The bound where nobody sets one: 3.5 %, as in CheckFreq (FAST 2021)."""
+"""The default bound: 3.5 %, as in CheckFreq (FAST 2021)."""
 
 _EPSILON: Final = 1e-12
 """A quotient this little above a whole number is that number: 0.14 / (0.05 * 0.2) is 14."""
@@ -41,18 +41,19 @@ WHY: Final[dict[str, str]] = {
     "steps": "some steps without a save are needed to know what one takes",
     "first": "nothing was measured yet",
 }
-"""The reasons for an interval, as they are called for people."""
+"""The reasons for an interval, in words for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What saves cost a training, in seconds.
+    """Measured costs of saves for a training, in seconds.
 
     ``step_s``: a step that no save touched (Ti). ``cost_s``: all that one save adds to the time of
-    training (C); may be under 0 where it was measured. ``save_s``: from the call of save until it
-    is committed (Tc + Ts). ``stall_s``: of it, what training stood still for (To).
+    training (C); a measured one may be under 0. ``save_s``: from the call of save until its commit
+    (Tc + Ts). ``stall_s``: the part of it for which training stood still (To).
 
-    Raises ``UsageError`` for what is not finite, under 0 (but for ``cost_s``), and a step of 0 s.
+    Raises ``UsageError`` for a number that is not finite, or under 0 (except ``cost_s``), and for a
+    step of 0 s.
     """
 
     step_s: float
@@ -70,12 +71,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What a user asks for.
+    """The wishes of a user.
 
     ``max_overhead``: the share of the time without saves that saves may add (p). ``mtbf_s``: mean
-    time between failures of the whole job, in seconds; None: nobody knows.
+    time between failures of the whole job, in seconds; None: unknown.
 
-    Raises ``UsageError`` for what makes no sense.
+    Raises ``UsageError`` for values out of range.
     """
 
     max_overhead: float = MAX_OVERHEAD
@@ -89,7 +90,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """An interval in steps, why it is that long, and the numbers behind; the first one has no
+    """An interval in steps, the reason for it, and the numbers behind it. The first one has no
     ``costs`` yet."""
 
     steps: int
@@ -116,12 +117,12 @@ class Decision:
 
 
 def round_up(steps: float) -> int:
-    """The least number of whole steps that is not under ``steps``; at least 1."""
+    """Return the least number of whole steps that is not under ``steps``; at least 1."""
     return max(1, math.ceil(steps * (1 - _EPSILON)))
 
 
 def share(name: str, value: object) -> float:
-    """``value`` as a float. Raises ``UsageError`` unless it is over 0 and under 1."""
+    """Return ``value`` as a float. Raise ``UsageError`` unless it is over 0 and under 1."""
     if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
         raise UsageError(
             f"{name}: expected a share of the time without saves, over 0 and under 1, such as "
@@ -131,21 +132,21 @@ def share(name: str, value: object) -> float:
 
 
 def overhead(costs: Costs, steps: int) -> float:
-    """The share of the time without saves that one save every ``steps`` steps adds."""
+    """Return the share of the time without saves that one save every ``steps`` steps adds."""
     return max(0.0, costs.cost_s) / (steps * costs.step_s)
 
 
 def shortest(costs: Costs, max_overhead: float) -> tuple[int, Reason]:
-    """The shortest interval in which saves end in turn and within the bound, and which of the two
-    makes it that long."""
+    """Return the shortest interval in which saves end in turn and within the bound, and which of
+    the two limits it."""
     in_turn = round_up((costs.save_s - costs.stall_s) / costs.step_s)
     in_bound = round_up(costs.cost_s / (max_overhead * costs.step_s))
     return (in_bound, "bound") if in_bound >= in_turn else (in_turn, "turn")
 
 
 def least_lost(costs: Costs, mtbf_s: float) -> int:
-    """The interval that loses the least to saves and failures together, to first order; of two
-    that lose the same, the shorter one.
+    """Return the interval that loses the least to saves and failures together, to first order; of
+    two with the same loss, the shorter one.
 
     Source: Young (1974), in whole steps: k + 1 loses no less than k from the first k on for which
     k * (k + 1) >= 2 * C * mtbf / Ti**2.
@@ -167,8 +168,8 @@ def decide(costs: Costs, rule: Rule) -> Decision:
 
 
 def describe_conflict(costs: Costs, rule: Rule) -> str:
-    """Say that failures come before saves under this rule, and what would let saves come first;
-    nothing if they do, or if the rule has no mtbf."""
+    """Return a text that failures come before saves under this rule, with a remedy; "" if they do
+    not, or if the rule has no mtbf."""
     if rule.mtbf_s is None:
         return ""
     most = max(1, int(rule.mtbf_s / costs.step_s))
@@ -188,23 +189,23 @@ def describe_conflict(costs: Costs, rule: Rule) -> str:
 
 
 def _upwards(value: float) -> float:
-    """``value`` with two digits, rounded up."""
+    """Return ``value`` with two digits, rounded up."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.ceil(value / unit * (1 - 1e-12)) * unit
 
 
 class Tuner:
-    """Costs as they are lately, and the interval for them: longer when saves get dearer, shorter
-    when they get cheaper.
+    """Averages of recent costs, and the interval for them: longer when saves get more expensive,
+    shorter when they get cheaper.
 
-    Costs of saves are noisy: each new one counts as much as all before it together, so one that
-    was out of line is forgotten after a few saves, and a change is followed in as many.
+    Costs of saves are noisy. Each new one counts as much as all earlier ones together: the average
+    forgets an outlier after a few saves, and follows a change in as many.
     """
 
     def __init__(self, rule: Rule) -> None:
         self.rule: Final = rule
         self.costs: Costs | None = None
-        """The costs that it goes by; None before the first save was measured."""
+        """The average costs; None before the first save was measured."""
 
     def note(self, measured: Costs) -> None:
         """Note the measured costs of one more save."""
@@ -228,18 +229,18 @@ class Tuner:
         return decide(self.costs, self.rule)
 
     def state_dict(self, measured_on: Mapping[str, str | int]) -> dict[str, object]:
-        """What was measured, as plain values, and on what."""
+        """Return the measured costs as plain values, and where they were measured."""
         costs = None if self.costs is None else asdict(self.costs)
         return {"format": FORMAT, "measured_on": dict(measured_on), "costs": costs}
 
     def load_state_dict(
         self, state: Mapping[str, object], measured_on: Mapping[str, str | int]
     ) -> bool:
-        """Go on with what was measured before; True if it counts here. What was measured on
-        something else (hardware, number of ranks, medium) does not, and everything is measured
-        anew.
+        """Continue with costs that were measured before; return whether they are valid here.
 
-        Raises ``UsageError`` for a state of a newer Portus, or that is none. Then nothing changed.
+        Costs that were measured elsewhere (other hardware, number of ranks, or medium) are not, and
+        are measured again. Raises ``UsageError`` for a state of a newer Portus, or a wrong one.
+        Then nothing changes.
         """
         number = state.get("format")
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:

@@ -1,15 +1,15 @@
-"""What steps take and what saves add to them, from times that are noisy.
+"""Estimates of the time of a step, and of the time that saves add, from noisy measurements.
 
-Theory. A step is as long as it is on average: the bound on overhead is about wall time, and a
-median says nothing of a loader that is slow once in eight steps. A cost is a difference of two
-distributions, that of touched steps and that of untouched ones. The difference of their means needs
-hundreds of saves where steps are uneven. But a save shifts the distribution, and the median of all
-differences between a touched and an untouched step finds that shift with few (Hodges and Lehmann,
-1963). A save touches several steps, and most of its cost may be in one of them, so the first
-touched steps of all saves are compared, then the second ones, and so on, and the shifts are added.
+Theory. The estimate of a step is its mean: the bound on overhead is about wall time, and a median
+ignores a loader that is slow once in eight steps. A cost is a difference of two distributions, that
+of touched steps and that of untouched ones. The difference of their means needs hundreds of saves
+if steps are uneven. But a save shifts the distribution, and the median of all differences between a
+touched and an untouched step finds that shift with few saves (Hodges and Lehmann, 1963). A save
+touches several steps, and most of its cost may be in one of them. So the first touched steps of all
+saves are compared, then the second ones, and so on, and the shifts are added.
 
-A slow step at every eighth one would always meet a save that comes at every eighth one. Where steps
-are uneven, intervals of k and k + 1 steps therefore take turns.
+A slow step at every eighth one would always meet a save that comes at every eighth one. So if steps
+are uneven, intervals alternate between k and k + 1 steps.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from dataclasses import dataclass
 from typing import Final
 
 STEPS: Final = 512
-"""The newest untouched steps that count."""
+"""The number of newest untouched steps that count."""
 
 SAVES: Final = 16
-"""The newest saves that count."""
+"""The number of newest saves that count."""
 
 NEWEST: Final = 32
-"""Steps by which a change of level is noticed, if ``NEWEST_MIN`` of them are on one side."""
+"""The newest steps reveal a new level if ``NEWEST_MIN`` of this many are on one side."""
 
 NEWEST_MIN: Final = 28
 
 CHANGED: Final = 3
-"""Saves in a row that all cost more than those before, or all less, by which a change of their cost
-is noticed. Twice as many where steps are uneven: chance makes three in a row."""
+"""A new cost is detected by this many saves in a row that all cost more than those before, or all
+less; by twice as many if steps are uneven, since chance makes three in a row."""
 
 APART: Final = 1.25
-"""The ratio from which a change is one."""
+"""The least ratio of two levels that counts as a change."""
 
 START: Final = 5
-"""First steps of a session that do not count if each takes ``OUTLIER`` times as long as others, as
-where something is compiled."""
+"""First steps of a session, which are dropped if they take ``OUTLIER`` times as long as others, for
+example to compile."""
 
 OUTLIER: Final = 10
 
@@ -49,10 +49,10 @@ UNEVEN: Final = 1.1
 """The ratio of mean and median, either way, from which steps are uneven."""
 
 COMPARED: Final = 32
-"""Untouched steps that each touched one is compared with: evenly spaced ones, by their length."""
+"""Untouched steps to compare each touched one with, evenly spaced by their length."""
 
 PLACES: Final = 256
-"""Touched steps of a save that are compared each by itself; of more, the means are compared."""
+"""Touched steps of a save to compare one by one; further steps are compared by their mean."""
 
 
 class StepTimes:
@@ -75,22 +75,22 @@ class StepTimes:
             self._forget_another_level()
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all steps."""
         self._times.clear()
         self._count = 0
 
     def newest(self, count: int) -> list[float]:
-        """Return the newest ones."""
+        """Return the newest ``count`` times."""
         return list(self._times)[-count:]
 
     @property
     def mean_s(self) -> float:
-        """What a step takes on average."""
+        """The mean time of a step."""
         return statistics.fmean(self._times)
 
     @property
     def longest_s(self) -> float:
-        """The longest of them."""
+        """The longest time of a step."""
         return max(self._times, default=0.0)
 
     @property
@@ -121,8 +121,8 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """``added_s``: what each touched step took longer than each untouched one. ``rest_s``: what
-    the steps after these added in all."""
+    """The times of one save. ``added_s``: for each touched step, how much longer it took than each
+    untouched one. ``rest_s``: the total that the steps after these added."""
 
     added_s: tuple[tuple[float, ...], ...]
     rest_s: float
@@ -133,7 +133,7 @@ class _Save:
 
 
 class SaveCosts:
-    """What saves add to the time of training, in seconds."""
+    """The time that saves add to training, in seconds."""
 
     def __init__(self) -> None:
         self._saves: deque[_Save] = deque(maxlen=SAVES)
@@ -144,8 +144,8 @@ class SaveCosts:
     ) -> None:
         """Add the times around one more save.
 
-        touched_s: what each step took that it touched, in order. untouched_s: what the steps around
-        them took; at least one. is_uneven: whether these differ much.
+        touched_s: the times of the steps that it touched, in order. untouched_s: the times of the
+        steps around them; at least one. is_uneven: whether these differ much.
         """
         self._count += 1
         if self._count == 2:
@@ -158,7 +158,7 @@ class SaveCosts:
 
     @property
     def cost_s(self) -> float:
-        """What a save adds in all. May be under 0."""
+        """The total that a save adds. May be under 0."""
         longest = max(len(each.added_s) for each in self._saves)
         total = sum(each.rest_s for each in self._saves)
         for place in range(longest):

@@ -1,1 +1,1 @@
-"""Memory that is changed in place, beside what was committed."""
+"""Memory that is changed in place, beside its committed bytes."""

@@ -1,15 +1,15 @@
-"""Memory that is changed in place, beside what was committed of it; and which pages of it differ.
+"""Memory that is changed in place, beside its committed bytes, and the pages in which the two
+differ.
 
-Theory. What was committed is a file in memory (memfd), and the view of it is a private mapping of
-that file. A page of the view that nobody wrote to is the file's own page; one that somebody wrote
-to is a copy. The kernel tells which pages are copies: at once by ``PAGEMAP_SCAN`` (Linux 6.7), else
-by bit 61 of each entry of ``/proc/self/pagemap``. Both need no privilege, and miss nothing, whoever
-writes in this process. A copy may hold the same bytes as the file, as it does once it was
-committed; so copies are compared. Where the kernel tells nothing, and for what is small, all of the
-view is compared.
+Theory. The committed bytes are a file in memory (memfd), and the view is a private mapping of that
+file. A page of the view without a write is the file's own page; after a write it is a copy. The
+kernel reports which pages are copies: at once by ``PAGEMAP_SCAN`` (Linux 6.7), else by bit 61 of
+each entry of ``/proc/self/pagemap``. Both need no privilege, and catch every write in this process.
+A copy may hold the same bytes as the file, as it does after a commit; so copies are compared. If
+the kernel reports nothing, and for small arrays, all of the view is compared.
 
-What is to be committed is copied from the view once (``taken``), and that copy is what is hashed,
-stored, and at last ``committed``: another thread may write to the view meanwhile.
+Bytes to commit are copied from the view once (``copy``). That copy is hashed, stored, and finally
+becomes ``committed``, since another thread may write to the view meanwhile.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from portus.errors import MediumError
 Bytes = NDArray[np.uint8]
 
 Run = tuple[int, int]
-"""Bytes of an array: the first, and the first behind them."""
+"""The first byte of a range, and the byte after its end."""
 
 _WHOLE_MAX: Final = 64 << 10
-"""Bytes of an array that is one run, however little of it changed: to look closer costs more."""
+"""Bytes of an array that counts as one run, however little of it changed: comparing closer costs
+more."""
 
 _MAPPED_MIN: Final = 256 << 10
 """Bytes from which asking the kernel is cheaper than comparing all."""
 
 _BLOCK: Final = 1 << 20
-"""Bytes that are compared at once."""
+"""Bytes to compare together."""
 
 _SAMPLED_MIN: Final = 1 << 20
-"""Bytes of an array of which a sample is compared first."""
+"""Bytes of an array from which a sample is compared first."""
 
 _SAMPLE: Final = 64
-"""Pages of it."""
+"""Pages of the sample."""
 
 _LINE: Final = 8
 """Words of a page that are compared first: most pages that differ do so there."""
@@ -60,7 +61,7 @@ _FILE: Final = np.uint64(1 << 61)
 
 
 class WriteDetection(enum.Enum):
-    """How it is known which pages were written to."""
+    """The way to detect which pages were written to."""
 
     SCAN = "PAGEMAP_SCAN"
     BITS = "bit 61 of /proc/self/pagemap"
@@ -68,11 +69,11 @@ class WriteDetection(enum.Enum):
 
 
 class PrivateMapping:
-    """``view`` is to be changed, ``committed`` is what there was at the last commit: each uint8, of
-    whole pages, zero at first. They live as long as an array over them does."""
+    """Two memories of whole pages of uint8, zero at first: ``view``, which users change, and
+    ``committed``, its bytes at the last commit. They live as long as an array over them."""
 
     def __init__(self, size: int) -> None:
-        """size: bytes. Raises ``MediumError`` if there is no memory."""
+        """size: in bytes. Raises ``MediumError`` if there is no memory."""
         length = size + -size % max(PAGE, SYSTEM_PAGE)
         self.size: Final = size
         try:
@@ -90,12 +91,12 @@ class PrivateMapping:
         self._bytes: Final = self.view.data
 
     def refresh(self) -> None:
-        """``committed`` was filled: the view, to which nobody wrote yet, shows it from now on."""
+        """Make the view, which was never written to, show ``committed`` after that was filled."""
         if not self.mapped:
             self.view[:] = self.committed
 
     def changes(self) -> Sequence[Run]:
-        """Where the view differs from what was committed, by pages, in order."""
+        """Return the runs of pages in which the view differs from ``committed``, in order."""
         if not self.size:
             return ()
         if self.mapped:
@@ -108,7 +109,7 @@ class PrivateMapping:
         return self._differing([(0, len(self.view))])
 
     def copy(self, start: int, end: int) -> memoryview:
-        """A copy of what the view has there."""
+        """Return a copy of a range of the view."""
         return memoryview(self._bytes[start:end].tobytes())
 
     def commit(self, start: int, data: memoryview) -> None:
@@ -120,7 +121,7 @@ class PrivateMapping:
         np.copyto(self.committed, self.view)
 
     def revert(self) -> None:
-        """Make the view what was committed again."""
+        """Restore the committed bytes in the view."""
         for start, end in self.changes():
             self.view[start:end] = self.committed[start:end]
 
@@ -139,8 +140,8 @@ class PrivateMapping:
         return list(zip(first.tolist(), np.minimum(last, self.size).tolist(), strict=True))
 
     def _seem_all_to_differ(self, runs: Sequence[Run]) -> bool:
-        """True if these are most of a large array, and a sample of them differs, each: to compare
-        the rest is not worth it."""
+        """Return whether the runs are most of a large array, and every page of a sample differs:
+        then comparing the rest is not worth its time."""
         starts, ends = np.array(runs, np.int64).reshape(-1, 2).T
         if self.size < _SAMPLED_MIN or 2 * int((ends - starts).sum()) < self.size:
             return False
@@ -160,11 +161,11 @@ class PrivateMapping:
 
 @functools.cache
 def tells() -> WriteDetection:
-    """What this system tells of the pages of a private mapping."""
+    """Return how this system reports the written pages of a private mapping."""
     for way, ask in ((WriteDetection.SCAN, linux.private_pages), (WriteDetection.BITS, by_bits)):
         try:
             committed, view = _map_twice(2 * SYSTEM_PAGE)
-            committed[0] = view[SYSTEM_PAGE]  # the one is read, and not written to
+            committed[0] = view[SYSTEM_PAGE]  # one page is read, and not written to
             view[0] = 1
             address = view.ctypes.data
             start = address if way is WriteDetection.SCAN else 0
@@ -188,7 +189,8 @@ def _pagemap() -> Descriptor:
 
 
 def _map_twice(length: int) -> tuple[Bytes, Bytes]:
-    """Memory of a file, shared; and a private mapping of the same. Raises ``OSError``."""
+    """Return the memory of a new file, shared, and a private mapping of the same. Raise
+    ``OSError``."""
     file = os.memfd_create("portus-shelf")
     try:
         os.ftruncate(file, length)
@@ -201,7 +203,7 @@ def _mapping(file: int, length: int, flags: int) -> Bytes:
     address = linux.map_pages(0, length, linux.PROT_READ | linux.PROT_WRITE, flags, (file, 0))
     held = (ctypes.c_uint8 * length).from_address(address)
     # Every array over it, of numpy and of torch, keeps ``held`` alive.
-    # Not at exit: threads may still read views, and the kernel unmaps all the same.
+    # Not at exit: threads may still read views, and the kernel unmaps them anyway.
     weakref.finalize(held, linux.unmap_pages, address, length).atexit = False
     return np.frombuffer(memoryview(held), np.uint8)
 
@@ -218,7 +220,7 @@ def by_bits(pagemap: int, address: int, length: int) -> list[tuple[int, int]]:
 
 
 def _differing(left: Bytes, right: Bytes, run: Run) -> NDArray[np.int64]:
-    """The pages of a run in which two memories differ."""
+    """Return the pages of a run in which two memories differ."""
     found = []
     for start in range(*run, _BLOCK):
         end = min(start + _BLOCK, run[1])
@@ -235,7 +237,7 @@ def _differing(left: Bytes, right: Bytes, run: Run) -> NDArray[np.int64]:
 
 @functools.cache
 def _memcmp() -> Callable[[int, int, int], int]:
-    call = ctypes.PyDLL(None).memcmp  # Python's lock stays: it takes less than to let it go
+    call = ctypes.PyDLL(None).memcmp  # keeps Python's lock: releasing it takes longer
     call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     return call
 

@@ -1,4 +1,4 @@
-"""Dealing what is left of an epoch's sequence to ranks, as the stock samplers deal all of it."""
+"""The dealing of the rest of an epoch's sequence to ranks, as the stock samplers deal all of it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from portus.errors import UsageError
 
 
 class Tail(Enum):
-    """What ranks get in turn, and what becomes of the last samples, if there is not one for each
+    """How ranks get samples in turn, and what happens to the last ones if there is not one for each
     turn."""
 
     EVEN = "even"
-    """One sample each, as torch's ``DistributedSampler`` deals; samples from the start of the
-    sequence are repeated until each rank has as many."""
+    """One sample each, as torch's ``DistributedSampler`` deals. Samples from the start of the
+    sequence are repeated until each rank has the same number."""
     CUT = "cut"
-    """One sample each; the last ones are left out, so that each rank has as many."""
+    """One sample each. The last ones are left out, so that each rank has the same number."""
     FULL = "full"
-    """A batch each, as Accelerate deals; samples from the start are repeated until each rank's last
-    batch is full. Split batches too, whose pieces are the batches here."""
+    """A batch each, as Accelerate deals. Samples from the start are repeated until each rank's last
+    batch is full. This is also for split batches, whose pieces are the batches here."""
     ASIS = "as is"
-    """A batch each; ranks may get fewer samples than others, and a batch less."""
+    """A batch each. Some ranks may get fewer samples, and one batch less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """How the samples of an epoch that are left are dealt.
+    """The dealing of the samples of an epoch that are left.
 
-    Places are those in the epoch's sequence. All ranks get the same number of batches, but with
-    ``Tail.ASIS``. Raises ``UsageError`` for numbers that make no sense.
+    Places are those in the epoch's sequence. All ranks get the same number of batches, except with
+    ``Tail.ASIS``. Raises ``UsageError`` for numbers out of range.
     """
 
     samples: int
-    """How many the whole sequence has."""
+    """The number of samples in the whole sequence."""
     delivered: int = 0
-    """How many of them, from its start, were delivered."""
+    """The number of samples that were delivered, from the start of the sequence."""
     ranks: int = 1
     batch: int = 1
     """Samples that a rank gets in a step."""
     tail: Tail = Tail.EVEN
     drop_last: bool = False
-    """Whether a rank's last batch is left out unless it is full."""
+    """True to leave out a rank's last batch unless it is full."""
 
     def __post_init__(self) -> None:
         for name, least in (("samples", 0), ("delivered", 0), ("ranks", 1), ("batch", 1)):
@@ -62,12 +62,12 @@ class Deal:
         return self.ranks * self.batch
 
     def batches(self, rank: int) -> int:
-        """How many batches ``rank`` still gets."""
+        """Return how many batches ``rank`` still gets."""
         dealt = self._count_of(rank)
         return dealt // self.batch if self.drop_last else -(-dealt // self.batch)
 
     def places(self, rank: int) -> Iterator[list[int]]:
-        """The batches that ``rank`` still gets."""
+        """Yield the batches that ``rank`` still gets."""
         dealt = self._count_of(rank)
         for number in range(self.batches(rank)):
             first = number * self.batch
@@ -75,11 +75,12 @@ class Deal:
             yield [self._place(rank, each) for each in range(first, last)]
 
     def after(self, batches: int) -> int:
-        """How many samples of the sequence are delivered once each rank had so many batches."""
+        """Return how many samples of the sequence are delivered once each rank had ``batches`` more
+        batches."""
         return min(self.samples, self.delivered + batches * self.step)
 
     def _count_of(self, rank: int) -> int:
-        """How many samples ``rank`` gets, those that are repeated too."""
+        """Return how many samples ``rank`` gets, repeated ones included."""
         left = self.samples - self.delivered
         if self.tail is Tail.EVEN:
             return -(-left // self.ranks)
@@ -94,7 +95,7 @@ class Deal:
         return steps * self.batch + own
 
     def _place(self, rank: int, number: int) -> int:
-        """Where in the sequence the sample is that ``rank`` gets as its ``number``-th."""
+        """Return the place in the sequence of the ``number``-th sample of ``rank``."""
         if self.tail in (Tail.EVEN, Tail.CUT):
             place = self.delivered + number * self.ranks + rank
         else:
@@ -104,8 +105,8 @@ class Deal:
 
 
 def batch_of_ranks(step: int, ranks: int) -> int:
-    """Samples for each rank, if a step has ``step`` samples whatever the number of ranks. Raises
-    ``UsageError`` if they cannot have the same number each."""
+    """Return the samples for each rank, if a step has ``step`` samples whatever the number of
+    ranks. Raise ``UsageError`` if they cannot all get the same number."""
     if step % ranks:
         fits = [str(count) for count in range(1, step + 1) if step % count == 0]
         raise UsageError(

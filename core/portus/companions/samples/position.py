@@ -1,4 +1,5 @@
-"""Where a run was in an epoch: what a checkpoint says of it, and whether it fits the data."""
+"""The position of a run in an epoch: the part of a checkpoint for it, and whether it fits the
+data."""
 
 from __future__ import annotations
 
@@ -16,31 +17,31 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an epoch was, and how it was dealt.
+    """The progress of an epoch, and how the epoch was dealt.
 
-    What was delivered to training counts; what a loader fetched ahead does not.
+    Only samples that were delivered to training count, not those that a loader fetched ahead.
     """
 
     batches: _Count
-    """Batches that each rank was given since the epoch began, over all restarts."""
+    """Batches that each rank was given since the epoch began, restarts included."""
     delivered: _Count
     """Samples of the epoch's sequence, from its start."""
     ranks: _Positive
     batch: _Positive | None
-    """Samples that a rank gets in a step; None if that is not known, or not always the same."""
+    """Samples that a rank gets in a step; None if unknown, or not always the same."""
     samples: _Count | None
-    """How many the whole sequence has; None if that is not known."""
+    """The number of samples in the whole sequence; None if unknown."""
     data: _Count | None
-    """How many samples the dataset has; None if it does not say."""
+    """The number of samples in the dataset; None if unknown."""
     fingerprint: str | None = None
-    """What the user says the dataset is; None if nothing."""
+    """The user's identifier of the dataset; None if there is none."""
     dealt_anew: bool = False
-    """Whether a restart in this epoch dealt its rest anew, to other ranks or in other batches."""
+    """True if a restart in this epoch dealt its rest again, to other ranks or in other batches."""
     is_over: bool = False
-    """Whether training was done with this epoch's batches."""
+    """True if training was done with this epoch's batches."""
     order: str | None = None
-    """A digest of the samples that a rank was given, and that rank: ``"0:1f..."``; None if it is
-    not known."""
+    """A digest of the samples that a rank was given, and that rank: ``"0:1f..."``; None if
+    unknown."""
 
     def state(self) -> dict[str, object]:
         """Return the fields as plain values, with the number of the format."""
@@ -48,8 +49,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, state: Mapping[str, object]) -> Position:
-        """What ``state`` gave. Raises ``UsageError`` for that of a newer Portus, and for what no
-        Portus gave."""
+        """Return the position of a ``state``. Raise ``UsageError`` for one of a newer Portus, and
+        for a wrong one."""
         found = state.get("format")
         if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT:
             raise UsageError(
@@ -67,7 +68,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"the position in the data: {error}") from error
 
     def describe_change(self, data: int | None, fingerprint: str | None) -> str:
-        """What changed of the dataset since; nothing if nothing is known to have."""
+        """Return how the dataset changed since; "" if no change is known."""
         if self.data is not None and data is not None and self.data != data:
             return f"the dataset had {self.data} samples, and has {data} now"
         if self.fingerprint is not None and self.fingerprint != fingerprint:

@@ -1,9 +1,9 @@
-"""What a shelf holds under its names: arrays, plain values, and containers of both.
+"""The items of a shelf, under their names: arrays, plain values, and containers of both.
 
 An item is an ``Array``; None, a bool, int, float, str or bytes; or a dict, list or tuple of items.
-They are encoded as ``docs/format.md`` says, so that everything that loads a version loads a shelf.
-What numpy has is an ``$array`` here, and a tensor a ``$tensor``, each with a storage of its own,
-however small: it is to be changed in place.
+They are encoded as ``docs/format.md`` says, so that all code that loads a version can load a shelf.
+A numpy array is an ``$array`` here, and a tensor a ``$tensor``. Each has a storage of its own,
+however small, since it can be changed in place.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import torch
 
 Item = Any
-"""See the module: its types are closed, and cannot be said to a type checker."""
+"""An item, see the module. Its closed set of types cannot be expressed to a type checker."""
 
 _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
 
 
 class Array:
-    """One array or tensor on the shelf: its memory, and how to look at it. ``dtype`` is torch's
-    name for it, ``shape`` is numpy's; one of them is None."""
+    """One array or tensor on the shelf: its memory, and how to view it. ``dtype`` is torch's name
+    for it, ``shape`` is numpy's; one of them is None."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class Array:
         self.shape: Final = shape
         self.dtype: Final = dtype
         self.is_read_only = False
-        """Views of it are: of a shelf that is open for reading."""
+        """True if its views are read-only: the shelf is open for reading."""
         self._view: Any = None
         self._own: Any = None
         self._dtype_node: object = None
 
     @classmethod
     def of_shape(cls, shape: ArrayShape) -> Array:
-        """An array of numpy, zero."""
+        """Return a numpy array of zeros."""
         return cls(PrivateMapping(shape.size), shape.shape, shape=shape, dtype="uint8")
 
     @classmethod
     def of_tensor(cls, dtype: str, sizes: tuple[int, ...]) -> Array:
-        """A tensor, zero. Raises ``UsageError`` for a dtype that is not saved."""
+        """Return a tensor of zeros. Raise ``UsageError`` for a dtype that cannot be saved."""
         if dtype not in ITEM_SIZES:
             raise UsageError(f"tensors of {dtype} cannot be put on a shelf")
         return cls(
@@ -72,7 +72,7 @@ class Array:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the array."""
         return self.memory.size
 
     @property
@@ -83,8 +83,8 @@ class Array:
         return self._view
 
     def _read_only(self) -> Any:
-        """A view that raises when it is written to. Torch has no tensors for that but those of
-        inference, which raise outside of it."""
+        """Return a view that raises when it is written to. Torch has no such tensors except those
+        of inference mode, which raise outside of it."""
         if self.shape is not None:
             return array_over(self.shape, self.memory.view[: self.size].data.toreadonly())
         import torch
@@ -101,9 +101,9 @@ class Array:
         return self._own
 
     def changes(self) -> Sequence[Run]:
-        """Return what changed in the memory, which is not looked at while nobody has had a view of
-        it. What a view holds that torch moved elsewhere is copied there first. Raises
-        ``UsageError`` if that view has another shape or dtype by now."""
+        """Return the runs of memory that changed; none, without a look, if no view was ever made.
+        If torch moved a view elsewhere, its elements are copied back first. Raises ``UsageError``
+        if that view has another shape or dtype by now."""
         if self._view is None and self._own is None:
             return ()
         if self._has_moved():
@@ -112,21 +112,22 @@ class Array:
         return self.memory.changes()
 
     def revert(self) -> None:
-        """Make the view what was committed again, wherever it is."""
+        """Restore the committed elements in the view, wherever that is."""
         self.memory.revert()
         self._show_own()
 
     def _has_moved(self) -> bool:
-        """True if the view is not over its memory any more: torch moves a tensor that is shared
-        with other processes (``share_memory_``, or sent to one), and where ``.data`` is set."""
+        """Return whether the view is not over its memory any more: torch moves a tensor that is
+        shared with other processes (``share_memory_``, or sent to one), and when ``.data`` is set.
+        """
         if self.shape is not None or self._view is None or not self.size:
             return False
         moved: bool = self._view.data_ptr() != self.own.data_ptr()
         return moved
 
     def _show_own(self) -> None:
-        """Have a view that was moved hold what its memory holds; one that does not fit any more is
-        the shelf's no longer."""
+        """Copy the memory into a view that was moved. Drop a moved view that does not fit any
+        more."""
         if self._has_moved():
             if self.fits(self._view):
                 self._view.detach().copy_(self.own)
@@ -152,14 +153,14 @@ class Array:
         return torch.frombuffer(memory[: self.size].data, dtype=dtype).reshape(self.sizes)
 
     def fill(self, value: Any) -> None:
-        """Have the view hold ``value``, which ``fits``."""
+        """Copy ``value``, which ``fits``, into the view."""
         if value is not self.view and self.size:
             self._copy(value, self.own)
             self._show_own()
 
     def begin(self, value: Any) -> None:
-        """Hold ``value``, which ``fits``, from the start on: nobody has the view yet, and none of
-        its pages is a copy."""
+        """Begin with ``value``, which ``fits``: no view exists yet, and none of its pages is a
+        copy."""
         if self.size:
             self._copy(value, self._over(self.memory.committed))
             self.memory.refresh()
@@ -171,11 +172,11 @@ class Array:
         source = value.detach()
         place = source.untyped_storage().data_ptr() - target.data_ptr()
         if 0 <= place < len(self.memory.view):
-            source = source.clone()  # its own memory, in another order: numpy sees to it itself
+            source = source.clone()  # its own memory, perhaps in another order
         target.copy_(source)
 
     def fits(self, value: object) -> bool:
-        """True if ``value`` is of the same kind, dtype and shape."""
+        """Return whether ``value`` is of the same kind, dtype and shape."""
         if self.shape is not None:
             return (
                 isinstance(value, np.ndarray)
@@ -190,8 +191,8 @@ class Array:
         )
 
     def like(self, sizes: tuple[int, ...]) -> Array:
-        """Return another one of that shape, with what both shapes have in common; the rest is zero.
-        Raises ``UsageError`` for a shape that no array can have."""
+        """Return another array of a given shape, with the elements that both shapes contain; the
+        others are zero. Raises ``UsageError`` for a shape that no array can have."""
         if self.shape is not None:
             made = Array.of_shape(ArrayShape(self.shape.dtype, sizes, False))
         else:
@@ -207,7 +208,7 @@ class Array:
         return made
 
     def node(self, storage: int) -> object:
-        """How the contents of a shelf have it."""
+        """Return the node of the array in the contents of a shelf."""
         if self.shape is None:
             return {"$tensor": [storage, self.dtype, self.sizes]}
         if self._dtype_node is None:
@@ -222,8 +223,8 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_dense_tensor(value: Any) -> bool:
-    """True for a tensor whose elements are in memory of its own; a class that redefines what
-    operations do (a distributed tensor, a fake one) has them elsewhere, or none."""
+    """Return whether ``value`` is a tensor whose elements are in its own memory. A class that
+    redefines operations (a distributed tensor, a fake one) has them elsewhere, or none."""
     return (
         _is_tensor(value)
         and type(value).__torch_dispatch__ is sys.modules["torch"].Tensor.__torch_dispatch__
@@ -235,7 +236,7 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 def copy_item(value: object, path: str, depth: int = 0) -> Item:
-    """``value`` as an item: arrays are copied. Raises ``UsageError`` naming ``path``."""
+    """Return ``value`` as an item, with arrays copied. Raise ``UsageError`` naming ``path``."""
     if depth > DEPTH_MAX:
         raise UsageError(f"{path:.200}: nested deeper than {DEPTH_MAX}; make it flatter")
     if isinstance(value, dict):
@@ -289,7 +290,7 @@ def _make_array_for(value: Any) -> Array | None:
 
 
 def arrays_of(item: Item) -> Iterator[Array]:
-    """Every array in an item, in the order of contents."""
+    """Yield every array in an item, in the order of contents."""
     if isinstance(item, Array):
         yield item
     elif isinstance(item, (dict, list, tuple)):
@@ -298,7 +299,7 @@ def arrays_of(item: Item) -> Iterator[Array]:
 
 
 def view_item(item: Item) -> Any:
-    """An item as its user sees it: views in containers that are made anew."""
+    """Return an item as its user sees it: views in new containers."""
     if isinstance(item, Array):
         return item.view
     if isinstance(item, dict):
@@ -309,7 +310,7 @@ def view_item(item: Item) -> Any:
 
 
 def encode(items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
-    """The contents of a shelf, and its arrays in the order of its storages."""
+    """Return the contents of a shelf, and its arrays in the order of its storages."""
     arrays: list[Array] = []
     return msgspec.json.encode(_node(items, arrays)), arrays
 

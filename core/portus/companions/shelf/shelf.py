@@ -1,4 +1,4 @@
-"""``Shelf``: named arrays that survive, changed in place. What a user holds."""
+"""``Shelf``: named arrays that survive, and are changed in place. The object that a user holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.media.local import LocalFiles
 
 _TRIES: Final = 20
-"""A reader begins again when the shelf was replaced under it, this often."""
+"""Times that a reader starts again when the shelf was replaced meanwhile, at most."""
 
 _HALF_UNDONE: Final = "a change of this shelf was interrupted while it was undone; open it again"
 
@@ -112,7 +112,8 @@ class Shelf:
 
     @classmethod
     def on(cls, pool: PoolReader, *, log_bytes: int | None = None) -> Shelf:
-        """A shelf on an open pool, which ``close`` closes; for tests on other kinds of media."""
+        """Return a shelf on an open pool, which ``close`` closes; for tests on other kinds of
+        media."""
         made = cls.__new__(cls)
         made._begin(pool, log_bytes)
         return made
@@ -138,7 +139,7 @@ class Shelf:
                 if not left:
                     raise
         self._items: Mapping[str, Item] = self._store.items
-        """Never changed: what changes is another one."""
+        """Never changed: a change makes another mapping."""
         self._known: tuple[Mapping[str, Item], list[Array]] = {}, []
         """Some items, and their arrays."""
 
@@ -202,7 +203,7 @@ class Shelf:
         return sorted({*super().__dir__(), *self._items})
 
     def keys(self) -> tuple[str, ...]:
-        """The names, in the order of their first assignment."""
+        """Return the names, in the order of their first assignment."""
         return tuple(self._items)
 
     def rename(self, old: str, new: str) -> None:
@@ -247,9 +248,9 @@ class Shelf:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Shelf]:
-        """A context manager that makes all changes inside it one commit. At its end all of them
-        are durable; if the process or the machine dies before, none is. Earlier changes of views
-        that were not synced are committed too.
+        """Return a context manager that makes all changes inside it one commit. At its end all of
+        them are durable; if the process or the machine dies before, none is. Earlier changes of
+        views that were not synced are committed too.
 
         If the block raises, everything goes back to the last commit. A transaction cannot contain
         another one, and other threads wait. Blocks at the end, until the commit is durable.
@@ -326,7 +327,7 @@ class Shelf:
             try:
                 self.close()
             finally:
-                self._abandon()  # a transaction that nobody ended is as if the process died
+                self._abandon()  # a transaction without an end is lost, as if the process died
         else:
             self._abandon()
 
@@ -342,8 +343,8 @@ class Shelf:
             self._pool.close()
 
     def _change(self, items: Mapping[str, Item], item: Item = None, value: object = None) -> None:
-        """Replace the contents by ``items``, among which ``item`` may have new bytes, or is an
-        array to be filled with ``value``: in its own transaction, or as a part of the open one."""
+        """Replace the contents by ``items``. ``item`` is one that may have new bytes, or an array
+        to fill with ``value``. The change is its own transaction, or a part of the open one."""
         if self._in_transaction:
             if value is not None:
                 item.fill(value)
@@ -365,13 +366,13 @@ class Shelf:
                 self._pool.medium.poison(_HALF_UNDONE)
 
     def _commit(self, items: Mapping[str, Item], changed: Sequence[Array]) -> None:
-        self._check_process()  # what is committed is in memory that the two have in common
+        self._check_process()  # the parent and its child share the memory of the committed state
         self._store.commit(items, changed)
         self._items = items
 
     def _undo(self, arrays: Sequence[Array] | None = None) -> None:
-        """Have everything as it was committed last: of the arrays, these, or all. Whoever calls
-        this poisons the medium if it is interrupted: half of a change is not to be committed."""
+        """Restore the last commit: these arrays, or all. The caller poisons the medium if this is
+        interrupted: half of a change must not be committed."""
         self._items = self._store.items
         for each in self._arrays() if arrays is None else arrays:
             each.revert()

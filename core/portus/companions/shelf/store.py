@@ -1,18 +1,18 @@
-"""A shelf in a pool: what is committed of it, and how a change becomes committed.
+"""A shelf in a pool: its committed state, and how a change is committed.
 
-Theory. A shelf is the one version of the model ``shelf`` in its pool, with a log. A change of bytes
-or of plain values or names is an entry of the log: one persist. Other arrays are a new version,
-which keeps the storages that it does not change, and the log: two persists. Once the log is full,
-the next version has new extents for all that the log changed, and a new log. So a commit costs in
-proportion to what changed, whatever the shelf holds.
+Theory. A shelf is the one version of the model ``shelf`` in its pool, with a log. A change of
+bytes, plain values or names is an entry of the log: one persist. Other arrays are a new version,
+which keeps the unchanged storages, and the log: two persists. When the log is full, the next
+version has new extents for all that the log changed, and a new log. So the cost of a commit is
+proportional to the change, whatever the shelf holds.
 
-An array of which more than half changed gets new extents at once, if it is large: in the log it
-would be written twice.
+A large array of which more than half changed gets new extents at once: otherwise it would be
+written twice, to the log and then to extents.
 
-What is to be committed is copied from the views once: into the entry, or to the new extents. Only
-after the commit ``PrivateMapping.committed`` gets it, from there. So it is never ahead of the pool,
-and if a commit fails there is nothing to put back; and whoever writes to a view meanwhile, what is
-committed in memory is what the pool has.
+The changes are copied from the views once: into the entry, or to the new extents. Only after the
+commit does ``PrivateMapping.committed`` get them, from there. So it is never ahead of the pool, and
+a failed commit leaves nothing to restore. If another thread writes to a view meanwhile, the
+committed memory is still equal to the pool.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ MODEL: Final = "shelf"
 
 _LOG_MIN: Final = 8 << 20
 _LOG_SHARE: Final = 4
-"""A log has a quarter of the bytes of all arrays, and this much at least."""
+"""The share of all arrays that the size of a log has, and its least size: 8 MiB."""
 
 _LARGE: Final = 1 << 20
-"""Bytes from which an array that changed by more than half gets new extents at once."""
+"""Bytes of an array from which a change of more than half gives it new extents."""
 
 Dirty = Mapping[Array, Sequence[Run]]
 """Runs of bytes that were changed, by array."""
 
 Piece = tuple[Extent, Array, int]
-"""Bytes of the pool, and what they are: those of an array, from that byte on."""
+"""An extent of the pool, and the array and its first byte that the extent holds."""
 
 
 class ShelfStore:
-    """The shelf of one pool. ``items`` are what is committed."""
+    """The shelf of one pool. ``items``: the committed ones."""
 
     def __init__(self, pool: PoolReader, log_bytes: int | None = None) -> None:
-        """log_bytes: of its log; None: as many as make sense. Reads all of it, and verifies it.
+        """Read and verify the whole shelf.
 
-        Raises ``CorruptionError``, ``StaleError`` if it was replaced meanwhile (again, then),
-        ``MediumError``; ``UsageError`` if the pool holds something else.
+        log_bytes: the size of its log; None: a sensible one.
+        Raises ``CorruptionError``, ``StaleError`` if the shelf was replaced meanwhile (then try
+        again), ``MediumError``; ``UsageError`` if the pool holds other data.
         """
         self._pool: Final = pool
         self._log_bytes: Final = log_bytes
@@ -73,23 +74,22 @@ class ShelfStore:
         self._arrays: list[Array] = []
         """Arrays in the order of the storages of the version."""
         self._extents: dict[Array, Sequence[Extent]] = {}
-        """Where the version has them."""
+        """The extents of each array in the version."""
         self._contents = b""
         self._logged: set[Array] = set()
         """Arrays that have patches in the log."""
         self._open_end = False
-        """Nothing is behind the last entry of the log."""
+        """True if nothing comes after the last entry of the log."""
         self.items: Mapping[str, Item] = {}
         self._load()
 
     def commit(self, items: Mapping[str, Item], changed: Collection[Array]) -> None:
-        """Make ``items`` what is committed, and of the arrays ``changed``, which are theirs, what
-        their views hold.
+        """Commit ``items``, and the contents of the views of their arrays ``changed``.
 
-        Raises ``MediumError``, ``CorruptionError`` if somebody else changed the pool; then all is
-        as it was before, and so are ``committed`` of arrays.
-        After an interrupt, or any other exception of a signal handler, nothing can be committed any
-        more before the shelf is opened again. ``items`` belong to the store from now on.
+        Raises ``MediumError``, ``CorruptionError`` if another program changed the pool; then
+        nothing changes, ``committed`` of arrays included. After an interrupt, or any other
+        exception of a signal handler, the shelf can commit nothing until it is opened again.
+        ``items`` belong to the store from now on.
         """
         contents, arrays = self._encode(items)
         dirty = {each: runs for each in changed if (runs := each.changes())}
@@ -109,16 +109,16 @@ class ShelfStore:
             raise
 
     def _encode(self, items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
-        """The contents and the arrays of ``items``; the very list, if they are those of the
-        version."""
+        """Return the contents and the arrays of ``items``; the same list, if the version has these
+        arrays."""
         if items is self.items and self._record is not None:
             return self._contents, self._arrays
         contents, arrays = encode(items)
         return contents, self._arrays if arrays == self._arrays else arrays
 
     def seal(self) -> None:
-        """Say that the last entry of the log was not torn, by one more behind it: from now on
-        damage to it is found. Raises ``MediumError``."""
+        """Append an entry that shows that the last one was not torn: from now on damage to that is
+        found. Raises ``MediumError``."""
         log, record = self._log, self._record
         if log is not None and record is not None and self._open_end and log.room >= PAGE:
             log.append([], b"", record.info.commit)
@@ -127,7 +127,7 @@ class ShelfStore:
     # --- a change of bytes and values -----------------------------------------------------------
 
     def _append(self, items: Mapping[str, Item], dirty: Dirty, contents: bytes) -> bool:
-        """Commit by an entry of the log. False if it is not made for that."""
+        """Commit by an entry of the log. Return False if an entry cannot do it."""
         log, record = self._log, self._record
         if log is None or record is None or any(map(_mostly, dirty, dirty.values())):
             return False
@@ -144,7 +144,7 @@ class ShelfStore:
         return True
 
     def _pieces(self, dirty: Dirty) -> list[Piece]:
-        """Return where what changed in arrays of the version is, cut where extents end."""
+        """Return the changed pieces of the version's arrays, cut at the ends of extents."""
         found: list[Piece] = []
         for array, runs in dirty.items():
             for start, end in runs:
@@ -228,7 +228,7 @@ class ShelfStore:
         self._extents = {each: record.storage_extents(i) for i, each in enumerate(arrays)}
 
     def _commit_afresh(self, arrays: Sequence[Array]) -> None:
-        """Have ``committed`` of arrays as the version has it, which was stored from their views."""
+        """Fill ``committed`` of arrays from the version, to which their views were stored."""
         try:
             for each in arrays:
                 extents = tuple(part(self._extents[each], 0, each.size))
@@ -249,9 +249,9 @@ class ShelfStore:
         dirty: Collection[Array],
         held: list[list[Extent]],
     ) -> tuple[list[StorageRows], list[Extent]]:
-        """Where the storages are: those ``afresh`` are copied to new extents, which are ``held``,
-        from their views if they are ``dirty``, else as they are committed; and what was stored
-        to."""
+        """Return the rows of all storages, and the extents that were stored to. Those ``afresh``
+        are copied to new extents, which are ``held``: from their views if they are ``dirty``, else
+        from their committed memory."""
         writer = self._writer()
         before = {each: index for index, each in enumerate(self._arrays)}
         kept = [index for index, each in enumerate(arrays) if each not in afresh]
@@ -300,7 +300,8 @@ class ShelfStore:
         )
 
     def _versions(self) -> list[int]:
-        """Ids of those that the next one takes the place of: one, or more that were rescued."""
+        """Return the ids of the versions that the next one replaces: one, or more after a
+        rescue."""
         model = self._writer().catalogue().models.get(MODEL)
         return [] if model is None else [entry.info.id for entry in model.versions]
 
@@ -378,7 +379,8 @@ class ShelfStore:
 
 
 class _VersionArrays:
-    """The arrays of a version, made as its contents name them. ``names``: of each, by storage."""
+    """The arrays of a version, made in the order in which its contents name them. ``names``: by
+    storage."""
 
     def __init__(self, record: VersionRecord) -> None:
         self._lengths: Final = record.storages["length"].tolist()
@@ -410,7 +412,7 @@ class _VersionArrays:
 
 
 def _patch(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iterator[Array]:
-    """Carry out the patches of an entry; which arrays had one."""
+    """Apply the patches of an entry, and yield the arrays that it changed."""
     for storage, start, data in places.of(entry):
         committed = arrays[storage].memory.committed
         committed[start : start + data.nbytes] = np.frombuffer(data, np.uint8)
@@ -418,19 +420,19 @@ def _patch(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iterat
 
 
 def _mostly(array: Array, runs: Sequence[Run]) -> bool:
-    """True if an array is large, and more than half of it changed."""
+    """Return whether an array is large, and more than half of it changed."""
     return array.size >= _LARGE and 2 * sum(end - start for start, end in runs) > array.size
 
 
 def _copy_views(pieces: Sequence[Piece]) -> list[Patch]:
-    """What the views have there now, copied once."""
+    """Return copies of the views' current bytes."""
     return [
         (extent, array.memory.copy(start, start + extent.length)) for extent, array, start in pieces
     ]
 
 
 def _commit_patches(pieces: Sequence[Piece], patches: Sequence[Patch]) -> None:
-    """Have ``committed`` of arrays what was committed by patches, whatever interrupts it."""
+    """Copy committed patches to ``committed`` of arrays, even if an interrupt comes."""
     try:
         for (_, array, start), (_, data) in zip(pieces, patches, strict=True):
             array.memory.commit(start, data)
