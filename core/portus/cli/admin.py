@@ -1,4 +1,4 @@
-"""``portus admin``: looking after a storage host of this machine. No torch."""
+"""``portus admin``: administration of a storage host on this machine. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", HostStatus, RequestDone)
 
 
 class _ShowFirst(TyperGroup):
-    """``portus admin ADDRESS`` is ``portus admin show ADDRESS``."""
+    """A group in which ``portus admin ADDRESS`` means ``portus admin show ADDRESS``."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if args and not args[0].startswith("-") and args[0] not in self.commands:

@@ -1,4 +1,5 @@
-"""The table of the commands. Each is in a module of its name, imported when it is called."""
+"""The table of the commands. Each is in a module of its name, imported when the command is
+called."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ _GROUPS: Final = {
         "admin": "administer a storage host",
     },
 }
-"""What the help lists, in its order: ``ls`` is the ``command``, or the ``commands``, of
+"""The commands in the help, in its order: ``ls`` is the ``command``, or the ``commands``, of
 ``portus.cli.ls``."""
 
 _NAMES: Final = tuple(name for lines in _GROUPS.values() for name in lines)
 
 
 class _Modules(Mapping[str, Any]):
-    """Imports the module of a command when the command is asked for."""
+    """The commands by name. The module of a command is imported at its first use."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in _NAMES:
@@ -66,8 +67,7 @@ class _Modules(Mapping[str, Any]):
 
 
 class _Commands(TyperGroup):
-    """Lists them by what they are for, and says what is wrong with a command line without the
-    passwords in it."""
+    """Lists the commands by purpose, and reports errors of a command line with passwords masked."""
 
     def __init__(self, **declared: Any) -> None:
         super().__init__(**declared)

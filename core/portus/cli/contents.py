@@ -1,5 +1,5 @@
-"""Versions of shelves and of embedding tables: which batches they are of; and as safetensors and
-as torch files, streamed."""
+"""Versions of shelves and of embedding tables: their batches, and their export as safetensors and
+as torch files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from portus.reach.places.version import OpenVersion
 from portus.reach.pools.contents import Storages, tensor_bytes
 
 _BATCHES: Final = {"batch": "tables", "dense_batch": "dense part"}
-"""What of a version of protected tables has the numbers of its batches, and whose they are."""
+"""The tensors of protected tables with the numbers of their batches, and the parts that they
+count."""
 
 
 def batches_of(tensors: Sequence[TensorSpec], storages: Storages) -> dict[str, int]:
-    """Return the batches of a version of protected tables, whose step is that of the version, and
-    whose log goes beyond it; nothing of other versions, and of damaged ones."""
+    """Return the batches of a version of protected tables, whose log may continue after the step of
+    the version. Return nothing for other versions, and for damaged ones."""
     specs = {each.name: each for each in tensors if each.dtype == "int64" and not each.shape}
     found: dict[str, int] = {}
     if _BATCHES.keys() <= specs.keys():
@@ -48,7 +49,7 @@ def write(
     is_torch: bool,
 ) -> WrittenExport:
     """Write a version to ``temporary``, synced: its tensors as safetensors, or its state as
-    ``torch.save`` writes it. Neither the tensors nor the file are in memory at once.
+    ``torch.save`` writes it. Neither all tensors nor the whole file are ever in memory.
 
     out: where it goes. names: shell patterns of key paths; none means all. strip: removed from the
     beginning of names. Raises ``UsageError`` for what such a file cannot hold, ``CorruptionError``,
@@ -109,8 +110,8 @@ def _write_safetensors(
 def _tensors(
     leaves: Sequence[tuple[str, object]], keep: Matcher | None, strip: str
 ) -> tuple[Mapping[str, TensorSpec], list[str]]:
-    """Return the tensors to write by the name they get, arrays among them, and the key paths of
-    what is left out."""
+    """Return the tensors to write by their new names, arrays included, and the key paths of the
+    other values."""
     tensors: dict[str, TensorSpec] = {}
     left_out = []
     for path, value in leaves:

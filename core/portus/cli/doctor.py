@@ -43,7 +43,7 @@ SIZE: Final = 128 << 20
 ROUNDS: Final = 3
 
 ADAPTERS: Final = "portus.doctor"
-"""The entry points by which adapters add to what is found."""
+"""The entry points by which adapters add findings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,9 @@ class Speeds:
     """Speeds of one place, in bytes per second; medians. ``save``: copy, hash and persist, into
     space used before; ``load``: back. ``memory``: a plain copy in memory, in the same moments.
 
-    ``fresh`` and ``spare``: of checkpoint files, durable, into fresh space and over a spare, by
-    each way, the preferred one first; nothing for devices."""
+    ``fresh`` and ``spare``: of durable checkpoint files, into fresh space and over a spare, by each
+    way to write, the preferred one first; empty for devices.
+    """
 
     place: str
     medium: str
@@ -134,7 +135,8 @@ _ELSEWHERE: Final = "on a storage host, not measured from here: run `portus doct
 def _targets(text: str) -> tuple[Place, str | None]:
     """Return the pool to look at, and the directory or device to measure, or None if that is not on
     this machine. A pool file is measured in its directory, and a directory with ``.portus`` in
-    there. Raises ``UsageError`` for what is no place of this machine, nor a storage host."""
+    there. Raises ``UsageError`` unless the text names a place of this machine, or a storage host.
+    """
     pool, path = place_named(text, "PLACE", mirrors=False), os.path.expanduser(text)
     if pool.local_path is None:
         return pool, None
@@ -157,8 +159,8 @@ def _targets(text: str) -> tuple[Place, str | None]:
 def measure(place: str, size: int) -> Speeds:
     """Save ``size`` bytes into a new file in the directory ``place``, and load them back.
 
-    Of a device only the load is measured: nothing is written there. Raises ``UsageError`` for
-    what is neither, ``MediumError``.
+    On a device only the load is measured, and nothing is written. Raises ``UsageError`` if
+    ``place`` is neither, and ``MediumError``.
     """
     with _open(os.path.abspath(place), size) as medium:
         size = min(size, medium.size)
@@ -182,7 +184,7 @@ def measure(place: str, size: int) -> Speeds:
                 start = time.perf_counter()
                 call()
                 took_s[name].append(time.perf_counter() - start)
-        # The first round touches everything for the first time: that is another question.
+        # The first round is left out: it touches all memory for the first time.
         speed = {name: int(size / statistics.median(each[1:])) for name, each in took_s.items()}
         return Speeds(
             place=place,
@@ -198,8 +200,8 @@ def measure(place: str, size: int) -> Speeds:
 
 
 def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]:
-    """Write checkpoint files of one storage as a training does, until each way was measured.
-    Nothing where they are not written."""
+    """Write checkpoint files of one storage as a training does, until each way is measured. Return
+    nothing on systems where no such files are written."""
     if sys.platform != "linux":
         return {}
     source, ways, ring = np.ones(size, np.uint8), Ways(), StagingRing(0)
@@ -252,8 +254,8 @@ def _open(place: str, size: int) -> Iterator[Medium]:
 
 
 def adapters(points: Iterable[EntryPoint]) -> Iterator[MachineFinding]:
-    """Yield what adapters report about themselves. Each point is a function that returns triples of
-    name, text and advice."""
+    """Yield the findings that adapters report about themselves. Each point is a function that
+    returns triples of name, text and advice."""
     for point in points:
         try:
             found = [MachineFinding(point.name, *each) for each in point.load()()]
@@ -264,7 +266,7 @@ def adapters(points: Iterable[EntryPoint]) -> Iterator[MachineFinding]:
 
 
 def pools_here() -> Iterator[MachineFinding]:
-    """Yield the pools that commands mean here."""
+    """Yield the pools that a command without a place would use here."""
     try:
         place = find_pool(None)
     except UsageError:
@@ -278,7 +280,7 @@ def pools_here() -> Iterator[MachineFinding]:
 
 
 def _pools_of(place: Place) -> Iterator[MachineFinding]:
-    """Yield the pools of a place. Of a device without a pool the machine tells."""
+    """Yield the pools of a place, except devices without a pool, which ``Machine`` reports."""
     if place.local_path is None:
         yield MachineFinding("pool", place.path, _ELSEWHERE)
         return
@@ -323,7 +325,7 @@ def _pool(path: str, pool: OpenPlace) -> MachineFinding:
 
 
 def _usual_places() -> list[str]:
-    """Return where pools are by default, or would be, and memory."""
+    """Return the directory of pools, or where it would be made, and that of memory."""
     pools = Place.parse(None)
     place = pools.local_path or os.getcwd()
     while not os.path.exists(place):
@@ -334,7 +336,7 @@ def _usual_places() -> list[str]:
 
 
 def _speed_findings(speeds: Speeds) -> Iterator[MachineFinding]:
-    """Yield what is shown of a place that was measured."""
+    """Yield the findings about a place that was measured."""
     place = speeds.place
     for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):
         if found:  # how checkpoint files are written there

@@ -1,5 +1,5 @@
-"""``portus export TARGET OUT``: a checkpoint in a pool as the files that it is, or any checkpoint
-as a file of another kind."""
+"""``portus export TARGET OUT``: a checkpoint in a pool as its original files, or any checkpoint as
+a file of another kind."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _NAMED_MAX: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What to export. ``file``: the one to take of a version of several files. ``names``: shell
-    patterns of key paths; none means all. ``strip``: removed from the beginning of names, in
+    """Options of an export. ``file``: the one to take of a version of several files. ``names``:
+    shell patterns of key paths; none means all. ``strip``: removed from the beginning of names, in
     safetensors only. ``force``: replace what is at ``out``. ``limit``: bytes of the tensors of a
-    file, where ``out`` is a directory of weights."""
+    file, if ``out`` is a directory of weights."""
 
     out: str
     file: str | None = None
@@ -153,7 +153,7 @@ def _write(opened: OpenCheckpoint, name: str, path: str) -> int:
 
 
 def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
-    """Write all files of a checkpoint, or the one that is meant."""
+    """Write all files of a checkpoint, or the one that the options name."""
     names = list(opened.files)
     if len(names) > 1 and options.file is None:
         if options.names or options.strip:
@@ -184,7 +184,7 @@ def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> 
 
 
 def _write_file(path: str, options: ExportOptions) -> WrittenExport:
-    """Write a file, or the one that a pointer leads to."""
+    """Write a file, or the one that a pointer refers to."""
     said = pointer_at(path)
     if said is None or not options.is_exact(said.part or ""):
         with _open_out(options) as out:
@@ -194,7 +194,7 @@ def _write_file(path: str, options: ExportOptions) -> WrittenExport:
 
 
 def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
-    """Write a directory of pointers: the files that they lead to, and the other files in it."""
+    """Write a directory of pointers: the files that they refer to, and the other files in it."""
     if not _has_pointers(path):
         raise UsageError(f"{path}: expected a torch file, found a directory; name one of its files")
     if options.names or options.strip or options.file:
@@ -229,7 +229,7 @@ def _has_pointers(directory: str) -> bool:
 
 
 def _copy_led_to(path: str, out: str, target: str) -> int:
-    """Write the file that a pointer leads to; return its size."""
+    """Write the file that a pointer refers to; return its size."""
 
     def copy(reader: PoolReader, entry: VersionEntry, said: Reference) -> int:
         with open_version(reader, entry) as opened:
@@ -243,8 +243,8 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
 
 @contextlib.contextmanager
 def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
-    """Yield where to put what becomes OUT. size: bytes to come. Raises ``UsageError`` for an OUT
-    that nothing can be converted to."""
+    """Yield the path at which to write what becomes OUT. size: bytes to come. Raises ``UsageError``
+    for an OUT to which nothing can be converted."""
     if options.is_directory:
         with directory_in_place(options.out, force=options.force, size=size) as out:
             yield out
@@ -261,7 +261,8 @@ def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
 
 
 def _convert(path: str, title: str, options: ExportOptions, out: str) -> WrittenExport:
-    """Write what ``names`` say of a file, or all of it, as a file of another kind to ``out``."""
+    """Write the values that ``names`` select of a file, or all of them, as a file of another kind
+    to ``out``."""
     from portus.reach.leaving import from_file  # and torch with it
 
     try:

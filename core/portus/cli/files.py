@@ -1,5 +1,5 @@
-"""Commands on checkpoints that are files: ``ls``, ``show`` and ``rm`` of torch and
-safetensors files, of pointers to some, and of directories that have some."""
+"""Commands on checkpoints that are files: ``ls``, ``show`` and ``rm`` of torch and safetensors
+files, of pointers, and of directories of these."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from portus.reach.leaving.outline import FileOutline
 
 NEWEST: Final = 20
-"""Files of a directory that are listed, unless all are asked for."""
+"""Files of a directory to list, unless the user asks for all."""
 
 
 def file_document(file: StoredCheckpoint) -> dict[str, Json]:
-    """Return a file for machines."""
+    """Return the JSON document of a file."""
     assert isinstance(file, StoredFile)
     own = fields(file.info, "size", "time_ns")
     about = {"path": file.path, "step": file.step, "leads_to": file.leads_to or None}
@@ -47,9 +47,12 @@ def open_files(path: str) -> Places:
 
 
 def find_files(target: str | None, pool: str | None) -> str | None:
-    """Return the file, or the directory of files, that a command's target is; None if that is a
-    pool, or something in one. With a pool it is a pointer, which may lead there then, or nothing.
-    Without a target: what is around the nearest ``.portus``, if no pool is in it."""
+    """Return the file, or the directory of files, that the target of a command names; None if the
+    target is a pool, or in a pool.
+
+    With a pool the target may be a pointer to that, or nothing. Without a target: the directory of
+    the nearest ``.portus``, if no pool is in that.
+    """
     if pool is not None:
         if not target or not os.path.isfile(target) or pointer_at(target) is None:
             return None
@@ -72,7 +75,7 @@ def find_files(target: str | None, pool: str | None) -> str | None:
 
 
 def ls(path: str, every: bool, output: Output) -> list[Json]:
-    """List the files of each directory; return them for machines."""
+    """List the files of each directory; return their JSON documents."""
     by_directory: dict[str, list[StoredFile]] = {}
     for each in DirectoryPlace.at(path).find_files():
         by_directory.setdefault(os.path.dirname(each.path), []).append(each)
@@ -96,8 +99,8 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
 
 def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Json]:
     """Remove one file, durably, or those of a ``Checkpointer``'s directory that ``keep`` does not
-    keep; return them for machines. Raises ``UsageError`` for a file that a link beside it leads to,
-    unless ``force``."""
+    keep; return their JSON documents. Raises ``UsageError`` for a file that a link beside it refers
+    to, unless ``force``."""
     if os.path.isdir(path) and keep is None:
         raise UsageError(f"{path}: expected a file, or --keep to say which of them stay")
     if not os.path.isdir(path) and keep is not None:
@@ -119,7 +122,7 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
 
 
 def _surplus(directory: str, keep: Keep) -> list[str]:
-    """Return the files of a ``Checkpointer`` that do not stay."""
+    """Return the files of a ``Checkpointer`` that ``keep`` does not keep."""
     from portus.engine.paths.step_files import StepFiles  # and torch with it
 
     files = StepFiles(os.path.abspath(directory))
@@ -153,7 +156,7 @@ def show(path: str, output: Output) -> None:
 
 
 def show_outline(outline: FileOutline, output: Output) -> dict[str, Json]:
-    """Show what is in a file; return it for machines."""
+    """Show the contents of a file; return their JSON document."""
     if outline.note:
         output.line(f"noted: {outline.note}")
     rows = [

@@ -1,4 +1,5 @@
-"""``portus gc``: give free space back; remove versions whose pointers are gone."""
+"""``portus gc``: returns free space to the file system, and removes versions whose pointers are
+gone."""
 
 from __future__ import annotations
 

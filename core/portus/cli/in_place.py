@@ -1,4 +1,4 @@
-"""Files and directories that are written beside where they go, and take their place when they are
+"""Files and directories that are written beside their destination, and replace it when they are
 complete and durable."""
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from portus.reach.media.names import hidden_name
 
 @contextlib.contextmanager
 def file_in_place(out: str, *, force: bool, size: int = 0) -> Iterator[str]:
-    """Yield a path beside ``out``; what is there at the end is synced by then, and becomes ``out``.
+    """Yield a path beside ``out``; the caller writes and syncs a file there, which then becomes
+    ``out``.
 
-    size: bytes to come. Raises ``MediumError``, and ``UsageError`` for something at ``out`` without
-    ``force``; then ``out`` is as it was.
+    size: bytes to come. Raises ``MediumError``, and ``UsageError`` if ``out`` exists, without
+    ``force``; then ``out`` does not change.
     """
     _refuse_there(out, force)
     check_room(out, size)
@@ -34,11 +35,11 @@ def file_in_place(out: str, *, force: bool, size: int = 0) -> Iterator[str]:
 def directory_in_place(
     out: str, *, force: bool, names: Collection[str] | None = None, size: int = 0
 ) -> Iterator[str]:
-    """Yield a directory beside ``out`` to fill; at the end it is synced, and becomes ``out``.
+    """Yield a directory beside ``out`` to fill; at the end it is synced and becomes ``out``.
 
-    names: of what is going to be in it; None: ``model*.safetensors``, and an index. size: bytes to
-    come. Raises ``MediumError``, and ``UsageError`` for something at ``out`` that has more in it,
-    or without ``force``; then ``out`` is as it was.
+    names: of the files to come; None: ``model*.safetensors``, and an index. size: bytes to come.
+    Raises ``MediumError``, and ``UsageError`` if ``out`` has other files, or exists, without
+    ``force``; then ``out`` does not change.
     """
     out = os.path.abspath(out)
     there = os.path.lexists(out)
@@ -66,7 +67,7 @@ def directory_in_place(
 
 @contextlib.contextmanager
 def _beside(out: str) -> Iterator[str]:
-    """Yield a path beside ``out``, and remove what is left there at the end."""
+    """Yield a path beside ``out``, and remove at the end whatever is left there."""
     directory, name = os.path.split(os.path.abspath(out))
     temporary = os.path.join(directory, hidden_name(name, f".{os.getpid()}.portus"))
     try:
@@ -87,7 +88,7 @@ def _refuse_there(out: str, force: bool) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Return when the names in a directory survive power loss."""
+    """Make the names in a directory durable."""
     if os.name == "posix":
         LocalFiles().sync(path)
 
@@ -105,7 +106,7 @@ def check_room(out: str, size: int) -> None:
 
 
 def _is_export(path: str, names: Collection[str] | None) -> bool:
-    """Return whether a directory holds nothing but what is made here."""
+    """Return whether a directory has only files that an export makes."""
     if not os.path.isdir(path) or os.path.islink(path):
         return False
     if names is not None:

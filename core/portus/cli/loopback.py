@@ -1,8 +1,8 @@
-"""Whether verbs do what they say on this machine: transfers from one queue pair to another of the
-same device, at places that no page begins at, and a look at every byte.
+"""A test of verbs on this machine: transfers from one queue pair to another of the same device, to
+and from places within pages, with every byte compared.
 
-Also with on-demand paging, where a device offers it: Portus never uses it, since Soft-RoCE puts
-such bytes at the wrong place within a page, and reports success.
+It also tests on-demand paging, if a device offers that. Portus never uses it: Soft-RoCE puts such
+bytes at the wrong place within a page, and reports success.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _ON_DEMAND: Final = "with on-demand paging"
 
 
 def loopback_findings() -> Iterator[MachineFinding]:
-    """Yield what each active port can, and whether its bytes arrive. Nothing without any."""
+    """Yield the limits of each active port, and whether its transfers are right. Yield nothing if
+    no port is active."""
     active = ports()
     if not active:
         return
@@ -56,9 +57,10 @@ def loopback_findings() -> Iterator[MachineFinding]:
 
 
 def count_misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
-    """Return how many of the transfers at ``PLACES`` left other bytes than they should have.
+    """Return how many of the transfers at ``PLACES`` left wrong bytes.
 
-    Each region has ``SIZE`` bytes of this process. writes: from near to far, else reads back."""
+    Each region has ``SIZE`` bytes of this process. writes: from near to far, else reads back.
+    """
     source, target = (near, far) if writes else (far, near)
     wrong = 0
     for number, (offset, length) in enumerate(PLACES):

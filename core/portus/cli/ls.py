@@ -17,10 +17,10 @@ from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.places.base import OpenPlace, StoredCheckpoint, Usage
 
 NEWEST: Final = 10
-"""Versions of a model that are listed, unless all are asked for."""
+"""Versions of a model to list, unless the user asks for all."""
 
 SHOWN: Final = 3
-"""Files of a training that are named."""
+"""Files of a training to name."""
 
 
 def command(
@@ -54,7 +54,7 @@ def command(
 
 
 def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) -> Json:
-    """Show a place; return it for machines. is_next: after others."""
+    """Show a place; return its JSON document. is_next: it follows another one."""
     skipped: dict[str, PortusError] = {}
     usage, found = place.usage(), place.list(skipped=skipped)
     models: dict[str, dict[str, Json]] = {
@@ -111,7 +111,8 @@ def _usage_text(usage: Usage) -> str:
 
 
 def _show_runs(place: Place, output: Output) -> list[Json]:
-    """Show the trainings that were here, and where their files are; return them for machines."""
+    """Show the trainings that saved here, and where their files are; return their JSON
+    documents."""
     found, failed = runs_in(directories_of(place))
     for error in failed:
         output.note(f"portus: skipped: {error_line(error)}")
@@ -127,8 +128,8 @@ def _show_runs(place: Place, output: Output) -> list[Json]:
 
 
 def _table(version: StoredCheckpoint, output: Output) -> FileTable | None:
-    """Return the files of a version. A damaged one has none, and it is said; nor has one that was
-    removed meanwhile."""
+    """Return the files of a version, or None if it is damaged, after a message, or was removed
+    meanwhile."""
     try:
         return version.table()
     except StaleError:

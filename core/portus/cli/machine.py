@@ -1,4 +1,5 @@
-"""What this machine has that Portus can use: media, libpmem, RDMA, GPUs. Only looks. No torch."""
+"""The facilities of this machine that Portus can use: media, libpmem, RDMA, GPUs. Changes nothing.
+No torch."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from portus.reach.media.pmem import processor
 from portus.reach.transport.cuda import Driver, driver
 
 _MODES: Final = {"dax": "devdax", "memory": "fsdax", "safe": "sector"}
-"""What the kernel calls the modes of a namespace, and ndctl."""
+"""The modes of a namespace: ndctl's name for each name of the kernel."""
 
 _FLUSHES: Final = ("clwb", "clflushopt", "clflush")
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFinding:
-    """One thing. ``advice``: what to do about it; empty if nothing."""
+    """A finding about the machine. ``advice``: the action to take; empty if none is needed."""
 
     topic: str
     name: str
@@ -38,13 +39,13 @@ class MachineFinding:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine below ``root``: another one than "/" for tests of what is read from files."""
+    """The machine below ``root``, which tests replace. ``cuda``: returns the driver."""
 
     root: Path = Path("/")
     cuda: Callable[[], Driver] = driver
 
     def findings(self) -> Iterator[MachineFinding]:
-        """Yield everything, topic by topic."""
+        """Yield all findings, topic by topic."""
         yield from self.dax_devices()
         yield from self.namespaces()
         yield self.libpmem()
@@ -68,7 +69,7 @@ class Machine:
             yield MachineFinding("DAX device", "-", "none: pools are in files")
 
     def namespaces(self) -> Iterator[MachineFinding]:
-        """Yield each NVDIMM namespace with something in it, and how far a store is safe."""
+        """Yield each NVDIMM namespace that is in use, with its persistence domain."""
         for region in _entries(self.root / "sys/bus/nd/devices", "region"):
             domain = _text(region / "persistence_domain") or "unknown"
             for place in _entries(region, "namespace"):
@@ -155,7 +156,7 @@ class Machine:
         yield MachineFinding("GPU", "memory", text, advice)
 
     def _why_no_dmabuf(self) -> str:
-        """Return "" if the memory of every GPU can be had as one."""
+        """Return why a GPU's memory cannot be exported as a dmabuf; "" if that of every GPU can."""
         try:
             found = self.cuda()
             count = found.count()
@@ -175,7 +176,7 @@ class Machine:
         return MachineFinding("copy helper", "-", text, advice)
 
     def shelves(self) -> MachineFinding:
-        """Return how a shelf finds what was changed in its views."""
+        """Return how a shelf detects changes in its views."""
         how, text = tells(), "reports which pages of an array were changed"
         if how is not WriteDetection.NOTHING:
             return MachineFinding("shelf", how.value, text)

@@ -1,4 +1,4 @@
-"""``portus mirror status|repair``: a mirror, beside the pool that it is of."""
+"""``portus mirror status|repair``: a mirror compared with its pool."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def repair(
 def _results(
     mirrors: Mirrors, model: str, local: _Versions, root: str
 ) -> Iterator[tuple[str, str, str, dict[str, Json]]]:
-    """Yield what became of each version of a model, and of each file of a run: its kind, the
-    result, its name, and what else is told of it."""
+    """Yield the result for each version of a model, and for each file of a run: its kind, the
+    result, its name, and more fields for the document."""
     mirror = mirrors.of(model)
     mirror.read()
     is_damaged = bool(mirror.damage)
     if is_damaged:
-        retry(partial(claim, mirror, "mirror repair"))  # the claim says anew what is known
+        retry(partial(claim, mirror, "mirror repair"))  # the claim writes all known facts again
         yield "log", "mended", f"{model}: its log", {"log": True}
     if mirrors.has_files:
         yield from _count_again(mirrors.files_of(model), root, is_damaged)
@@ -216,9 +216,9 @@ def _repair_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
 def _count_again(
     mirrored: MirroredFiles, root: str, is_damaged: bool
 ) -> Iterator[tuple[str, str, str, dict[str, Json]]]:
-    """Make objects count whose entry of the log is lost: those that are files of the run, and of a
-    directory only if all of its files are there. is_damaged: what is left over then is damage.
-    Yields as ``_results``."""
+    """Add log entries for objects that lost theirs, if they are files of the run. Files of a
+    directory count only if all of its files are there. is_damaged: objects without an entry are
+    damage then. Yields as ``_results``."""
     names = {
         each.name
         for each in mirrored.objects_without_entry()
@@ -255,7 +255,7 @@ def _recognize(
 
 def _others_beside(root: str, path: str, known: Container[str]) -> bool:
     """Return whether a directory of the run has files, beside the one at ``path``, that the mirror
-    has not: they may be of one checkpoint."""
+    lacks: they may belong to the same checkpoint."""
     top, below, _ = path.partition("/")
     for where, _, names in os.walk(os.path.join(root, top)) if below else ():
         for name in names:
@@ -266,7 +266,7 @@ def _others_beside(root: str, path: str, known: Container[str]) -> bool:
 
 
 def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None) -> None:
-    """Send a version from the pool, in the place of the damaged one if there is one."""
+    """Send a version from the pool, in place of the damaged one if there is one."""
     claim(mirror, "mirror repair")
     with found.open() as opened:
         assert isinstance(opened, OpenVersion)
@@ -290,7 +290,7 @@ def _address(url: str | None) -> StoreAddress:
 
 @contextlib.contextmanager
 def _local(pool: str | None) -> Iterator[_Versions]:
-    """Yield what the pools here have; nothing, if none was named and none is nearby."""
+    """Yield the versions in the pools here; none, if no pool was named and none is nearby."""
     if pool is None and Place.by_variable() is None and nearest(os.getcwd()) is None:
         yield {}
         return

@@ -1,4 +1,4 @@
-"""How commands declare their options, and those that several have."""
+"""Declarations of the options of commands, and the options that several commands have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flag(names: str, text: str) -> Any:
 
 
 def argument(name: str, text: str, default: object = ...) -> Any:
-    """Return an argument, by its name in the usage."""
+    """Return an argument; ``name`` is its name in the usage."""
     return Argument(default, metavar=name, help=text)
 
 
@@ -46,8 +46,9 @@ def group(text: str, *functions: Callable[..., None], kind: type[TyperGroup] = T
 
 
 def add_command(to: Typer, name: str, function: Callable[..., None]) -> None:
-    """Add a command: ``function`` prints to its parameter ``output``, and ``--json`` says how.
-    Without such a parameter it has no ``--json``. Its errors become exit codes."""
+    """Add a command whose ``function`` prints to its parameter ``output``, in the form that
+    ``--json`` chooses. Without such a parameter it has no ``--json``. Its errors become exit codes.
+    """
     signature = inspect.signature(function, eval_str=True)
     parameters = [each for name, each in signature.parameters.items() if name != "output"]
     has_output = len(parameters) < len(signature.parameters)

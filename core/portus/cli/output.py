@@ -1,4 +1,4 @@
-"""What all commands share: results on stdout, messages on stderr, errors as exit codes."""
+"""The output of all commands: results on stdout, messages on stderr, errors as exit codes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _CODES: Final[tuple[tuple[type[PortusError], int], ...]] = (
     (UsageError, USAGE),
     (MediumError, MEDIUM),
 )
-"""The first that fits: a ``BusyError`` is a ``MediumError`` too."""
+"""Exit codes of errors. The first match counts: a ``BusyError`` is a ``MediumError`` too."""
 
 _WIDE: Final = 1 << 16
-"""Columns of what no terminal will cut."""
+"""Columns of a table that no terminal will cut."""
 
 Row = tuple[str | int | None, ...]
 
@@ -61,7 +61,8 @@ Json = None | bool | int | float | str | Sequence["Json"] | dict[str, "Json"]
 
 
 class Output:
-    """Print what a command says: one document on stdout with ``as_json``, else text and tables.
+    """Prints the output of a command: one document on stdout with ``as_json``, else text and
+    tables.
 
     Messages and progress go to stderr, so that stdout can be piped. All text is made ``printable``
     here: anybody may have chosen the names of models, tensors and files. JSON is ASCII.
@@ -74,7 +75,7 @@ class Output:
         self._has_document = False
 
     def document(self, value: Json) -> None:
-        """Print the result for machines, once, if ``--json`` asked for it."""
+        """Print the JSON document of the result, once, if ``--json`` asked for it."""
         if self.as_json and not self._has_document:
             self._has_document = True
             _print(json.dumps(value, indent=2))
@@ -85,11 +86,11 @@ class Output:
             _print(printable(text))
 
     def note(self, text: str) -> None:
-        """Print a message."""
+        """Print a message on stderr."""
         print(printable(text), file=sys.stderr)
 
     def ask(self, question: str) -> bool:
-        """Return whether somebody at a terminal says yes; False where nobody can be asked."""
+        """Return whether a user at a terminal answers yes; False if there is no terminal."""
         if not sys.stdin.isatty():
             return False
         print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -121,8 +122,8 @@ class Output:
         _print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
     def skip(self, error: PortusError, what: str = "") -> dict[str, Json]:
-        """Say that an error ended a part of the command, which exits with its code if no other one
-        is higher; return the error for machines."""
+        """Report an error that ended a part of the command, which exits with its code if no other
+        one is higher; return the JSON document of the error."""
         self.code = max(self.code, exit_code(error))
         self.note(f"portus: {what}{error_line(error)}")
         return error_document(error)
@@ -157,7 +158,7 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Raise ``MediumError`` if the result cannot be written, as where the disk behind ``>>`` is
+    """Raise ``MediumError`` if the result cannot be written, as when the disk behind ``>>`` is
     full."""
     try:
         yield
@@ -170,14 +171,14 @@ def _writing() -> Iterator[None]:
 
 
 def _print_no_more() -> None:
-    """Discard what Python would write, and complain about, at exit."""
+    """Discard the output that Python would write, and complain about, at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def bar(title: str) -> Iterator[Progress]:
-    """Show bytes done of bytes to do on stderr, where that is a terminal."""
+    """Show the bytes done, of the bytes to do, on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -198,7 +199,8 @@ def bar(title: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show such a bar; yield a function that takes the bytes of each piece of ``total``."""
+    """Show a progress bar of ``total`` bytes; yield a function that takes the bytes of each
+    piece."""
     from portus.reach.places.base import adding
 
     with bar(title) as progress:
@@ -211,7 +213,7 @@ def exit_code(error: PortusError) -> int:
 
 
 def error_document(error: PortusError) -> dict[str, Json]:
-    """Return an error for machines."""
+    """Return the JSON document of an error."""
     return {
         "kind": type(error).__name__,
         "message": error_line(error),
@@ -220,7 +222,7 @@ def error_document(error: PortusError) -> dict[str, Json]:
 
 
 def fields(source: object, *names: str) -> dict[str, Json]:
-    """Return attributes for machines, by their names."""
+    """Return attributes of an object for a JSON document, by their names."""
     return {name: getattr(source, name) for name in names}
 
 

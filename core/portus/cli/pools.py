@@ -1,4 +1,4 @@
-"""The places that a command means, and how they are shown. No torch."""
+"""The places that a command works on, and their JSON documents. No torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from portus.reach.places.opening import Places, place_and_target, place_named, p
 def find_pool(
     pool: str | None, near: str | None = None, *, mirrors: bool = False, target: str | None = None
 ) -> Place:
-    """Return the place that is meant. mirrors: whether mirrors will do. target: what is looked for
-    there, for the error.
+    """Return the place of a command.
 
     That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory, or
-    in that of the file ``near``, or in one above it. Raises ``UsageError`` if there is none.
+    in that of the file ``near``, or in one above it. mirrors: whether a mirror is allowed. target:
+    what the command looks for there, for the error. Raises ``UsageError`` if there is no place.
     """
     named = Place.by_variable() if pool is None else place_named(pool, "--pool", mirrors=mirrors)
     if named is not None:
@@ -49,7 +49,7 @@ def only_place(place: str | None, pool: str | None) -> str | None:
 
 
 def refuse_pointer(place: Place) -> None:
-    """Raise ``UsageError`` where a checkpoint is named in place of a pool."""
+    """Raise ``UsageError`` if a checkpoint is named in place of a pool."""
     if pointer_at(place.path) is not None:
         raise UsageError(
             f"{place} is a pointer to a checkpoint in a pool; expected the pool. portus show "
@@ -58,7 +58,7 @@ def refuse_pointer(place: Place) -> None:
 
 
 def nearest(start: str) -> str | None:
-    """Return ``.portus`` in ``start`` or in a directory above it; None if there is none."""
+    """Return ``.portus`` in ``start`` or in the nearest directory above it, or None."""
     above = map(str, Path(start).parents)
     places = (os.path.join(each, DEFAULT_DIRECTORY) for each in (start, *above))
     return next(filter(os.path.isdir, places), None)
@@ -67,9 +67,8 @@ def nearest(start: str) -> str | None:
 def open_places(
     pool: str | None, target: str | None = None, *, whole: bool = False, mirrors: bool = True
 ) -> Places:
-    """Open the places in which ``target`` is looked for, or all is. whole, mirrors: whether
-    ``target`` may be the address of a place, and the place one of mirrors. Raises ``UsageError``.
-    """
+    """Open the places that may have ``target``, or all. whole: ``target`` may be the address of a
+    place. mirrors: the place may be one of mirrors. Raises ``UsageError``."""
     if target is not None:
         pool, target = place_and_target(target, pool, whole=whole)
     place = find_pool(pool, mirrors=mirrors, target=target)
@@ -77,7 +76,7 @@ def open_places(
 
 
 def version_document(info: VersionInfo) -> dict[str, Json]:
-    """Return a version for machines."""
+    """Return the JSON document of a version."""
     return {
         **fields(info, "model", "id", "commit", "step", "time_ns", "size", "inexact"),
         "token": info.token.hex(),
@@ -87,7 +86,7 @@ def version_document(info: VersionInfo) -> dict[str, Json]:
 
 
 def table_document(table: FileTable | None) -> dict[str, Json]:
-    """Return the fields that say, in a JSON document, of which files a version is."""
+    """Return the fields of a JSON document for the files of a version."""
     if table is None:
         return {"files": None, "directory": None}
     files: list[Json] = [{"name": each.name, "size": each.size} for each in table.files]

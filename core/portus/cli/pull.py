@@ -63,7 +63,7 @@ def command(
 
 
 def _address_and_model(url: str) -> tuple[StoreAddress, str | None]:
-    """Return where the mirrors are, and which one is meant; None: all."""
+    """Return the store of the mirrors, and the model that the URL names, or None for all."""
     address = parse(url, "MIRROR")
     with Mirrors(address) as mirrors:
         if mirrors.models():

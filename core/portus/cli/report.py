@@ -1,4 +1,4 @@
-"""``portus report [RUN]``: where the time of a training went, and what each restart lost."""
+"""``portus report [RUN]``: where the time of a training went, and how much each restart lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from portus.cli.training import (
 from portus.companions.cadence.bound import WHY
 
 WIDTH: Final = 48
-"""Characters of a bar."""
+"""Characters of a full bar."""
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
@@ -56,7 +56,7 @@ def command(
 
 
 def document(seen: JournaledRun) -> dict[str, Json]:
-    """Return the report for machines."""
+    """Return the JSON document of the report."""
     its = seen.account
     return {
         "run": seen.name,
@@ -146,7 +146,7 @@ def _show_course(
 
 
 def bar(value: float, whole: float) -> tuple[str, str]:
-    """Return a bar as long as the share is, and the share."""
+    """Return a bar of the length of a share, and the share as text."""
     share = value / whole if whole else 0.0
     eighths = round(8 * WIDTH * min(1.0, share))
     drawn = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
@@ -154,7 +154,8 @@ def bar(value: float, whole: float) -> tuple[str, str]:
 
 
 def sparks(sessions: Sequence[Sequence[float]]) -> str:
-    """Return values as heights, with a gap between sessions; of many, the highest of each few."""
+    """Return values as heights, with a gap between sessions. Many values are reduced to the highest
+    of each few."""
     total = sum(map(len, sessions))
     if len(sessions) > WIDTH // 4:
         sessions = [[value for session in sessions for value in session]]

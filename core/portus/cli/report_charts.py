@@ -1,4 +1,4 @@
-"""The lines that a report draws, for a browser and as a picture."""
+"""The charts of a report, for a browser and as a picture."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from portus.cli import words
 from portus.companions.journal.account import Account, Placed, PlacedLine
 
 POINTS_MAX: Final = 1500
-"""Points of a line; of more, the highest of each few."""
+"""Points of a line, at most; more are reduced to the highest of each few."""
 
 Point = tuple[float, float]
-"""A moment, in seconds, and a value."""
+"""A time, in seconds, and a value."""
 
 Value = TypeVar("Value")
 
@@ -31,8 +31,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over the time of a run. ``key``: what each color is. ``note``: a sentence under them,
-    or in their place. ``is_seconds``: values are seconds, else steps."""
+    """Lines over the time of a run. ``key``: the meaning of each color. ``note``: a sentence under
+    the lines, or in their place. ``is_seconds``: values are seconds, else steps."""
 
     title: str
     lines: Sequence[Line]
@@ -46,7 +46,7 @@ class Chart:
 
 
 def course_chart(its: Account) -> Chart:
-    """Return steps over time, in red where a restart resumed from an older place."""
+    """Return the chart of steps over time, with lost steps in red."""
     lines = []
     top = float(max([1, *(each.end for each in its.sessions)]))
     for spell in its.sessions:
@@ -67,7 +67,7 @@ def course_chart(its: Account) -> Chart:
 
 
 def saves_chart(its: Account) -> Chart:
-    """Return how long each save took, and blocked training."""
+    """Return the chart of the time of each save, and of how long it blocked training."""
     title, lines = "What a save took", []
     if not its.saves:
         return Chart(title, (), note="no version was committed")
@@ -83,7 +83,7 @@ def saves_chart(its: Account) -> Chart:
 
 
 def steps_chart(its: Account) -> Chart:
-    """Return the steps between saves, as stairs."""
+    """Return the chart of the steps between saves, as stairs."""
     lines = []
     for points in intervals(its):
         stairs: list[Point] = []
@@ -113,7 +113,7 @@ def intervals(its: Account) -> list[list[Point]]:
 
 
 def by_session(placed: Iterable[PlacedLine[Placed]]) -> list[list[PlacedLine[Placed]]]:
-    """Return what belongs to each session: nothing is drawn from one to the next."""
+    """Return the lines of each session, so that no curve connects two sessions."""
     found: dict[str, list[PlacedLine[Placed]]] = {}
     for each in placed:
         found.setdefault(each.line.session, []).append(each)
@@ -121,7 +121,7 @@ def by_session(placed: Iterable[PlacedLine[Placed]]) -> list[list[PlacedLine[Pla
 
 
 def cut(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
-    """Return the values in at most ``most`` parts of about equal length, none of them empty."""
+    """Return the values in at most ``most`` parts of about equal length; no part is empty."""
     count = min(most, len(values))
     bounds = [len(values) * n // count for n in range(count + 1)] if count else []
     return [values[a:b] for a, b in itertools.pairwise(bounds)]

@@ -1,7 +1,7 @@
-"""``portus report --html``: one page for a browser, which needs nothing but itself.
+"""``portus report --html``: one page for a browser, which is self-contained.
 
-Lines are SVG that stretches to the page; all text is HTML, so that it stays readable on a narrow
-one. No script, no font, no address of anything else: the page says so in its own policy.
+Lines are SVG that stretches to the page. All text is HTML, to stay readable on a narrow page. There
+is no script, no font, and no link to other files, as the policy of the page states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from portus.companions.cadence.bound import WHY
 from portus.companions.journal.account import Account
 
 ROWS_MAX: Final = 50
-"""Rows of a table, the newest; all are in the data at the end of the page."""
+"""Rows of a table, the newest; the data at the end of the page has all of them."""
 
 _WIDTH: Final = 1000.0
 _HEIGHT: Final = 300.0
@@ -67,7 +67,7 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 
 
 def page(seen: JournaledRun, made: dict[str, Json]) -> str:
-    """Return the whole page. made: the document for machines, which is at its end."""
+    """Return the whole page. made: the JSON document, which is put at its end."""
     its = seen.account
     title = html.escape(f"{seen.title}: goodput {its.goodput:.1%}")
     pairs = [(html.escape(name), html.escape(text)) for name, text in summary(seen)]

@@ -21,7 +21,7 @@ _UNITS: Final = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("sec
 
 
 def picture(seen: JournaledRun) -> bytes:
-    """Return a PNG. Raises ``ModuleNotFoundError`` without matplotlib."""
+    """Return the report as a PNG. Raise ``ModuleNotFoundError`` without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

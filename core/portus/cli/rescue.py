@@ -1,4 +1,4 @@
-"""``portus rescue``: what a damaged pool file still holds, and a pool of it again."""
+"""``portus rescue``: the versions that a damaged pool file still holds, and a new pool of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FILES = LocalFiles()
 
 @dataclass(frozen=True, slots=True)
 class _FoundVersion:
-    """A version that was found. ``listed``: a root leads to it."""
+    """A version that was found. ``listed``: a root reaches it."""
 
     found: RecoverableVersion
     whole: bool
@@ -37,7 +37,7 @@ class _FoundVersion:
 
     @property
     def info(self) -> VersionInfo:
-        """The version as its record says."""
+        """The version, by its record."""
         return self.found.record.info
 
 
@@ -86,7 +86,7 @@ def _file(place: str) -> str:
     if path.local_path is None:
         raise UsageError(f"{path}: run this on the storage host, on the pool file that it serves")
     if os.path.exists(path.path) and not os.path.isdir(path.path):
-        return path.path  # not the generations of its run: each is one pool
+        return path.path  # not the other pools of its run: each is a pool of its own
     files = [each.path for each in pools_at(path)]
     if len(files) != 1:
         raise UsageError(
@@ -146,15 +146,15 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
 
 
 def _in_place(path: str) -> str:
-    """Repair the pool file at ``path``, and return ``path``. If its writer can read the file, it
-    repairs a slot or a superblock; otherwise the pool is rebuilt from the versions found whole."""
+    """Repair the pool file at ``path``, and return ``path``. If the file can be opened for writing,
+    that repairs a slot or a superblock; otherwise the pool is rebuilt from its intact versions."""
     with contextlib.ExitStack() as stack:
         locks = stack.enter_context(contextlib.closing(lock(path, _FILES)))
         medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))
         try:
             PoolWriter(medium, locks)
         except CorruptionError:
-            # Looked at once more: it may have been mended, and saved to, before we had the lock.
+            # Searched again: it may have been repaired, and saved to, before we had the lock.
             whole = [each.found for each in _look(path, medium) if each.whole]
             rebuild(medium, _some(path, medium, whole))
     return path

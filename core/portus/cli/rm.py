@@ -60,7 +60,8 @@ def command(
 
 
 def _remove_pointer(path: str, output: Output) -> list[Json]:
-    """Remove a pointer, and its version if it was the last one; return that for machines."""
+    """Remove a pointer, and its version if it was the last one; return the version's JSON
+    document."""
 
     def use(reader: PoolReader, entry: VersionEntry, said: Reference) -> tuple[Place, VersionInfo]:
         return Place.parse(reader.medium.info.name), entry.info
@@ -80,7 +81,7 @@ def _remove_pointer(path: str, output: Output) -> list[Json]:
 def _remove_versions(
     target: str, pool: str | None, yes: bool, force: bool, keep: Keep | None, output: Output
 ) -> list[Json]:
-    """Remove versions, and their pointers; return the versions for machines."""
+    """Remove versions, and their pointers; return the JSON documents of the versions."""
     with open_places(pool, target) as places:
         found = places.select()
         name = places.target
@@ -115,7 +116,7 @@ def _remove_versions(
 
 
 def _refuse_linked(places: Places, found: Sequence[StoredCheckpoint]) -> None:
-    """Raise ``UsageError`` for a file that a link leads to which stays."""
+    """Raise ``UsageError`` for a file that a remaining link refers to."""
     paths = {each.path for each in found if each.path}
     for each in places.list(found[0].info.model) if paths else ():
         led = os.path.normpath(os.path.join(os.path.dirname(each.path), each.leads_to))
@@ -124,9 +125,8 @@ def _refuse_linked(places: Places, found: Sequence[StoredCheckpoint]) -> None:
 
 
 def _remove(places: Places, found: Sequence[StoredCheckpoint]) -> int:
-    """Remove these checkpoints, and their pointers first; return how many pointers. Nothing is
-    removed, with an error, if one is not there any more: all places are locked before that is
-    checked."""
+    """Remove these checkpoints, and their pointers first; return how many pointers. Remove nothing
+    and raise if one does not exist any more: all places are locked before that check."""
     with contextlib.ExitStack() as stack:
         acts = [
             stack.enter_context(place.removal(chosen))

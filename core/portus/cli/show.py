@@ -108,7 +108,7 @@ def _identity(found: StoredCheckpoint) -> dict[str, Json]:
 
 
 def _show_file(name: str, file: OpenFile, output: Output) -> dict[str, Json]:
-    """Show a file of a version; of one of a sharded checkpoint nothing but its size."""
+    """Show a file of a version; for a file of a sharded checkpoint only its size."""
     from portus.reach.leaving.outline import outline_in  # and torch with it
 
     output.line()
@@ -122,7 +122,7 @@ def _show_file(name: str, file: OpenFile, output: Output) -> dict[str, Json]:
 def _show_leaves(
     reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
 ) -> dict[str, Json]:
-    """Show what is in a version of a shelf, or of tables."""
+    """Show the contents of a version of a shelf, or of tables."""
     from portus.reach.leaving.outline import FileOutline, OutlinedTensor, value_text  # torch, too
     from portus.reach.pools.restore import contents_of
 

@@ -1,4 +1,4 @@
-"""The training that a report is about, and the facts that the report shows."""
+"""The training that a report covers, and the facts that the report shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from portus.reach.places.opening import journals_of
 from portus.reach.protocol.address import is_address
 
 RESTARTS_MAX: Final = 20
-"""Rows that are shown to people; all are in the document."""
+"""Restarts to show in the text; the JSON document has all of them."""
 
 WHERE: Final = {
     "kept": "steps that are kept",
@@ -32,13 +32,13 @@ WHERE: Final = {
     "down": "nothing ran",
     "other": "all else",
 }
-"""The parts of the time, and what they are called."""
+"""The parts of the time, and their titles."""
 
 
 @dataclass(frozen=True, slots=True)
 class JournaledRun:
-    """A run and what its journals say. ``written_bytes``: what its saves stored; ``shared_bytes``:
-    what they found in an older version."""
+    """A run and its journals. ``written_bytes``: bytes that its saves stored; ``shared_bytes``:
+    bytes that they found in an older version."""
 
     name: str
     journals: tuple[FoundJournal, ...]
@@ -48,8 +48,8 @@ class JournaledRun:
 
     @property
     def title(self) -> str:
-        """The directory of its checkpoints, with the project's, where the name was made of that;
-        else its name."""
+        """The directory of the run's checkpoints, with the project's, if the run was named after
+        it; else the name of the run."""
         within = os.path.dirname(os.path.dirname(os.path.abspath(self.journals[0].path)))
         root = os.path.dirname(within)
         is_path = os.path.isdir(os.path.join(root, self.name))
@@ -60,14 +60,15 @@ class JournaledRun:
 
     @property
     def is_running(self) -> bool:
-        """True if its newest session runs now, on this machine."""
+        """True if the newest session of the run is active on this machine."""
         newest = self.account.sessions[-1].session.begun.session
         return any(newest in each.running for each in self.journals)
 
 
 def training_of(run: str | None, pool: str | None, output: Output) -> JournaledRun:
-    """Return the training that ``run`` means; None: the only one there is. Says what cannot be read
-    beside it. Raises ``UsageError`` if there is none, or several, and what reading raises."""
+    """Return the training that ``run`` names; None: the only one there is. Reports other journals
+    that cannot be read. Raises ``UsageError`` if there is none, or several, and what reading
+    raises."""
     directories, where, name, path = _find_journals(run, pool)
     found, failed = runs_in(directories)
     chosen = _choose_runs(name, path, found)
@@ -102,7 +103,7 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
 def runs_in(
     directories: Iterable[str],
 ) -> tuple[dict[str, list[FoundJournal]], list[PortusError]]:
-    """Return the journals of each run in these directories, and why others cannot be read."""
+    """Return the journals of each run in these directories, and the errors of unreadable ones."""
     found: dict[str, list[FoundJournal]] = {}
     failed: list[PortusError] = []
     for directory in directories:
@@ -119,11 +120,11 @@ def runs_in(
 def _find_journals(
     run: str | None, pool: str | None
 ) -> tuple[Sequence[str], str, str | None, str | None]:
-    """Return the directories of journals in which ``run`` is looked for, what to call their place,
-    and the name that it is, or the path of its checkpoints, if it may be one.
+    """Return the directories of journals to search for ``run``, the name of their place for
+    messages, and the name of the run, or the path of its checkpoints, if it may be one.
 
-    It is a name, a checkpoint, a directory, or a place of pools; what is there counts before a
-    name, unless a pool is named.
+    ``run`` is a name, a checkpoint, a directory, or a place of pools. An existing file or directory
+    counts before a name, unless a pool is named.
     """
     name = path = None
     if run is None or is_address(run):
@@ -149,7 +150,7 @@ def _find_journals(
 def _choose_runs(
     name: str | None, path: str | None, found: dict[str, list[FoundJournal]]
 ) -> Collection[str]:
-    """Return the runs that are meant: by name, else by their files, else all."""
+    """Return the runs that match: by name, else by their files, else all."""
     if name in found:
         return [name]
     if path is None:
@@ -168,7 +169,7 @@ def _choose_runs(
 
 
 def _files(journals: Iterable[FoundJournal]) -> set[str]:
-    """Return where the checkpoints of a run were put, without symbolic links."""
+    """Return the paths to which the checkpoints of a run were saved, without symbolic links."""
     return {
         os.path.realpath(os.path.join(os.path.dirname(each.path), line.file))
         for each in journals
@@ -178,7 +179,7 @@ def _files(journals: Iterable[FoundJournal]) -> set[str]:
 
 
 def files_of(journals: Iterable[FoundJournal]) -> list[str]:
-    """Return the checkpoints of a run that are where they were put."""
+    """Return the checkpoints of a run that are still where they were saved."""
     return sorted(path for path in _files(journals) if os.path.exists(path))
 
 
@@ -187,7 +188,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _is_pool(path: str) -> bool:
-    """Return whether a pool, and not a checkpoint, is at ``path``."""
+    """Return whether a pool is at ``path``, and not a checkpoint."""
     is_pool = path.endswith(SUFFIX) or is_device(path) or names_in(journal_directory(path)) != []
     return is_pool and not os.path.isdir(path)
 
@@ -214,7 +215,7 @@ def parts(its: Account) -> list[tuple[str, float]]:
 
 
 def state_text(seen: JournaledRun) -> str:
-    """Return whether a run is active, and when it was seen last."""
+    """Return whether a run is active, and when it was last active."""
     its = seen.account
     last = its.sessions[-1].session
     time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)

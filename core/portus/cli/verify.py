@@ -1,4 +1,4 @@
-"""``portus verify [MODEL[@STEP]]``: every rule of the format, every byte."""
+"""``portus verify [MODEL[@STEP]]``: a check of every rule of the format, and of every byte."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(output: Output, target: Text = OPTIONAL_TARGET, pool: Text = POOL_OR
 
 
 def run_checks(places: Places, output: Output, *, bytes_per_s: int | None = None) -> None:
-    """Verify what the target of ``places`` names, or all. bytes_per_s: scrub."""
+    """Verify the target of ``places``, or all. bytes_per_s: a limit of the rate, for a scrub."""
     pace = CheckPace(bytes_per_s=bytes_per_s, tell=lambda text: output.note(f"portus: {text}"))
     done: list[_CheckResult] = []
     for check in _checks(places, pace):
@@ -72,7 +72,7 @@ def _checks(places: Places, pace: CheckPace) -> Iterator[Check]:
 
 @dataclass(frozen=True, slots=True)
 class _CheckResult:
-    """What a check found, why it could not be ended, and how long it took."""
+    """The findings of a check, the error that ended it, if any, and how long it took."""
 
     check: Check
     verdict: Verdict
@@ -81,7 +81,7 @@ class _CheckResult:
 
     @classmethod
     def of(cls, check: Check) -> _CheckResult:
-        """Run a check."""
+        """Run a check and return its result."""
         verdict, start, error = Verdict(check.path), time.monotonic(), None
         try:
             with bar(check.title) as advance:
@@ -97,7 +97,7 @@ class _CheckResult:
 
     @property
     def code(self) -> int:
-        """Return the exit code that it calls for."""
+        """The exit code for the result."""
         if self.error is not None:
             return exit_code(self.error)
         severities = {finding.severity for finding in self.verdict.findings}
@@ -106,7 +106,7 @@ class _CheckResult:
         return MEND if Severity.MEND in severities else 0
 
     def show(self, output: Output) -> None:
-        """Say it to people."""
+        """Print the result."""
         check, verdict = self.check, self.verdict
         path = check.path if check.file is None else words.path(check.path)
         if self.error is not None:
@@ -132,7 +132,7 @@ class _CheckResult:
         )
 
     def document(self) -> dict[str, Json]:
-        """Return it for machines."""
+        """Return the JSON document of the result."""
         found: dict[str, Json] = {
             "healthy": self.code == 0,
             "seconds": round(self.passed_s, 3),
