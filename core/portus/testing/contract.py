@@ -439,7 +439,7 @@ def load(medium: Medium, offset: int, length: int) -> bytes:
 def assert_raises(
     error: type[Exception], *calls: Callable[[], object], match: str | None = None
 ) -> None:
-    """Assert that each of ``calls`` raises ``error``, with a text that has ``match``."""
+    """Assert that each of ``calls`` raises ``error``, with a message that matches ``match``."""
     for call in calls:
         with pytest.raises(error, match=match):
             call()

@@ -1,8 +1,8 @@
 """A file that stands in for a DAX device, for a process whose machine has none.
 
-What is different about a pool on a device (how it is made, where its links are, what has no
-successor) then runs on any machine, through the medium of real devices. It does not show how the
-lines of a device are written back.
+The code that is special to a pool on a device (how it is made, where its links are) then runs on
+any machine, through the medium of real devices. It does not show how a device writes lines of the
+cache back.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ _MORE: Final = ("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns"
 
 
 class CoherentProcessor:
-    """Writes nothing back: who maps a file sees what others stored to it."""
+    """A processor without caches to write back: every process that maps a file sees all stores to
+    it."""
 
     def flush(self, address: int, length: int) -> None:
-        """Do nothing: others see a store at once."""
+        """Do nothing: other processes see a store immediately."""
 
     def drain(self) -> None:
         """Do nothing."""
 
 
 def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
-    """Make ``file`` look like a DAX device to this process and its forked children, by what stat(2)
-    and /sys say, until ``patch`` is undone. It is mapped and locked as it is.
+    """Make ``file`` look like a DAX device to this process and its forked children, in stat(2) and
+    /sys, until ``patch`` is undone. It is mapped and locked like the file that it is.
 
     facts: a directory for what /sys says, which may be there from an earlier call.
     """
@@ -57,7 +58,7 @@ def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def _tell(facts: str, size: int) -> None:
-    """What /sys has of a device of an NVDIMM namespace."""
+    """Write the files that /sys has for a device of an NVDIMM namespace."""
     home = Path(facts, "ndbus0", "dax9.0")
     if home.exists():
         return

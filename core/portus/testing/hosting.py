@@ -33,7 +33,7 @@ def serving(
 ) -> Iterator[Server]:
     """Run a server in this process, on a free port of loopback if no address is given.
 
-    mirrors: where its pools are copied to, and what it begins with.
+    mirrors: the mirrors of its pools, which also fill them at the start.
     replica: the address of the host that it copies to.
     """
     known = Secrets(None if secrets is None else {each: (secrets[each],) for each in secrets})

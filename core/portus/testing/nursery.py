@@ -34,10 +34,10 @@ Say = Callable[[str], None]
 """Writes one line; it has left the process when this returns."""
 
 ANSWER_S_MAX = 60.0
-"""A child that neither says anything nor ends for this long hangs."""
+"""Seconds after which a child that neither says anything nor ends counts as hanging."""
 
 _TOLD_S_MAX = 10.0
-"""How long a process may take to write the stacks of its threads."""
+"""Seconds that a process may take to write the stacks of its threads."""
 
 _HERE = os.getcwd()
 """The working directory of nurseries: a test may have changed its own."""

@@ -31,7 +31,7 @@ _LENGTHS: Final = (8200, 4096, 0, 13)
 """Bytes of the storages of a file: some pages, a page, nothing, and a few."""
 
 _BIG: Final = "big-"
-"""Begins the name of a file whose first storage has more than a unit."""
+"""The prefix of the name of a file whose first storage has more than a unit."""
 
 Storage = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Tensors = Mapping[str, Storage]
@@ -42,7 +42,7 @@ class PlaceContract(abc.ABC):
     """Tests of an ``OpenPlace``. Each test gets its own instance of the subclass, and a place of
     its own where nothing was saved.
 
-    abilities: what the place is to say of itself.
+    abilities: those that the place must report.
     """
 
     abilities: Abilities
@@ -51,7 +51,7 @@ class PlaceContract(abc.ABC):
     def save(self, files: Mapping[str, Tensors], step: int, ready: Callable[[], None]) -> None:
         """Save safetensors files to the place of this test, as one checkpoint of ``MODEL``, and
         return when they are there. files: by their names. ready: called before they become visible;
-        what it raises forbids that, and is raised."""
+        an error that it raises prevents that, and is raised."""
 
     @abc.abstractmethod
     def open(self) -> OpenPlace:
@@ -211,7 +211,7 @@ def tensors_of(name: str) -> Tensors:
 
 
 def assemble(tensors: Tensors) -> bytes:
-    """Return the bytes of a file, put together here."""
+    """Return the bytes of a file, assembled here."""
     named = [NamedTensor(name, "U8", (len(each),), len(each)) for name, each in tensors.items()]
     image = safetensors_image(named, {})
     data = bytearray(image.size)
