@@ -17,7 +17,7 @@ _NAMES_DEPTH_MAX: Final = 16
 
 
 class ArrayShape(msgspec.Struct, frozen=True):
-    """All of an array but its bytes. ``fortran``: the first index moves fastest."""
+    """The facts of an array, without its bytes. ``fortran``: the first index moves fastest."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -35,7 +35,8 @@ class ArrayShape(msgspec.Struct, frozen=True):
 
 
 def array_over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, Any]:
-    """The array whose bytes are ``data``; it uses that memory. Raises ``CorruptionError``."""
+    """Return the array over the memory of ``data``. Raise ``CorruptionError`` if its size is
+    wrong."""
     if len(data) != shape.size:
         raise CorruptionError(f"array needs {shape.size} bytes, found {len(data)}")
     return _over(shape, data)
@@ -49,7 +50,8 @@ def _over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, An
 
 
 def dtype_node(dtype: np.dtype[Any]) -> object:
-    """``dtype`` as JSON: a string, or a list of fields. Raises ``UsageError``."""
+    """Return ``dtype`` as JSON: a string, or a list of fields. Raise ``UsageError`` if it cannot be
+    saved."""
     if dtype.hasobject:
         raise UsageError(
             "numpy arrays of Python objects cannot be saved; convert it to a list or to a "
@@ -67,7 +69,7 @@ def dtype_node(dtype: np.dtype[Any]) -> object:
 
 
 def read_dtype(node: object) -> np.dtype[Any]:
-    """The opposite of ``dtype_node``. Raises ``CorruptionError``."""
+    """Return the dtype of JSON from ``dtype_node``. Raise ``CorruptionError`` if it is none."""
     try:
         dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(_description(node, 0))
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -86,7 +88,7 @@ def _lists(description: object) -> object:
 
 
 def _description(node: object, depth: int) -> Any:
-    """What numpy takes. Only strings of the plain kind get through to its parser."""
+    """Return a description for numpy. Only strings of the plain kind reach its parser."""
     if isinstance(node, str) and _PLAIN.fullmatch(node):
         return node
     if isinstance(node, list) and depth < _NAMES_DEPTH_MAX:
@@ -101,7 +103,8 @@ def _field(node: object, depth: int) -> tuple[Any, ...]:
 
 
 def read_sizes(node: Sequence[object]) -> tuple[int, ...]:
-    """The sizes of a tensor or an array from JSON. Raises ``CorruptionError``."""
+    """Return the sizes of a tensor or an array from JSON. Raise ``CorruptionError`` if they are
+    none."""
     sizes = tuple(size for size in node if type(size) is int and 0 <= size < 1 << 63)
     if len(sizes) != len(node):
         raise CorruptionError(f"not the sizes of a tensor or an array: {node!r:.80}")
@@ -109,7 +112,7 @@ def read_sizes(node: Sequence[object]) -> tuple[int, ...]:
 
 
 def read_shape(dtype: object, shape: Sequence[object], fortran: object) -> ArrayShape:
-    """An ``ArrayShape`` from JSON. Raises ``CorruptionError``."""
+    """Return an ``ArrayShape`` from JSON. Raise ``CorruptionError`` if it is none."""
     sizes = read_sizes(shape)
     if len(sizes) > 32 or not isinstance(fortran, bool):
         raise CorruptionError(f"not the shape of an array: {shape!r:.80}, {fortran!r:.20}")

@@ -1,5 +1,5 @@
-"""The contents of a shelf, read: its containers and values, and where its arrays are. Plain JSON,
-in which what JSON lacks is an object with one key, the tag: see ``docs/format.md``.
+"""The decoder of a shelf's contents: its containers and values, and the places of its arrays. They
+are plain JSON. A value that JSON lacks is an object with one key, the tag: see ``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.format.arrays import ArrayShape, read_shape, read_sizes
 
 DEPTH_MAX: Final = 90
-"""Containers inside each other."""
+"""Containers inside each other, at most."""
 
 
 class StoredArray(msgspec.Struct, frozen=True):
@@ -37,14 +37,14 @@ class StoredArray(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the array."""
         if self.shape is not None:
             return self.shape.size
         assert self.dtype is not None
         return ITEM_SIZES[self.dtype] * math.prod(self.sizes)
 
     def raw(self, name: str) -> TensorSpec:
-        """A tensor as it is, and an array as its bytes."""
+        """Return the spec of a tensor as it is, and of an array as its bytes."""
         if self.dtype is None:
             return TensorSpec(name, "uint8", (self.size,), (1,), self.storage, 0)
         return self.spec(name, self.dtype)
@@ -57,14 +57,14 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 Make = Callable[[StoredArray], object]
-"""Makes what stands for a tensor or an array."""
+"""A function that makes the object for a tensor or an array."""
 
 _FLOATS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def decode(contents: bytes | memoryview, make: Make = lambda array: array) -> dict[str, Any]:
-    """The items of a shelf by their names. Raises ``CorruptionError`` for contents that are no
-    shelf's, ``UsageError`` for those of a newer Portus."""
+    """Return the items of a shelf by their names. Raise ``CorruptionError`` for contents that are
+    not those of a shelf, ``UsageError`` for those of a newer Portus."""
     try:
         refuse_deep(contents)
         items = _item(msgspec.json.decode(contents), make, "", 0)

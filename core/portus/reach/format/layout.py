@@ -43,11 +43,11 @@ LOGS: Final = 1
 its log was empty."""
 
 BUNCHES: Final = 2
-"""An incompat bit: entries of logs may have bunches. An old program would pass over them."""
+"""An incompat bit: entries of logs may have bunches. An old program would skip them."""
 
 IN_PLACE: Final = 4
 """An incompat bit: storages of a version with a log may be changed in place. An old program would
-take them for damaged, and roll nothing back."""
+report them as damaged, and undo nothing."""
 
 COMPAT_KNOWN: Final = COPIES | MARKS | METRICS
 READ_ONLY_COMPAT_KNOWN: Final = 0
@@ -62,15 +62,15 @@ INEXACT: Final = 1
 """A flag of an entry of a model index."""
 
 WITH_NEXT: Final = 1
-"""A flag of a log entry: it belongs to the commit after the one that it stands on."""
+"""A flag of a log entry: it belongs to the commit after the one on which it is based."""
 
 UNDO: Final = 2
-"""A flag of a log entry: it has what was in storages before they were changed in place, and counts
-as long as no entry without the flag is behind it."""
+"""A flag of a log entry: it has bytes of storages before they were changed in place, and counts as
+long as no entry without the flag comes after it."""
 
 
 class RecordKind(enum.IntEnum):
-    """What a record is. A writer that meets a kind it does not know refuses to write."""
+    """The kind of a record. A writer that meets an unknown kind refuses to write."""
 
     MODEL_TABLE = 1
     MODEL_INDEX = 2

@@ -1,4 +1,4 @@
-"""The pointer: a small file that torch can load, and that leads to a version in a pool.
+"""The pointer: a small file that torch can load, and that refers to a version in a pool.
 
 It is a real torch file (a zip archive, nothing compressed, about 1.5 KiB)::
 
@@ -32,19 +32,19 @@ PART_MAX: Final = 255
 """Characters of the name of a file."""
 
 FORMAT: Final = 4
-"""1 to 3 were never released."""
+"""The newest format. Formats 1 to 3 were never released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a pointer says.
+    """The contents of a pointer.
 
     ``id``, ``token`` and ``pool`` are 32 lower-case hex digits. ``id`` is the pointer's own.
-    ``token`` names the version that it leads to, ``part`` the file in that, and ``files`` says how
-    many the version has. ``pool`` is the
-    pool's identity, ``pool_path`` its absolute path, or its address, and ``pool_relative`` its path
-    from the directory of the pointer (POSIX slashes). ``written_path`` is where the pointer was
-    put, absolute; ``written_ns`` is Unix time in nanoseconds.
+    ``token`` names the version that it refers to, ``part`` the file in that, and ``files`` is the
+    number of files of the version. ``pool`` is the pool's identity, ``pool_path`` its absolute
+    path, or its address, and ``pool_relative`` its path from the directory of the pointer (POSIX
+    slashes). ``written_path`` is the absolute path where the pointer was put; ``written_ns`` is
+    Unix time in nanoseconds.
 
     Raises ``UsageError`` for fields that cannot be stored.
     """
@@ -73,14 +73,15 @@ class Reference:
 
 
 def encode(reference: Reference) -> bytes:
-    """The bytes of the file that says ``reference``; equal references give equal bytes."""
+    """Return the bytes of the pointer file for ``reference``; equal references give equal bytes."""
     data = _archive(_text(reference))
     assert len(data) <= POINTER_MAX  # the limits of the fields see to it
     return data
 
 
 def decode(data: bytes) -> Reference | None:
-    """What the file with the bytes ``data`` (all of them) says; None if it is no pointer.
+    """Return the reference of a file with the bytes ``data`` (all of them), or None if it is no
+    pointer.
 
     Raises ``CorruptionError`` for a damaged pointer and ``UsageError`` for one that a newer
     Portus wrote.
@@ -95,7 +96,7 @@ def decode(data: bytes) -> Reference | None:
 
 
 def decode_text(text: str) -> Reference:
-    """What the string in a pointer says. Raises as ``decode`` does."""
+    """Return the reference of the string in a pointer. Raise as ``decode``."""
     body = text[2 * DIGEST_SIZE :]
     if not body.isascii() or digest(body.encode()).hex() != text[: 2 * DIGEST_SIZE]:
         raise CorruptionError("pointer: the checksum of its text does not match")
@@ -177,7 +178,8 @@ _TEXT_START: Final = _PICKLE_START + len(_PROTO) + len(HEAD_MARK) + len(_UNICODE
 
 
 def _find_text(data: bytes) -> str:
-    """The string in the file; what is around it is checked by comparing the whole file."""
+    """Return the string in the file. The bytes around it are checked by comparing the whole
+    file."""
     (length,) = struct.unpack_from("<I", data.ljust(_TEXT_START, b"\0"), _TEXT_START - 4)
     raw = data[_TEXT_START : _TEXT_START + length]
     if len(raw) != length or not raw.isascii():

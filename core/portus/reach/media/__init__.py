@@ -1,1 +1,1 @@
-"""Media of pools, and who may store to them. Knows bytes, not tensors."""
+"""Media of pools, and the locks of their writers and readers. Knows bytes, not tensors."""

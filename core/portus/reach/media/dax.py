@@ -1,16 +1,16 @@
 """Persistent memory: ``DaxDevice`` on a DAX device, ``DaxFile`` on a file system with DAX.
 
-Theory. What is stored goes through a mapping, straight to the memory, but for what still is in
-caches of the processor. So ``persist`` writes back the lines of its ranges and waits. Both is done
-by the thread that calls it: a fence waits for what its own thread has flushed, no other. It need
-not know who stored (caches are coherent, also with a network card that wrote there), as long as
-who stores around the caches fences before it says so, which the C library and our helper do.
+Theory. A store goes through a mapping, straight to the memory, except for lines that are still in
+caches of the processor. So ``persist`` writes back the lines of its ranges and waits. One thread
+does both: a fence waits only for what its own thread has flushed. It does not matter who stored the
+bytes, since caches are coherent, also with a network card that wrote there. But code that stores
+around the caches must fence before it reports the store, as the C library and our helper do.
 
 Nothing here can tell the system to write something back: on a device, msync and fsync are errors.
 Where the whole file system must take part (a file without MAP_SYNC), the medium is ``MappedFile``.
 
-A DAX device has no size but that in /sys, cannot be read or written but by mapping it, and never
-grows. One that belongs to no NVDIMM namespace (a CXL memory expander, say) is volatile.
+A DAX device has no size except that in /sys, cannot be read or written except by mapping it, and
+never grows. One that belongs to no NVDIMM namespace (a CXL memory expander, say) is volatile.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SYS_DEVICES: Final = "/sys/dev/char"
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What the system says of a DAX device. ``size`` and ``alignment`` in bytes; ``volatile``:
-    it belongs to no NVDIMM namespace."""
+    """The system's facts about a DAX device. ``size`` and ``alignment`` in bytes; ``volatile``: it
+    belongs to no NVDIMM namespace."""
 
     path: str
     size: int
@@ -57,7 +57,7 @@ class DeviceFacts:
 def device_facts(path: str) -> DeviceFacts | None:
     """Return the facts of the device at ``path``; None if it is no DAX device. Opens no device.
 
-    Raises ``MediumError`` if the system does not tell.
+    Raises ``MediumError`` if the system does not report them.
     """
     try:
         status = os.stat(path)
@@ -81,7 +81,7 @@ def device_facts(path: str) -> DeviceFacts | None:
 
 
 def is_device(path: str) -> bool:
-    """True if ``path`` is a DAX device."""
+    """Return whether ``path`` is a DAX device."""
     return device_facts(path) is not None
 
 
@@ -89,7 +89,7 @@ class MappedSpace:
     """A device that is mapped into this process, and written back by its processor."""
 
     def __init__(self, facts: DeviceFacts, *, writable: bool, cpu: Processor) -> None:
-        """Raises ``MediumError``."""
+        """Map the device. Raise ``MediumError`` if that fails."""
         self.size: Final = facts.size
         self._cpu: Final = cpu
         try:
@@ -105,7 +105,8 @@ class MappedSpace:
 
     @property
     def start(self) -> int:
-        """The address of the first byte. ``UsageError`` when closed, and in a forked child."""
+        """The address of the first byte. Raises ``UsageError`` when closed, and in a forked
+        child."""
         return self._addresses.start
 
     def store(self, offset: int, data: memoryview) -> None:
@@ -121,7 +122,7 @@ class MappedSpace:
         self._cpu.drain()
 
     def close_but(self, kept: Sequence[Extent]) -> None:
-        """Let go of it, but have private copies of these bytes where they are."""
+        """Close the mapping, but leave private copies of the bytes ``kept`` at their addresses."""
         self._addresses.close_but(kept)
 
     def close(self) -> None:
@@ -142,8 +143,8 @@ class DaxDevice(AddressedMedium):
         self._mapped: Final = space
 
     def close_but(self, kept: Sequence[Extent]) -> None:
-        """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the
-        process ends: a private copy of the bytes is there.
+        """Close the medium, but keep the addresses of ``kept``, which begin at pages, valid until
+        the process ends: they get a private copy of the bytes.
 
         Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
         """
@@ -165,7 +166,8 @@ class DaxFile(MappedFile):
     def __init__(
         self, descriptor: Descriptor, file_system: FileSystemTraits, *, cpu: Processor | None = None
     ) -> None:
-        """Raises ``MediumError``, also where libpmem is missing; ``descriptor`` stays open."""
+        """Raise ``MediumError`` if mapping fails, or libpmem is missing; ``descriptor`` stays
+        open."""
         self._cpu: Final = cpu or processor()
         file_system = replace(file_system, early=False)  # nothing is written back by the system
         super().__init__(descriptor, file_system, sync=self._nothing_to_sync)
@@ -176,7 +178,7 @@ class DaxFile(MappedFile):
         return MediumInfo(self.kind, self.path, WORD, self._file_system.volatile, True)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Store through the mapping: what pwrite changes of the file system would need a sync."""
+        """Store through the mapping: pwrite may change the file system, which would need a sync."""
         self._check_writable()
         view = memoryview(data)
         self._check_range(offset, view.nbytes)
@@ -187,7 +189,7 @@ class DaxFile(MappedFile):
             ctypes.memmove(self._addresses.start + offset, pointer(view), view.nbytes)
 
     def persist(self, ranges: Sequence[Extent]) -> None:
-        """Writes back every line of ``ranges``, and waits."""
+        """Write back every line of ``ranges``, and wait."""
         self._check_writable()
         for extent in bounds(ranges):
             self._check_range(extent.offset, extent.length)
@@ -202,8 +204,8 @@ class DaxFile(MappedFile):
             raise self._poison_after("persist", error) from error
 
     def close_but(self, kept: Sequence[Extent]) -> None:
-        """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the
-        process ends: a private copy of the bytes is there.
+        """Close the medium, but keep the addresses of ``kept``, which begin at pages, valid until
+        the process ends: they get a private copy of the bytes.
 
         Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
         """
@@ -223,8 +225,8 @@ class DaxFile(MappedFile):
 def open_device(
     path: str, *, writable: bool, size: int | None = None, cpu: Processor | None = None
 ) -> DaxDevice:
-    """The DAX device at ``path``. Raises ``UsageError`` if it is none, ``MediumError`` if it cannot
-    be mapped, and where libpmem is missing (for reading it is not needed)."""
+    """Open the DAX device at ``path``. Raise ``UsageError`` if it is none, ``MediumError`` if it
+    cannot be mapped, or if libpmem is missing (not needed for reading)."""
     facts = device_facts(path)
     if facts is None:
         raise UsageError(f"{path}: expected a DAX device; give the path of one, or of a file")
@@ -233,7 +235,7 @@ def open_device(
 
 
 def accepts_map_sync(descriptor: Descriptor) -> bool:
-    """True if the file can be mapped so that a flush by the processor is enough."""
+    """Return whether the file can be mapped so that a flush by the processor is enough."""
     flags = linux.MAP_SHARED_VALIDATE | linux.MAP_SYNC
     length = os.sysconf("SC_PAGESIZE")
     try:

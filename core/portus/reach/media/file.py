@@ -41,13 +41,13 @@ from portus.errors import MediumError, UsageError
 MAPPED_FILE: Final = MediumKind("file, mapped")
 
 WRITEBACK_MIN: Final = 16 << 20
-"""Bytes stored before write-back is started on them: fewer calls, longer runs on the disk."""
+"""Bytes stored before their write-back starts: fewer calls, and longer runs on the disk."""
 
 UNCACHED: Final = 1 << 20
-"""Bytes that are read at once past the system's pages."""
+"""Bytes to read together past the page cache."""
 
 _BLOCK: Final = 4096
-"""Such reads begin and end at multiples of it, in memory too: no disk asks for more."""
+"""Such reads begin and end at multiples of this, in memory too: no disk requires more."""
 
 
 class PlainFile(ReadFile):
@@ -63,7 +63,7 @@ class PlainFile(ReadFile):
         writable: bool,
         sync: Sync = data_sync,
     ) -> None:
-        """sync: what ``persist`` calls; tests pass one that fails."""
+        """sync: called by ``persist``; tests pass one that fails."""
         self._file_system: Final = file_system
         self._writable: Final = writable
         self._sync: Final = sync
@@ -73,8 +73,9 @@ class PlainFile(ReadFile):
         super().__init__(descriptor)
 
     def path_now(self) -> str:
-        """A name that it has now: it may have been renamed, or a directory above it. The name that
-        it was opened by if it has none, or if this platform does not say."""
+        """Return a current name of the file, which may have been renamed, or a directory above it.
+        If it has no name, or this platform does not report one, return the name by which it was
+        opened."""
         if self.is_at(self.path):
             return self.path
         try:
@@ -84,7 +85,7 @@ class PlainFile(ReadFile):
         return now if self.is_at(now) else self.path
 
     def is_at(self, path: str) -> bool:
-        """True if ``path`` leads to this file now."""
+        """Return whether ``path`` is this file now."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self._descriptor.number))
         except OSError:
@@ -97,15 +98,16 @@ class PlainFile(ReadFile):
 
     @property
     def is_poisoned(self) -> bool:
-        """True since a persist, or the sync of a growth, failed; or since ``poison``."""
+        """True after a persist, or the sync of a growth, has failed; and after ``poison``."""
         return bool(self._poison)
 
     def poison(self, reason: str) -> None:
-        """See ``Medium``."""
+        """Poison the medium, see ``Medium``."""
         self._poison = self._poison or f"{self.path}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
-        """Grow the file. Without space this is undone, and does not poison; a failed sync does."""
+        """Grow the file. Lack of space undoes the growth, and does not poison; a failed sync
+        does."""
         self._check_writable()
         with self._growing:
             before = self.size
@@ -141,8 +143,8 @@ class PlainFile(ReadFile):
         self._write_early(offset, view.nbytes)
 
     def persist(self, ranges: Sequence[Extent]) -> None:
-        """Blocks for as long as the device needs. Any failure poisons, also that somebody deleted
-        the file."""
+        """Sync the file; blocks for as long as the device needs. Any failure poisons the medium, as
+        does a file that was deleted."""
         self._check_writable()
         for extent in ranges:
             self._check_range(extent.offset, extent.length)
@@ -160,7 +162,7 @@ class PlainFile(ReadFile):
             raise self._poison_after("persist", OSError(errno.ENOENT, "the file was deleted"))
 
     def discard(self, ranges: Sequence[Extent]) -> int:
-        """Punches holes. The size stays. 0 too where the file system has none."""
+        """Punch holes; the size stays. Return 0 if the file system has no holes."""
         self._check_writable()
         for extent in ranges:
             self._check_range(extent.offset, extent.length)
@@ -191,7 +193,7 @@ class PlainFile(ReadFile):
                 raise file_error("find space for", self.path, error, what) from error
 
     def holes(self) -> list[Extent]:
-        """What was allocated and never stored to may be listed too."""
+        """Return the holes. Space that was allocated and never stored to may be listed too."""
         try:
             found = linux.holes(self._descriptor.number, self.size)
         except OSError as error:
@@ -199,7 +201,8 @@ class PlainFile(ReadFile):
         return [Extent(offset, length) for offset, length in found]
 
     def _is_gone(self) -> bool:
-        """True if the file has no name any more: what is stored to it ends with this process."""
+        """Return whether the file has no name any more: bytes stored to it are lost with this
+        process."""
         status = os.fstat(self._descriptor.number)
         if status.st_nlink > 0:
             return False
@@ -216,7 +219,8 @@ class PlainFile(ReadFile):
             raise MediumError(errno.EIO, self._poison)
 
     def _check_length(self, end: int) -> None:
-        """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
+        """Raise if the file was truncated below ``end``: a store there would be SIGBUS, or a
+        hole."""
         if end > self._status().st_size:
             raise self._truncation(end)
 
@@ -246,15 +250,15 @@ class PlainFile(ReadFile):
             ) from error
 
     def _shrink(self, size: int) -> None:
-        """Undo a failed growth, also where the size is the same but blocks were added."""
+        """Undo a failed growth, also if the size is the same but blocks were added."""
         try:
             os.ftruncate(self._descriptor.number, size)
         except OSError as error:
             raise self._poison_after("undoing a failed growth", error) from error
 
     def _write_early(self, offset: int, length: int) -> None:
-        """Count stored bytes, and start write-back on the hull of what was stored since the last
-        time. Clean pages in between cost nothing."""
+        """Count stored bytes, and start write-back of the range that covers all stores since the
+        last time. Clean pages in between cost nothing."""
         if not self._file_system.early:
             return
         with self._lock:
@@ -273,11 +277,11 @@ class PlainFile(ReadFile):
 
 
 class UncachedFile(PlainFile):
-    """A file that is only read from, past the pages that the system keeps of it: what the disk has,
-    and nothing that others keep there is displaced. Its descriptor is opened with ``O_DIRECT``."""
+    """A file that is only read, past the page cache: it returns the bytes of the disk, and
+    displaces no other pages. Its descriptor is opened with ``O_DIRECT``."""
 
     def __init__(self, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
-        """Raises ``OSError`` where the file system cannot read so."""
+        """Raise ``OSError`` if the file system cannot read this way."""
         super().__init__(descriptor, file_system, writable=False)
         # A mapping begins at a page, as O_DIRECT needs.
         self._buffer: Final = memoryview(mmap.mmap(-1, UNCACHED))
@@ -303,7 +307,7 @@ class UncachedFile(PlainFile):
 class MappedFile(PlainFile):
     """A file of a local file system, opened for writing, whose bytes also have addresses.
 
-    Only where an allocated block never needs a new one when it is stored to: there a store
+    Only for file systems where a store to an allocated block never needs a new one: there a store
     through an address cannot run out of space.
     """
 
@@ -312,8 +316,8 @@ class MappedFile(PlainFile):
     def __init__(
         self, descriptor: Descriptor, file_system: FileSystemTraits, *, sync: Sync = data_sync
     ) -> None:
-        """Raises ``MediumError`` if the addresses cannot be had, or the file has holes that cannot
-        be filled; ``descriptor`` stays open."""
+        """Raise ``MediumError`` if the file cannot be mapped, or has holes that cannot be filled;
+        ``descriptor`` stays open."""
         try:
             size = os.fstat(descriptor.number).st_size
             # A pool that was copied has holes; a store through an address into one may be SIGBUS.
@@ -335,37 +339,39 @@ class MappedFile(PlainFile):
         return min(super().size, self._addresses.mapped)
 
     def address(self, extent: Extent) -> int:
-        """Storing there while somebody truncates the file is SIGBUS; that is asked here, once."""
+        """Return the address of an extent. Check once that the file was not truncated; a store
+        there after a later truncation is SIGBUS."""
         self._check_writable()
         self._check_range(extent.offset, extent.length)
         self._check_length(extent.end)
         return self._addresses.start + extent.offset
 
     def expect(self, extent: Extent) -> None:
-        """What was let go of for write-back is mapped again, in one go: one page after another, as
-        they are stored to, costs three times as much."""
+        """Map pages that were released for write-back again, in one call: faults one by one cost
+        three times as much."""
         self._check_writable()
         self._check_range(extent.offset, extent.length)
         if self._file_system.early:
             self._addresses.populate(extent)
 
     def wrote(self, extent: Extent) -> None:
-        """Starts write-back when enough has been written; may block while the disk is busy."""
+        """Start write-back when enough has been written; may block while the disk is busy."""
         self._check_writable()
         self._check_range(extent.offset, extent.length)
         self._write_early(extent.offset, extent.length)
 
     def discard(self, ranges: Sequence[Extent]) -> int:
-        """Storing through an address there is SIGBUS on a full disk, until it was filled."""
+        """Punch holes. Until they are filled, a store through an address there is SIGBUS on a full
+        disk."""
         self._has_holes = True
         return super().discard(ranges)
 
     def holes(self) -> list[Extent]:
-        """Return the holes; None before anything was discarded."""
+        """Return the holes; none before the first ``discard``."""
         return super().holes() if self._has_holes else []
 
     def close(self) -> None:
-        """Close it, and give the addresses back: nobody may use one any more."""
+        """Close the file and its mapping. No address may be used any more."""
         self._addresses.close()
         super().close()
 

@@ -29,20 +29,19 @@ _LOG: Final = logging.getLogger("portus")
 
 
 class LocalFiles:
-    """A ``FileSystem`` through the operating system. Holds nothing; any number may be."""
+    """A ``FileSystem`` through the operating system. It has no state, so any number may exist."""
 
     def __init__(
         self, *, mapped: bool = True, sync: Sync = data_sync, cpu: Processor | None = None
     ) -> None:
-        """mapped: use addresses where the file system allows. sync, cpu: what ``persist`` calls,
-        of files and of persistent memory; tests pass ones that fail."""
+        """mapped: use addresses where the file system allows. sync, cpu: called by ``persist``, for
+        files and for persistent memory; tests pass ones that fail."""
         self._mapped: Final = mapped
         self._sync: Final = sync
         self._cpu: Final = cpu
 
     def create(self, path: str, size: int) -> PlainFile:
-        """Create a file whose size is durable too. If it does not fit, its name is removed
-        again."""
+        """Create a file whose size is durable too. If it does not fit, remove its name again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with naming_call("create", path):
             descriptor = Descriptor(path, flags)
@@ -58,7 +57,7 @@ class LocalFiles:
             raise
 
     def open(self, path: str, *, writable: bool) -> PlainFile | DaxDevice:
-        """``UsageError`` for what is neither a regular file nor a DAX device."""
+        """Open a file or a device. Raise ``UsageError`` for anything else."""
         with naming_call("open", path):
             mode = os.stat(path).st_mode
         if stat.S_ISCHR(mode) and is_device(path):
@@ -71,8 +70,8 @@ class LocalFiles:
         return self._medium(descriptor, writable=writable)
 
     def open_uncached(self, path: str) -> PlainFile | DaxDevice:
-        """Open for reading what the disk has, past the pages that the system keeps of it. Falls
-        back to ``open`` where that cannot be (memory, devices, some network file systems)."""
+        """Open a file for reading the bytes of the disk, past the page cache. Fall back to ``open``
+        where that is not possible (memory, devices, some network file systems)."""
         with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this platform
             if stat.S_ISREG(os.stat(path).st_mode):
                 descriptor = Descriptor(path, os.O_RDONLY | os.O_DIRECT)
@@ -86,8 +85,8 @@ class LocalFiles:
         return self.open(path, writable=False)
 
     def forget(self, path: str) -> None:
-        """Ask the system to hand out no page of a file that it has not on the disk. What is mapped,
-        or was not written yet, stays."""
+        """Ask the system to drop the cached pages of a file. Pages that are mapped, or not written
+        yet, stay."""
         with contextlib.suppress(OSError, AttributeError):  # another platform
             if stat.S_ISREG(os.stat(path).st_mode):
                 descriptor = Descriptor(path, os.O_RDONLY)
@@ -97,22 +96,23 @@ class LocalFiles:
                     descriptor.close()
 
     def link(self, source: str, target: str) -> None:
-        """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""
+        """Make a hard link. Raise ``MediumError`` also where the file system has none (EPERM,
+        EXDEV)."""
         with naming_call(f"link {source} as", target):
             os.link(source, target)
 
     def replace(self, source: str, target: str) -> None:
-        """rename(2): both names must be on one file system."""
+        """Rename by rename(2): both names must be on one file system."""
         with naming_call(f"rename {source} to", target):
             os.replace(source, target)
 
     def remove(self, path: str) -> None:
-        """unlink(2)."""
+        """Remove a name by unlink(2)."""
         with naming_call("remove", path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def sync(self, directory: str) -> None:
-        """fsync of the directory."""
+        """Sync the directory by fsync."""
         with naming_call("sync", directory):
             descriptor = Descriptor(directory, os.O_RDONLY)
         try:
@@ -125,26 +125,27 @@ class LocalFiles:
             descriptor.close()
 
     def entries(self, directory: str) -> list[str]:
-        """Names of every kind, hidden ones too."""
+        """Return names of every kind, hidden ones included."""
         with naming_call("list", directory), contextlib.suppress(FileNotFoundError):
             return sorted(os.listdir(directory))
         return []
 
     def status(self, path: str) -> FileStatus | None:
-        """Return the status of a file; None also for a symbolic link that leads nowhere."""
+        """Return the status of a file, or None, also for a broken symbolic link."""
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             if error.errno == errno.ELOOP and os.path.islink(path):
-                return None  # in a circle; and else nobody knows whether something is there
+                return None  # a cycle of links; other errors leave open whether there is a file
             raise file_error("look at", path, error) from error
         identity = (found.st_dev, found.st_ino)
         return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)
 
     def _medium(self, descriptor: Descriptor, *, writable: bool) -> PlainFile:
-        """The best medium for the file of ``descriptor``, which is closed if there is none."""
+        """Return the best medium for the file of ``descriptor``, which is closed if there is
+        none."""
         try:
             file_system, in_place = file_system_of(descriptor.number, descriptor.path)
             if writable and self._mapped and in_place:
@@ -159,7 +160,7 @@ class LocalFiles:
     def _mapped_medium(
         self, descriptor: Descriptor, file_system: FileSystemTraits
     ) -> MappedFile | None:
-        """Return a medium with addresses; None, and a warning, if there can be none after all."""
+        """Return a medium with addresses, or None after a warning if it cannot be mapped."""
         # Other file systems refuse MAP_SYNC, so this tells which are on persistent memory.
         if not file_system.volatile and accepts_map_sync(descriptor):
             try:
@@ -175,11 +176,11 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def naming_call(operation: str, path: str) -> Iterator[None]:
-    """An error of the system says what could not be done, and where: ``MediumError``."""
+    """Turn an error of the system into a ``MediumError`` that names the operation and the path."""
     try:
         yield
     except PortusError:
-        raise  # by whoever was asked for what is to be written
+        raise  # from the source of the bytes to write
     except OSError as error:
         raise file_error(operation, path, error) from error
 

@@ -1,14 +1,14 @@
-"""Locks that show who writes a pool, and who reads which version: ``FileLocks`` between processes,
+"""Locks of a pool's writer, and of the readers of its versions: ``FileLocks`` between processes,
 ``ProcessLocks`` within one.
 
-Theory. A lock is an open-file-description lock on one byte far behind the end of the pool file:
-the system releases it when the last descriptor of that description is closed, so also when its
-holder is killed. Forked children close theirs at once (see ``process``). Writer lock and pins are
-on two descriptions, because a description never conflicts with itself, and the writer asks about
-its own pins too. It asks without taking anything, so a reader's pin never fails by being looked at.
+Theory. A lock is an open-file-description lock on one byte far behind the end of the pool file: the
+system releases it when the last descriptor of that description is closed, even if its holder is
+killed. Forked children close theirs at once (see ``process``). Writer lock and pins are on two
+descriptions, because a description never conflicts with itself, and the writer asks about its own
+pins too. It asks without taking anything, so a reader's pin never fails by being looked at.
 
-A pin alone does not keep a version: who pins then reads the root again and finds the version
-there, or gone. The writer makes it gone from the root first, and then asks.
+A pin alone does not keep a version: the reader then reads the root again, and finds the version
+there, or gone. The writer first removes the version from the root, and then asks for pins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from portus.engine.media.process import Descriptor
 from portus.errors import BusyError, MediumError, UsageError
 
 PIN_BASE: Final = 1 << 62
-"""The byte of version 0's pin; that of version n is n bytes behind."""
+"""The byte of version 0's pin; that of version n is n bytes after it."""
 
 WRITER_BYTE: Final = PIN_BASE - 1
 
@@ -37,22 +37,22 @@ _VERSION_MAX: Final = PIN_BASE - 1
 _POLL_MIN_S: Final = 0.005
 _POLL_MAX_S: Final = 0.25
 _QUIET_S: Final = 0.5
-"""Waits below it are not worth a word: a process that its parent forked just before it was killed
-holds the lock for the moment that it takes to let go of it."""
+"""Shorter waits are not logged. A process that its parent forked just before it was killed holds
+the lock for the moment until it closes its descriptors."""
 _LOG: Final = logging.getLogger("portus")
 
 _READ, _WRITE, _NONE = 0, 1, 2
 """F_RDLCK, F_WRLCK, F_UNLCK of Linux."""
 
 _HOLDER_MAX: Final = 20
-"""Bytes of the number of a process, with spaces behind it."""
+"""Bytes for the number of a process, padded with spaces."""
 
 _FLOCK: Final = struct.Struct("@hhqqi0q")
 """``struct flock`` of 64-bit Linux: type, whence, start, length, process (0 for these locks)."""
 
 
 class FileLocks:
-    """Locks of the pool file at ``path``, good between all processes of this machine.
+    """Locks of the pool file at ``path``, between all processes of this machine.
 
     Two ``FileLocks`` of one file conflict, also inside one process. Where the platform has no
     such locks, ``acquire_writer`` raises ``UsageError`` and pins do nothing.
@@ -72,11 +72,12 @@ class FileLocks:
             raise
 
     def describe_holder(self) -> str:
-        """Return who holds the writer lock, for messages. It is held."""
+        """Return who holds the writer lock, for messages. Called only while it is held."""
         return "unknown"
 
     def acquire_writer(self, timeout_s: float) -> None:
-        """Polls, and logs once that it waits. ``describe_holder`` is asked for messages."""
+        """Wait by polling, and log once that it waits. ``describe_holder`` provides the name for
+        messages."""
         if not self._writable:
             raise UsageError(f"{self.path}: opened for reading; open it with writable=True")
         if not _can_lock():
@@ -90,16 +91,18 @@ class FileLocks:
             wait.once()
 
     def release_writer(self) -> None:
-        """Does nothing if it is not the writer."""
+        """Release the lock; do nothing if this is not the writer."""
         if self._writable and _can_lock():
             self._set(self._writer_file.number, _NONE, WRITER_BYTE)
 
     def has_writer(self) -> bool:
-        """Takes no lock. False where the platform has none."""
+        """Return whether another writer holds the lock, without taking it. False where the platform
+        has no locks."""
         return _can_lock() and self._would_conflict(self._writer_file.number, WRITER_BYTE)
 
     def pin(self, version: int) -> None:
-        """``UsageError`` for an impossible version, ``BusyError`` if a stranger locked its byte."""
+        """Pin a version. Raise ``UsageError`` for an impossible version, ``BusyError`` if another
+        program locked its byte."""
         byte, number = _pin_byte(version), self._pin_file.number
         with self._lock:
             # The system does not count: a second lock of this byte is the same one.
@@ -111,7 +114,7 @@ class FileLocks:
             self._pins[version] += 1
 
     def unpin(self, version: int) -> None:
-        """``UsageError`` if it is not pinned by this object."""
+        """Take one pin back. Raise ``UsageError`` if this object has none on the version."""
         byte, number = _pin_byte(version), self._pin_file.number
         with self._lock:
             if self._pins[version] == 0:
@@ -123,14 +126,16 @@ class FileLocks:
                     self._set(number, _NONE, byte)
 
     def is_pinned(self, version: int) -> bool:
-        """Takes no lock: a pin that is being made is never in its way."""
+        """Return whether the version is pinned, without taking a lock: a pin that is being made
+        never fails because of this."""
         byte, number = _pin_byte(version), self._writer_file.number
         if not _can_lock():
             return self._pins[version] > 0
         return self._would_conflict(number, byte)
 
     def pins(self) -> set[int]:
-        """Takes no lock. The system names one lock in a range; then both sides are asked about."""
+        """Return all pinned versions, without taking a lock. The system names one lock in a range;
+        then both sides of it are searched."""
         if not _can_lock():
             return set(self._pins)
         found: set[int] = set()
@@ -144,7 +149,7 @@ class FileLocks:
         return found
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Release all locks. A second call does nothing."""
         self._pins.clear()
         self._pin_file.close()
         self._writer_file.close()
@@ -156,7 +161,7 @@ class FileLocks:
             raise file_error("open", self.path, error) from error
 
     def _set(self, number: int, kind: int, byte: int) -> bool:
-        """Set a lock, or take it back. False if another description is in the way."""
+        """Set or release a lock. Return False if another description holds it."""
         import fcntl
 
         try:
@@ -170,11 +175,12 @@ class FileLocks:
         return True
 
     def _would_conflict(self, number: int, byte: int) -> bool:
-        """True if a write lock of ``byte`` by the description of ``number`` had to wait."""
+        """Return whether a write lock of ``byte`` by the description of ``number`` would have to
+        wait."""
         return self._conflict(number, byte, 1) is not None
 
     def _conflict(self, number: int, start: int, length: int) -> int | None:
-        """A byte that is in the way of a write lock of the range, None if there is none."""
+        """Return a byte that prevents a write lock of the range, or None."""
         import fcntl
 
         question = _FLOCK.pack(_WRITE, os.SEEK_SET, start, length, 0)
@@ -205,8 +211,8 @@ class ProcessLocks:
         name: str = "memory",
         holder: str = "this process",
     ) -> None:
-        """table: shared with all others who open the same medium; None: nobody else does. holder:
-        who holds the writer lock, for messages."""
+        """table: shared with all other locks of the same medium; None: there are no others. holder:
+        the holder of the writer lock, for messages."""
         self._table: Final = table or LockTable()
         self._name: Final = name
         self._holder: Final = holder
@@ -214,7 +220,7 @@ class ProcessLocks:
         self._closed = False
 
     def acquire_writer(self, timeout_s: float) -> None:
-        """Waits on a condition."""
+        """Wait on a condition for the lock."""
         self._check_open()
         table = self._table
         with table.changed:
@@ -223,7 +229,7 @@ class ProcessLocks:
             table.writer = self
 
     def release_writer(self) -> None:
-        """Does nothing if it is not the writer."""
+        """Release the lock; do nothing if this is not the writer."""
         self._check_open()
         self._release()
 
@@ -233,7 +239,7 @@ class ProcessLocks:
         return self._table.writer not in (None, self)
 
     def pin(self, version: int) -> None:
-        """``UsageError`` for an impossible version."""
+        """Pin a version. Raise ``UsageError`` for an impossible version."""
         self._check_open()
         _pin_byte(version)
         with self._table.changed:
@@ -241,7 +247,7 @@ class ProcessLocks:
             self._table.pins[version] += 1
 
     def unpin(self, version: int) -> None:
-        """``UsageError`` if it is not pinned by this object."""
+        """Take one pin back. Raise ``UsageError`` if this object has none on the version."""
         self._check_open()
         with self._table.changed:
             if self._pins[version] == 0:
@@ -261,7 +267,7 @@ class ProcessLocks:
             return {version for version, count in self._table.pins.items() if count > 0}
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Release all locks. A second call does nothing."""
         self._closed = True
         self._release()
         with self._table.changed:
@@ -280,12 +286,12 @@ class ProcessLocks:
 
 
 class DirectoryLock:
-    """A directory that one process of this machine has for itself, as long as it lives: by a lock
-    on a file in it."""
+    """The lock of one process of this machine on a directory, for as long as it lives: a lock of a
+    file in it."""
 
     def __init__(self, path: str) -> None:
-        """path: of the file; it is made, and says which process has it. Raises ``BusyError`` at
-        once, naming that, and ``MediumError``."""
+        """path: of the file, which is created, and names the process. Raises ``BusyError``
+        immediately, naming the holder, and ``MediumError``."""
         with contextlib.ExitStack() as undo:
             try:
                 file = Descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -328,7 +334,7 @@ class _Wait:
         self._said = False
 
     def once(self) -> None:
-        """Wait a little. ``BusyError`` when the time is over."""
+        """Wait for a moment. Raise ``BusyError`` when the time has passed."""
         now_s = time.monotonic()
         left_s = self._end_s - now_s
         if left_s <= 0:

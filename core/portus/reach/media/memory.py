@@ -47,7 +47,7 @@ class _MemorySpace:
         ctypes.memmove(pointer(target), self.start + offset, target.nbytes)
 
     def flush(self, offset: int, length: int) -> None:
-        """Nothing is in a cache that has to be written back."""
+        """Do nothing: no cache has to be written back."""
 
     def drain(self) -> None:
         _ = self.start  # raises when closed, and in a forked child

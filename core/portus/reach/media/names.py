@@ -1,4 +1,4 @@
-"""Names of files that are made of other names."""
+"""Names of files that are derived from other names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 from typing import Final
 
 NAME_MAX: Final = 255
-"""Bytes of a name; what file systems of Linux take."""
+"""Bytes of a name, at most, on file systems of Linux."""
 
 _DIGEST: Final = 16
-"""Hex digits."""
+"""Hex digits of the digest in a shortened name."""
 
 
 def fitting(name: str, room: int) -> str:
-    """``name`` if it has at most ``room`` bytes; else its beginning, in whole characters, and a
-    digest of all of it. Equal names give equal ones, different names different ones."""
+    """Return ``name`` if it has at most ``room`` bytes; else its beginning, in whole characters,
+    and a digest of all of it. Equal names give equal results, different names different ones."""
     data = os.fsencode(name)
     if len(data) <= room:
         return name
@@ -27,5 +27,5 @@ def fitting(name: str, room: int) -> str:
 
 
 def hidden_name(name: str, end: str) -> str:
-    """The name of a hidden file beside the one called ``name``; it ends in ``end``."""
+    """Return the name of a hidden file beside the one called ``name``; it ends in ``end``."""
     return f".{fitting(name, NAME_MAX - 1 - len(os.fsencode(end)))}{end}"

@@ -1,7 +1,7 @@
-"""Writing the processor's caches back to persistent memory, through libpmem.
+"""The write-back of the processor's caches to persistent memory, through libpmem.
 
 Only the parts of libpmem that take any address are used, on our own mappings. The calls with which
-PMDK maps a file by itself end the interpreter on a DAX device without an NVDIMM namespace.
+PMDK maps a file itself end the interpreter on a DAX device without an NVDIMM namespace.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Final, Protocol
 from portus.errors import MediumError
 
 LINE: Final = 64
-"""Bytes that a processor's cache writes back as one."""
+"""Bytes of a line, which a processor's cache writes back as a whole."""
 
 LIBRARY: Final = "libpmem.so.1"
 _NO_FLUSH: Final = "PMEM_NO_FLUSH"
 
 
 class Processor(Protocol):
-    """What writes cache lines back. Methods may raise ``OSError``; a real processor never does."""
+    """A processor that writes cache lines back. Methods may raise ``OSError``; a real processor
+    never does."""
 
     def flush(self, address: int, length: int) -> None:
         """Begin to write back the lines of these bytes, whichever processor stored to them."""
@@ -43,17 +44,17 @@ class Libpmem:
         self._drain.restype = None
 
     def flush(self, address: int, length: int) -> None:
-        """Whole lines; other threads run meanwhile."""
+        """Flush whole lines; other threads run meanwhile."""
         self._flush(address, length)
 
     def drain(self) -> None:
-        """A store fence."""
+        """Execute a store fence."""
         self._drain()
 
 
 def processor(library: str = LIBRARY) -> Libpmem:
-    """Return this machine's ``Processor``. Raises ``MediumError`` if libpmem is missing, or told to
-    do nothing."""
+    """Return this machine's ``Processor``. Raise ``MediumError`` if libpmem is missing, or
+    configured to do nothing."""
     if os.environ.get(_NO_FLUSH) == "1":
         raise MediumError(
             errno.EINVAL,

@@ -1,4 +1,4 @@
-"""What a pool requires besides a medium: space given back, ranges in columns, names,
+"""The requirements of a pool besides a medium: returned space, ranges in columns, file names,
 locks."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from portus.engine.spec import Extent
 
 
 class Extents(Sequence[Extent]):
-    """Many runs of bytes, in columns: an object for each costs more than to write the run back."""
+    """Runs of bytes, in columns. With many of them, an object for each would cost more than writing
+    it back."""
 
     def __init__(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> None:
         """offset: in bytes, from the start of the pool. length: in bytes, none of them 0."""
@@ -36,14 +37,14 @@ class Extents(Sequence[Extent]):
 
 
 def spans(ranges: Sequence[Extent]) -> list[tuple[int, int]]:
-    """Offset and length of each that is not empty."""
+    """Return offset and length of each range that is not empty."""
     if isinstance(ranges, Extents):
         return list(zip(ranges.offset.tolist(), ranges.length.tolist(), strict=True))
     return [(each.offset, each.length) for each in ranges if each.length]
 
 
 def bounds(ranges: Sequence[Extent]) -> Sequence[Extent]:
-    """Extents that are within a medium if all of ``ranges`` are."""
+    """Return extents that are within a medium if all of ``ranges`` are."""
     if not isinstance(ranges, Extents) or not len(ranges):
         return ranges
     first, end = int(ranges.offset.min()), int((ranges.offset + ranges.length).max())
@@ -51,7 +52,7 @@ def bounds(ranges: Sequence[Extent]) -> Sequence[Extent]:
 
 
 class ReadableMedium(Protocol):
-    """What can be loaded of a medium."""
+    """The part of a medium that is needed to load from it."""
 
     @property
     def info(self) -> MediumInfo: ...
@@ -67,23 +68,25 @@ class SparseMedium(Medium, Protocol):
     """A medium that can do without the space of some bytes: one on a file system."""
 
     def discard(self, ranges: Sequence[Extent]) -> int:
-        """Give the space of ``ranges`` back; how many bytes came back, 0 where there are no holes.
+        """Return the space of ``ranges`` to the file system; return how many bytes that was, 0 if
+        there are no holes.
 
-        These bytes read as zero; after power loss as zero or as they were. Nobody stores there
-        before they were filled: there may be no space left for it.
+        These bytes read as zero; after power loss as zero or as before. Nothing may be stored there
+        before they are filled: there may be no space left.
         """
 
     def fill(self, ranges: Sequence[Extent]) -> None:
-        """Give ``ranges`` space again, where they have none; no byte changes. ``MediumError``
-        (ENOSPC) if there is none, and then maybe a part of them has some."""
+        """Give ``ranges`` space again where they have none; no byte changes. Raise ``MediumError``
+        (ENOSPC) if there is none; then a part of them may have some."""
 
     def holes(self) -> list[Extent]:
-        """Where bytes may be without space; they read as zero. What is not listed has some."""
+        """Return extents that may be without space; they read as zero. All others have space."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """``identity`` is (device, inode): equal for two hard links. ``links`` is the link count."""
+    """The status of a file. ``identity`` is (device, inode): equal for two hard links. ``links`` is
+    the link count."""
 
     identity: tuple[int, int]
     links: int
@@ -100,43 +103,45 @@ class FileSystem(Protocol):
     """
 
     def create(self, path: str, size: int) -> Medium:
-        """A new file of ``size`` zero bytes, allocated; it must not exist (``MediumError``,
+        """Create a file of ``size`` zero bytes, allocated; it must not exist (``MediumError``,
         EEXIST). Its bytes and size are durable after ``persist``, its name after ``sync``."""
 
     def open(self, path: str, *, writable: bool) -> Medium:
-        """The file at ``path``, as the best medium its file system allows."""
+        """Open the file at ``path``, as the best medium that its file system allows."""
 
     def link(self, source: str, target: str) -> None:
-        """A second name for the file ``source``. ``target`` must not exist (EEXIST)."""
+        """Add a second name for the file ``source``. ``target`` must not exist (EEXIST)."""
 
     def replace(self, source: str, target: str) -> None:
-        """Rename ``source`` to ``target``, atomically, in place of what was there."""
+        """Rename ``source`` to ``target``, atomically, replacing any file there."""
 
     def remove(self, path: str) -> None:
-        """Remove the name. It is no error if it is not there."""
+        """Remove the name; do nothing if there is none."""
 
     def sync(self, directory: str) -> None:
-        """Return when every earlier change of names in ``directory`` survives power loss."""
+        """Make every earlier change of names in ``directory`` durable."""
 
     def entries(self, directory: str) -> list[str]:
-        """The names in ``directory``, sorted; empty if there is no such directory."""
+        """Return the names in ``directory``, sorted; none if there is no such directory."""
 
     def status(self, path: str) -> FileStatus | None:
-        """What is at ``path``, or None if nothing is. Follows symbolic links."""
+        """Return the status of the file at ``path``, or None. Follows symbolic links."""
 
 
 class Locks(Protocol):
-    """The locks of a pool's writer and of its versions' readers. Held by process, not by thread."""
+    """The locks of a pool's writer and of its versions' readers. They are held by a process, not by
+    a thread."""
 
     def acquire_writer(self, timeout_s: float) -> None:
-        """Become the one writer; waits up to ``timeout_s``, then raises ``BusyError``, naming the
-        holder. Does nothing if it is the writer already."""
+        """Become the one writer; wait up to ``timeout_s``, then raise ``BusyError``, naming the
+        holder. Do nothing if this is the writer already."""
 
     def release_writer(self) -> None:
         """Let others write. A second call does nothing."""
 
     def has_writer(self) -> bool:
-        """True while somebody is the writer: another process, or another object in this one."""
+        """Return whether there is another writer: another process, or another object in this
+        one."""
 
     def pin(self, version: int) -> None:
         """Keep the space of ``version`` from reuse. Counted: pins of one version may nest."""
@@ -145,12 +150,12 @@ class Locks(Protocol):
         """Take one pin back."""
 
     def is_pinned(self, version: int) -> bool:
-        """True if any process, this one included, pins ``version``. Asked by the writer before
-        it reuses space. A pin taken later finds the version gone from the root."""
+        """Return whether any process, this one included, pins ``version``. The writer calls this
+        before it reuses space. A pin taken later finds the version gone from the root."""
 
     def pins(self) -> set[int]:
-        """Every version that any process pins now, this one included. Asked by a writer that
-        opens the pool: it cannot know what the one before it had retired."""
+        """Return all versions that any process pins now, this one included. A writer that opens the
+        pool calls this: it cannot know what the one before it had retired."""
 
     def close(self) -> None:
-        """Let go of the writer lock and of all pins."""
+        """Release the writer lock and all pins."""

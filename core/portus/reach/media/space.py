@@ -1,4 +1,4 @@
-"""``SpaceMedium``: a medium whose bytes are loaded and stored one by one, as memory is."""
+"""``SpaceMedium``: a medium whose bytes are loaded and stored one by one, like memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from portus.errors import MediumError, UsageError
 from portus.reach.media.pool import bounds, spans
 
 WORD: Final = 8
-"""Bytes that a processor stores as one."""
+"""Bytes that a processor stores atomically."""
 
 
 class Space(Protocol):
-    """The bytes of a medium, as a process has them: stored at once, in caches at first."""
+    """The bytes of a medium, as seen by a process: a store is visible at once, and in caches at
+    first."""
 
     @property
     def size(self) -> int:
-        """Bytes, all of them."""
+        """Bytes of the whole space."""
 
     def store(self, offset: int, data: memoryview) -> None:
-        """Put ``data`` there."""
+        """Store ``data`` at ``offset``."""
 
     def load(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from there."""
+        """Fill ``target`` from ``offset`` on."""
 
     def flush(self, offset: int, length: int) -> None:
         """Begin to write back these bytes."""
 
     def drain(self) -> None:
-        """Return when what this thread flushed survives power loss."""
+        """Wait until the bytes that this thread flushed survive power loss."""
 
     def close(self) -> None:
-        """Let go of it. A second call does nothing."""
+        """Release the space. A second call does nothing."""
 
 
 class AddressedSpace(Space, Protocol):
@@ -46,14 +47,15 @@ class AddressedSpace(Space, Protocol):
 
     @property
     def start(self) -> int:
-        """The address of the first byte. ``UsageError`` when closed, and in a forked child."""
+        """The address of the first byte. Raises ``UsageError`` when closed, and in a forked
+        child."""
 
 
 class SpaceMedium:
-    """A medium by its space alone, or the first part of that. Owns the space."""
+    """A medium over a space, or over the first part of it. Owns the space."""
 
     def __init__(self, space: Space, info: MediumInfo, size: int | None = None) -> None:
-        """size: bytes to use, of which ``grow`` makes more; None: all there are."""
+        """size: bytes to use, which ``grow`` increases; None: all of them."""
         self._info: Final = info
         self._space: Final = space
         self._size = space.size if size is None else size
@@ -68,20 +70,20 @@ class SpaceMedium:
 
     @property
     def size(self) -> int:
-        """Bytes of it that are used."""
+        """Bytes in use."""
         return self._size
 
     @property
     def is_poisoned(self) -> bool:
-        """True since a persist failed, or since ``poison``."""
+        """True after a persist has failed, and after ``poison``."""
         return bool(self._poison)
 
     def poison(self, reason: str) -> None:
-        """See ``Medium``."""
+        """Poison the medium, see ``Medium``."""
         self._poison = self._poison or f"{self._info.name}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
-        """Use more of the space, cleared first. ``MediumError`` (ENOSPC) behind its end."""
+        """Use more of the space, cleared first. Raise ``MediumError`` (ENOSPC) beyond its end."""
         self._check_writable()
         with self._growing:
             if size > self._size:
@@ -108,14 +110,14 @@ class SpaceMedium:
             self._space.load(offset, target.cast("B"))
 
     def persist(self, ranges: Sequence[Extent]) -> None:
-        """Writes back every line of ``ranges``, and waits."""
+        """Write back every line of ``ranges``, and wait."""
         self._check_writable()
         for extent in bounds(ranges):
             self._check_range(extent.offset, extent.length)
         self._write_back(ranges)
 
     def close(self) -> None:
-        """Close it, and give the addresses back: nobody may use one any more."""
+        """Close the medium and its mapping. No address may be used any more."""
         self._closed = True
         self._space.close()
 
@@ -180,18 +182,18 @@ class AddressedMedium(SpaceMedium):
         self._addressed: Final = space
 
     def address(self, extent: Extent) -> int:
-        """Writable if the medium is."""
+        """Return the address of an extent, which is writable if the medium is."""
         self._check()
         self._check_range(extent.offset, extent.length)
         return self._addressed.start + extent.offset
 
     def expect(self, extent: Extent) -> None:
-        """Checks the extent; pages that are there stay."""
+        """Check the extent. Its pages are present already."""
         self._check_writable()
         self._check_range(extent.offset, extent.length)
 
     def wrote(self, extent: Extent) -> None:
-        """Checks the extent; its bytes are written back by ``persist``, if at all."""
+        """Check the extent. Only ``persist`` writes its bytes back."""
         self._check_writable()
         self._check_range(extent.offset, extent.length)
 
