@@ -1,9 +1,9 @@
-"""``OpenPlace``: a place for checkpoints, whatever it is.
+"""``OpenPlace``: a place for checkpoints of any kind.
 
-A directory has files, a pool and a storage host have versions, a mirror has objects. Each is a
-class of its own, named in ``reach.index.place.PLACES``, and nothing else asks which one it has:
-whoever needs to know something asks for that (``abilities``, ``usage``), and a place that cannot
-tell says None. ``portus.testing.places`` has the tests that each of them passes.
+A directory has files, a pool and a storage host have versions, a mirror has objects. Each kind is a
+class of its own, named in ``reach.index.place.PLACES``, and no other code asks for the kind. Code
+that needs a fact asks for that fact (``abilities``, ``usage``), and a place that does not know it
+returns None. ``portus.testing.places`` has the tests that each of them passes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Progress = Callable[[int, int], None]
-"""Takes the bytes that are done, and the bytes to do in all."""
+"""Takes the bytes that are done, and the bytes to do in total."""
 
 Removal = Callable[[], int]
-"""Removes what was chosen, and returns how many pointers went with it."""
+"""Removes the chosen checkpoints, and returns how many pointers were removed with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a place can do. ``volatile``: what it has does not survive a power loss. ``durable``:
-    how many machines may have a checkpoint before it counts as committed. ``addressable``:
-    its durable bytes have addresses, as those of persistent memory do."""
+    """The abilities of a place. ``volatile``: its data does not survive a power loss. ``durable``:
+    how many machines may have a checkpoint before it counts as committed. ``addressable``: its
+    durable bytes have addresses, as those of persistent memory do."""
 
     volatile: bool
     durable: int
@@ -56,31 +56,33 @@ class Usage:
 
     @property
     def reclaimable(self) -> int:
-        """Return what a collection gives back, but for the records of one commit."""
+        """The bytes that a collection returns, except the records of one commit."""
         return max(0, self.on_disk - self.kept)
 
     @property
     def free(self) -> int:
-        """Return what saves can use without removing a version, before the pool gets longer."""
+        """The bytes that saves can use without removing a version, before the pool grows."""
         return max(0, self.size - self.kept)
 
 
 class OpenCheckpoint(Protocol):
-    """A checkpoint that is open for reading, and stays as it is meanwhile."""
+    """A checkpoint that is open for reading, and does not change meanwhile."""
 
     @property
     def files(self) -> Mapping[str, OpenFile]:
-        """Return the files by their names; none if it has something else, such as tables."""
+        """The files by their names; none if it has other data, such as tables."""
 
     def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
-        """Write a file of it to ``path``, verified and synced. advance: told of bytes. Raises
-        ``UsageError`` if there is no such file, ``CorruptionError``, ``MediumError``."""
+        """Write a file of the checkpoint to ``path``, verified and synced. advance: receives the
+        bytes of each piece. Raises ``UsageError`` if there is no such file, ``CorruptionError``,
+        ``MediumError``."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What a check found. ``size``: bytes that were read and compared. ``by``: what a file was
-    compared with, in words. ``removed``: how many of ``versions`` the newest commit has no more."""
+    """The findings of a check. ``size``: bytes that were read and compared. ``by``: what a file was
+    compared with, in words. ``removed``: how many of ``versions`` the newest commit does not have.
+    """
 
     path: str
     versions: int = 0
@@ -92,9 +94,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something to verify: all of a pool, or one checkpoint. ``title``: in short. ``run``: reads
-    every byte, and notes in the verdict what it finds; raises ``PortusError``. ``file``: None, or
-    the file in a directory that it is."""
+    """Something to verify: all of a pool, or one checkpoint. ``title``: a short name. ``run``:
+    reads every byte, and adds its findings to the verdict; raises ``PortusError``. ``file``: the
+    file in a directory, if it is one."""
 
     path: str
     title: str
@@ -104,8 +106,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPace:
-    """How a check reads: as fast as it can; or, to scrub, from the medium itself, ``bytes_per_s``
-    at most, and telling at once what it finds."""
+    """The pace of a check: as fast as possible; or, for a scrub, from the medium itself, at
+    ``bytes_per_s`` at most, reporting each finding immediately."""
 
     bytes_per_s: int | None = None
     tell: Callable[[str], None] = lambda text: None
@@ -113,9 +115,9 @@ class CheckPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GarbageOptions:
-    """What counts as garbage besides free space. ``missing``: directories; versions that had their
-    pointers there, or below, and to which none there leads any more. ``empty``: pool files without
-    versions."""
+    """The garbage to collect besides free space. ``missing``: directories; versions whose pointers
+    were in them, or below, are garbage if no pointer there refers to them any more. ``empty``: pool
+    files without versions."""
 
     missing: Sequence[str] = ()
     empty: bool = False
@@ -123,9 +125,9 @@ class GarbageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """What a collection removes. ``gone``: versions. ``is_removed``: the pool file itself.
-    ``freed``: bytes. ``pieces``: how many files or objects; None where there are none. ``errors``:
-    of what could not be read, and may lead to one of ``gone``; then nothing is to be removed."""
+    """The garbage of a collection. ``gone``: versions. ``is_removed``: the pool file itself.
+    ``freed``: bytes. ``pieces``: how many files or objects; None if there are none. ``errors``: of
+    files that could not be read, and may be pointers to ``gone``; then nothing may be removed."""
 
     gone: Sequence[VersionInfo] = ()
     errors: Sequence[PortusError] = ()
@@ -136,9 +138,9 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """One part of a place that is collected by itself. ``path``: where it is. ``model``: whose it
-    is; empty: that of all. ``look``: finds the garbage. ``collect``: removes what was found;
-    returns what went. Both raise ``PortusError``."""
+    """A part of a place with its own collection. ``path``: of the part. ``model``: its model;
+    empty: all models. ``look``: finds the garbage. ``collect``: removes it, and returns what was
+    removed. Both raise ``PortusError``."""
 
     path: str
     model: str
@@ -147,10 +149,11 @@ class Collection:
 
 
 class StoredCheckpoint(abc.ABC):
-    """A checkpoint that a place has. ``info.model`` is empty for a file in a directory.
+    """A checkpoint in a place. ``info.model`` is empty for a file in a directory.
 
-    ``path``: where it is in its place, if it is a file there; else empty. ``leads_to``: of a link
-    or a pointer, what it leads to."""
+    ``path``: its path in its place, if it is a file there; else empty. ``leads_to``: the target of
+    a link or a pointer.
+    """
 
     def __init__(self, place: Place, info: VersionInfo, path: str = "") -> None:
         self.place: Final = place
@@ -168,39 +171,40 @@ class StoredCheckpoint(abc.ABC):
 
     @property
     def details(self) -> Mapping[str, str]:
-        """Return what else there is to say of it, for machines."""
+        """More fields about the checkpoint, for JSON documents."""
         return {}
 
     @abc.abstractmethod
     def open(self) -> AbstractContextManager[OpenCheckpoint]:
-        """Open it for reading. Raises ``CorruptionError``, ``MediumError``, ``StaleError``."""
+        """Open the checkpoint for reading. Raise ``CorruptionError``, ``MediumError``,
+        ``StaleError``."""
 
     def table(self) -> FileTable | None:
-        """Return the files that it has, if that is known without a download; None if it has none.
-        Raises as ``open``."""
+        """Return its files, if they are known without a download; None if it has none. Raise as
+        ``open``."""
         return None
 
     def unique(self) -> int | None:
-        """Return the bytes that no other checkpoint reaches; None where that is not known."""
+        """Return the bytes that no other checkpoint reaches, or None if that is unknown."""
         return None
 
 
 class OpenPlace(abc.ABC):
-    """A place of checkpoints, open. One thread at a time. What it needs is opened by its first use;
-    close it.
+    """A place of checkpoints, open. One thread at a time. It opens files and connections at their
+    first use, until ``close``.
 
-    All raise what the place raises: ``UsageError``, ``MediumError``, ``CorruptionError``,
+    All methods raise what the place raises: ``UsageError``, ``MediumError``, ``CorruptionError``,
     ``TransportError``.
     """
 
     after_removal: str = ""
-    """What becomes of the space of removed checkpoints, in words."""
+    """What happens to the space of removed checkpoints, in words."""
 
     parts: str = "pools"
-    """What documents call the parts of a place that are collected."""
+    """The name of the parts with collections, in JSON documents."""
 
     piece: str = "page"
-    """What garbage is counted in."""
+    """The unit in which garbage is counted."""
 
     def __init__(self, place: Place) -> None:
         self.place: Final = place
@@ -208,18 +212,18 @@ class OpenPlace(abc.ABC):
     @property
     @abc.abstractmethod
     def abilities(self) -> Abilities:
-        """Return what the place can do."""
+        """The abilities of the place."""
 
     def usage(self) -> Usage | None:
-        """Return how full the place is; None where that is not known."""
+        """Return how full the place is, or None if that is unknown."""
         return None
 
     @abc.abstractmethod
     def list(
         self, model: str | None = None, skipped: dict[str, PortusError] | None = None
     ) -> list[StoredCheckpoint]:
-        """Return the checkpoints, oldest first; those of one model, or all. skipped: gets the
-        models that cannot be read, which are passed over then, and why."""
+        """Return the checkpoints, oldest first; those of one model, or all. skipped: receives the
+        models that cannot be read, with their errors, instead of raising."""
 
     def models(self) -> Sequence[str]:
         """Return the names of all models."""
@@ -238,29 +242,30 @@ class OpenPlace(abc.ABC):
 
     @abc.abstractmethod
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> AbstractContextManager[Removal]:
-        """Lock the place, and yield what removes these checkpoints of it, durably. Raises
-        ``UsageError`` if one is not there any more, before anything is removed."""
+        """Lock the place, and yield a function that removes these checkpoints, durably. Raises
+        ``UsageError`` if one does not exist any more, before anything is removed."""
 
     @abc.abstractmethod
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
-        """Yield what to verify: these checkpoints of the place, or everything in it."""
+        """Yield the checks of these checkpoints, or of everything in the place."""
 
     def details(self, model: str) -> Mapping[str, str | int | bool | None]:
-        """Return what there is to say of a model that was listed, for machines."""
+        """Return more fields about a listed model, for JSON documents."""
         return {}
 
     def collections(self, options: GarbageOptions) -> Iterator[Collection]:
-        """Yield what can be collected. Raises ``UsageError`` for options that make no sense."""
+        """Yield the collections of the place. Raise ``UsageError`` for options that do not
+        apply."""
         yield from ()
 
     def journals(self, links: str | None) -> Sequence[str]:
-        """Return the directories that may have journals of runs which saved there. links: the
+        """Return the directories that may have journals of runs that saved there. links: the
         nearest ``.portus``, which has those of runs that saved elsewhere."""
         return []
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of the place. A second call does nothing."""
+        """Close the place. A second call does nothing."""
 
     def _find(self, name: str) -> Sequence[StoredCheckpoint]:
         found = [each for each in self.list() if each.name == name]

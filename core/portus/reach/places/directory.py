@@ -54,12 +54,12 @@ CHECKS: Final = {
     "crc32": "CRC32s of the zip",
     "structure": "structure alone: it has no checksums",
 }
-"""What a file is verified by, in words."""
+"""The ways to verify a file, in words."""
 
 
 class StoredFile(StoredCheckpoint):
-    """A checkpoint file. ``step``: what the pointer or the name says; None if it says none.
-    ``pointer``: what it says, if it is one; then ``size`` is its own."""
+    """A checkpoint file. ``step``: that of the pointer or in the name, else None. ``pointer``: its
+    contents, if the file is one; then ``size`` is the pointer's own."""
 
     def __init__(self, place: Place, path: str) -> None:
         try:
@@ -93,7 +93,7 @@ class StoredFile(StoredCheckpoint):
             yield OpenDiskFile(self.path, file)
 
     def check(self, reading: Pace | None, verdict: Verdict, progress: Progress) -> None:
-        """Read every byte of the file, or of the one that the pointer leads to."""
+        """Read every byte of the file, or of the one that the pointer refers to."""
         from portus.engine.loading.checkpoint_file import has_digests, verify_file  # torch, too
 
         verdict.by = CHECKS[verification_of(self.path, has_digests(self.path))]
@@ -123,7 +123,7 @@ class OpenDiskFile:
                 os.fsync(file.fileno())
         except OSError as error:
             _raise(error)
-        # The copy, not the original: what was written is what has to be right.
+        # The copy, not the original: the written bytes have to be right.
         advance(verify_file(path))
 
 
@@ -136,7 +136,7 @@ class DirectoryPlace(OpenPlace):
 
     @classmethod
     def at(cls, path: str) -> DirectoryPlace:
-        """Return the directory, or the one file, at a path, whatever is there."""
+        """Return the place for the directory, or the one file, at a path."""
         return cls(Place(PlaceKind.DIRECTORY, path))
 
     @property
@@ -168,7 +168,7 @@ class DirectoryPlace(OpenPlace):
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
-        """See ``OpenPlace``. Removing a pointer leaves its version where it is."""
+        """Yield the removal, see ``OpenPlace``. Removing a pointer leaves its version in place."""
         paths = [os.path.abspath(each.path) for each in chosen]
         gone = [path for path in paths if not os.path.lexists(path)]
         if gone:
@@ -189,8 +189,8 @@ class DirectoryPlace(OpenPlace):
             yield Check(each.path, title, partial(each.check, reading), each)
 
     def collections(self, options: GarbageOptions) -> Iterator[Collection]:
-        """See ``OpenPlace``: what processes that ended left beside checkpoints. A checkpoint that
-        was removed before its replacement was there is put back."""
+        """Yield the remains of processes that ended, beside checkpoints, see ``OpenPlace``.
+        Collecting restores a checkpoint that was removed before its replacement was complete."""
         for directory, names, _ in os.walk(self.place.path, onerror=_raise):
             if FOLDER in names:
                 real = os.path.realpath(directory)
@@ -205,7 +205,7 @@ class DirectoryPlace(OpenPlace):
 
 
 def _leftovers(directory: str) -> Garbage:
-    """Return what processes that ended left in a directory."""
+    """Return the remains of processes that ended in a directory."""
     folder = HiddenFolder(Linux(), directory)
     try:
         left = [name for names in folder.abandoned_saves() for name in names]
@@ -226,13 +226,13 @@ def _recover(directory: str, found: Garbage) -> Garbage:
 
 
 def journals_inside(directory: str) -> Sequence[str]:
-    """Return the directories of journals in a directory; none if it is not there."""
+    """Return the directories of journals in a directory; none if it does not exist."""
     names = [name for name in names_in(directory) if name.endswith(JOURNAL_SUFFIX)]
     return [os.path.join(directory, name) for name in names]
 
 
 def verification_of(path: str, has_digests: bool) -> str:
-    """Return what a file is verified by: a key of ``CHECKS``."""
+    """Return the way to verify a file: a key of ``CHECKS``."""
     if has_digests:
         return "digests"
     with open(path, "rb") as file:
@@ -240,14 +240,14 @@ def verification_of(path: str, has_digests: bool) -> str:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether a file is one of safetensors or ``torch.save``, or a pointer; by its first
-    bytes, or its end or its name where those are damaged."""
+    """Return whether a file is one of safetensors or ``torch.save``, or a pointer: by its first
+    bytes, or by its end or its name if those are damaged."""
     if path.endswith(SUFFIX):
         return True
     try:
         with open(path, "rb") as file:
             begin = file.read(LENGTH_SIZE + 1)
-            # A file whose beginning is damaged is to be found by a check, not passed over.
+            # A check has to find a file whose beginning is damaged, not skip it.
             file.seek(-min(_END_SIZE, os.path.getsize(path)), os.SEEK_END)
             end = file.read(len(_END))
     except OSError:

@@ -15,12 +15,12 @@ from portus.reach.places.base import Garbage, GarbageOptions
 from portus.reach.places.pool import PoolPlace
 
 YOUNG_S: float = 60
-"""A trainer commits a version before its pointers are there; after so many seconds they surely are.
-"""
+"""Seconds after which a version surely has its pointers: a trainer makes them after the commit."""
 
 
 class HostPlace(PoolPlace):
-    """A pool on a storage host. The host changes its pool itself, also while others save to it."""
+    """A pool on a storage host. The host itself changes its pool, even while trainers save to
+    it."""
 
     def journals(self, links: str | None) -> Sequence[str]:
         return host_journals(self.place, links)

@@ -47,21 +47,21 @@ UNCOUNTED: Final = (
     "is in no entry of the log: an upload that is under way or was cut off, its entry is lost, or "
     "it is not of Portus"
 )
-"""What is to be said of an object that does not count."""
+"""The description of an object without an entry in the log."""
 
 _TRIES: Final = 20
-"""Times that a change takes the term from a run that takes it back, until it gives up."""
+"""Times that a change takes the term from a run that takes it back, at most."""
 
 
 def claim(mirror: Mirror, command: str) -> State:
-    """Take the term for what a command does; a run that mirrors there takes it back."""
+    """Take the term for a command; a run that mirrors there takes it back."""
     # `passing`: the run may take the term back, or a command would end its mirroring.
     return mirror.claim(f"portus {command}: {who()}", _NO_POOL, passing=True)
 
 
 def retry(act: Callable[[], Result]) -> Result:
-    """Return what ``act`` returns; call it again where a run took the term back meanwhile. Raises
-    ``BusyError`` where a run does so each time."""
+    """Return the result of ``act``, calling it again if a run took the term back meanwhile. Raise
+    ``BusyError`` if a run does so each time."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(SupersededError):
             return act()
@@ -69,7 +69,7 @@ def retry(act: Callable[[], Result]) -> Result:
 
 
 class MirroredVersion(StoredCheckpoint):
-    """A version of a model of a storage host. Its id is counted by whoever lists it."""
+    """A version of a model of a storage host. Its id is the number in the list."""
 
     def __init__(self, place: Place, info: VersionInfo, mirror: Mirror, added: Added) -> None:
         super().__init__(place, info)
@@ -141,8 +141,8 @@ class OpenObjects:
 
 
 class MirrorPlace(OpenPlace):
-    """A mirror as a place of checkpoints. What is removed here, and is there where it came from, is
-    mirrored again."""
+    """A mirror as a place of checkpoints. If a checkpoint is removed here and still exists at its
+    origin, it is mirrored again."""
 
     parts, piece = "mirrors", "object"
     after_removal = "the run that mirrors there, or portus gc, deletes the objects a day later"
@@ -169,8 +169,8 @@ class MirrorPlace(OpenPlace):
     def list(
         self, model: str | None = None, skipped: dict[str, PortusError] | None = None
     ) -> list[StoredCheckpoint]:
-        """See ``OpenPlace``. Ids of versions are counted here; commits are those of the pools that
-        they were committed to."""
+        """Return the checkpoints, see ``OpenPlace``. Ids of versions are counted here; commits are
+        those of the pools in which they were committed."""
         found: list[StoredCheckpoint] = []
         for each in self.models() if model is None else [model]:
             mirror = self.mirrors.of(each)
@@ -193,7 +193,8 @@ class MirrorPlace(OpenPlace):
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
-        """See ``OpenPlace``. A mirror has no lock: what is not there any more is left out."""
+        """Yield the removal, see ``OpenPlace``. A mirror has no lock: objects that do not exist any
+        more are left out."""
 
         def act() -> int:
             for model in dict.fromkeys(each.info.model for each in chosen):
@@ -208,7 +209,8 @@ class MirrorPlace(OpenPlace):
         yield act
 
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
-        """See ``OpenPlace``. Each version by itself: a damaged manifest says nothing of others."""
+        """Yield checks, see ``OpenPlace``. Each version has its own: a damaged manifest does not
+        affect others."""
         if pace.bytes_per_s is not None:
             raise UsageError(f"{self.place}: scrub takes pools only; portus verify reads a mirror")
         found = self.list() if chosen is None else chosen
@@ -231,7 +233,7 @@ class MirrorPlace(OpenPlace):
         return term_of(self._states[model])
 
     def collections(self, options: GarbageOptions) -> Iterator[Collection]:
-        """See ``OpenPlace``: the objects that nobody needs any more, model by model."""
+        """Yield the unneeded objects of each model, see ``OpenPlace``."""
         if options.missing or options.empty:
             raise UsageError(f"{self.place}: --missing and --empty are for pools")
         for model in self.models():
@@ -257,7 +259,7 @@ def _fail(
 
 
 def term_of(state: State) -> dict[str, str | int | bool | None]:
-    """Return who writes a mirror, for machines."""
+    """Return the writer of a mirror, for JSON documents."""
     return {"term": state.term, "writer": state.who or None, "passing": state.passing}
 
 
@@ -275,7 +277,7 @@ def _collect(mirror: Mirror, found: Garbage) -> Garbage:
 
 
 def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:
-    # What is there as of the claim: a run may have removed some since they were listed.
+    # Those that exist at the claim: a run may have removed some since they were listed.
     there = {each.token for each in claim(mirror, "rm").versions}
     gone = [token for token in tokens if token in there]
     for start in range(0, len(gone), FACTS_MAX):

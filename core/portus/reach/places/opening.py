@@ -1,4 +1,4 @@
-"""The places that a user means, opened."""
+"""The places that a user names, opened."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _STEPS_MAX: Final = 20
 
 
 def place_named(text: str, what: str, *, mirrors: bool = True) -> Place:
-    """Return the place that a user names. what: where it was said. mirrors: whether a mirror will
-    do. Raises ``UsageError``."""
+    """Return the place that a user names. what: where it was named. mirrors: whether a mirror is
+    allowed. Raises ``UsageError``."""
     if not is_store(text):
         return Place.parse(text, what)
     address = parse(text, what)
@@ -35,20 +35,20 @@ def place_named(text: str, what: str, *, mirrors: bool = True) -> Place:
 
 
 def open_place(place: Place) -> OpenPlace:
-    """Return a place, which opens what it needs when that is used."""
+    """Return a place, which opens files and connections at their first use."""
     opened: OpenPlace = load_class(place.classes.opened)(place)
     return opened
 
 
 def places_at(place: Place) -> list[OpenPlace]:
-    """Return the places that a place has: of a directory its pools, and of several storage hosts
-    each one; else the place itself. Raises ``UsageError`` if there is nothing of that name."""
+    """Return the places within a place: the pools of a directory, each of several storage hosts, or
+    the place itself. Raise ``UsageError`` if there is nothing of that name."""
     found = [place] if place.kind is PlaceKind.MIRROR else pools_at(place)
     return [open_place(each) for each in found]
 
 
 def journals_of(place: Place, links: str | None) -> list[str]:
-    """Return the directories that may have journals of runs which saved to a place. links: see
+    """Return the directories that may have journals of runs that saved to a place. links: see
     ``OpenPlace.journals``."""
     found: list[str] = []
     for each in place.hosts or [place]:
@@ -58,13 +58,13 @@ def journals_of(place: Place, links: str | None) -> list[str]:
 
 
 class Places(contextlib.ExitStack):
-    """Open places. ``target``: what is looked for, ``MODEL`` or ``MODEL@STEP``; None: everything.
-    ``failed``: those that could not be read, and why."""
+    """Open places. ``target``: ``MODEL`` or ``MODEL@STEP`` to look for; None: everything.
+    ``failed``: places that could not be read, with their errors."""
 
     def __init__(
         self, place: Place, places: Sequence[OpenPlace], target: str | None = None
     ) -> None:
-        """place: what has all of them."""
+        """place: contains all ``places``."""
         super().__init__()
         self.place: Final = place
         self.target: Final = target
@@ -76,7 +76,7 @@ class Places(contextlib.ExitStack):
         return [each for each in self._places if each not in self.failed]
 
     def all(self) -> Sequence[OpenPlace]:
-        """Return the places, those that cannot be read too."""
+        """Return all places, unreadable ones included."""
         return list(self._places)
 
     def list(self, model: str | None = None) -> Sequence[StoredCheckpoint]:
@@ -90,10 +90,10 @@ class Places(contextlib.ExitStack):
         return found
 
     def select(self) -> Sequence[StoredCheckpoint]:
-        """Return the checkpoints that ``target`` means: of a model all, or those of one step.
+        """Return the checkpoints that match ``target``: all of a model, or those of one step.
 
-        A step may have several, after a rollback. Raises ``UsageError`` if there are none; if a
-        place could not be read, that is raised.
+        A step may have several, after a rollback. Raises ``UsageError`` if there are none, or the
+        error of a place that could not be read.
         """
         target, models = self.target or "", self._models()
         if target in models and (own := self.list(target)):
@@ -145,9 +145,9 @@ def _choices(model: str, named: Sequence[StoredCheckpoint], models: Sequence[str
 def place_and_target(
     target: str, pool: str | None, *, whole: bool = False
 ) -> tuple[str | None, str | None]:
-    """Return the place, as ``--pool`` names it, and what is looked for there: the URL of a version
-    in a mirror says both. whole: whether the address of a place will do, for all that is in it;
-    then nothing is looked for. Raises ``UsageError``."""
+    """Return the place, as ``--pool`` names it, and the target there: the URL of a version in a
+    mirror contains both. whole: the address of a place is allowed, for all checkpoints in it; then
+    the target is None. Raises ``UsageError``."""
     if is_address(target):
         if whole and pool is None:
             return target, None
@@ -164,8 +164,8 @@ def place_and_target(
 
 
 def newest(found: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-    """Return the checkpoint that was committed last; across places, by time. Raises ``UsageError``
-    where that is one of several files of a checkpoint."""
+    """Return the checkpoint that was committed last; across places, by time. Raise ``UsageError``
+    if it is one of several files of a checkpoint."""
     last = {each.place: each for each in found if not each.leads_to}  # the last in order of commits
     if not last:
         raise UsageError(f"{found[0].name} is a link to {found[0].leads_to}, which is not there")

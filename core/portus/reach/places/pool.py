@@ -54,7 +54,7 @@ from portus.reach.places.version import (
 from portus.reach.pools.version_file import table_in
 
 WAIT_S: Final = 1.0
-"""How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
+"""Seconds to wait for the writer of a pool: a trainer holds it as long as it runs."""
 
 
 class PoolVersion(StoredCheckpoint):
@@ -76,8 +76,8 @@ class PoolVersion(StoredCheckpoint):
 
 
 class PoolPlace(OpenPlace):
-    """A pool as a place of checkpoints. What can be read is read while a trainer writes; removals
-    need its lock."""
+    """A pool as a place of checkpoints. It can be read while a trainer writes; removals need its
+    lock."""
 
     after_removal = "the pool file keeps its size, and has holes where the file system allows"
 
@@ -123,7 +123,8 @@ class PoolPlace(OpenPlace):
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
-        """See ``OpenPlace``. The pointers go first, and then the versions."""
+        """Yield the removal, see ``OpenPlace``. It removes first the pointers, and then the
+        versions."""
         with self.writing() as pool:
             now = pool.catalogue()
             paths = [
@@ -134,7 +135,7 @@ class PoolPlace(OpenPlace):
 
             def act() -> int:
                 # A kill in between leaves versions without pointers, which `portus gc --missing`
-                # lists; the other way round pointers would lead nowhere.
+                # lists; the other way round pointers could not be loaded.
                 remove_files(paths)
                 pool.let_go([each.info.token for each in chosen])
                 return len(paths)
@@ -144,7 +145,8 @@ class PoolPlace(OpenPlace):
     def _pointers(
         self, pool: PoolReader, entry: VersionEntry | None, seen: VersionInfo
     ) -> Sequence[str]:
-        """Return the pointers that lead to a version. Raises ``UsageError`` if it is gone."""
+        """Return the existing pointers of a version. Raise ``UsageError`` if the version is
+        gone."""
         with contextlib.suppress(StaleError):
             if entry is not None and entry.info.id == seen.id:
                 table = table_in(pool, entry)
@@ -152,8 +154,8 @@ class PoolPlace(OpenPlace):
         raise UsageError(f"{self.place} changed meanwhile, and nothing was removed: run this again")
 
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
-        """See ``OpenPlace``. A pool keeps the commit before the newest one, so a check reads
-        versions that are not listed."""
+        """Yield the check, see ``OpenPlace``. A pool keeps the commit before the newest one, so a
+        check also reads versions that are not listed."""
         wanted = None if chosen is None else {each.info.id for each in chosen}
 
         def run(verdict: Verdict, progress: Progress) -> None:
@@ -196,9 +198,9 @@ class PoolPlace(OpenPlace):
         return Garbage(gone=gone, is_removed=is_removed, freed=freed, errors=errors)
 
     def _reclaimable_bytes(self, gone: AnyCollection[int]) -> int:
-        """Return about how many of the bytes that a pool takes of its file system would be given
-        back without the versions ``gone``. Not known here: what readers have pinned, and what the
-        records of the commit before take; so a few pages are none."""
+        """Return an estimate of the bytes that a pool would return to its file system without the
+        versions ``gone``. It ignores pages that readers have pinned, and those of the records of
+        the commit before; so a few pages count as none."""
         taken, spare = self.disk_bytes(), self.reader.spare_bytes()
         unneeded = taken - self.reader.kept_bytes(gone) - spare
         return unneeded if taken and unneeded > spare else 0
@@ -206,9 +208,9 @@ class PoolPlace(OpenPlace):
     def _without_pointers(
         self, reader: PoolReader, directories: Sequence[str]
     ) -> tuple[Sequence[VersionInfo], Sequence[PortusError]]:
-        """Return the versions that had their pointers in one of these directories, or below, and to
-        which no pointer there leads; and why that is not sure: the errors of what could not be
-        read. Raises ``CorruptionError``, ``MediumError``."""
+        """Return the versions whose pointers were in one of these directories, or below, and are
+        gone, and the errors of files that could not be read, which make that unsure. Raises
+        ``CorruptionError``, ``MediumError``."""
         roots = [os.path.realpath(os.path.expanduser(each)) for each in directories]
         found = []
         for entry in reader.catalogue().entries() if roots else ():
@@ -229,8 +231,8 @@ class PoolPlace(OpenPlace):
     def _still_gone(
         self, reader: PoolReader, gone: Sequence[VersionInfo], missing: Sequence[str]
     ) -> set[bytes]:
-        """Return the tokens of these versions. Raises ``UsageError`` if a pointer came back, and
-        the error of what cannot be read any more."""
+        """Return the tokens of these versions. Raise ``UsageError`` if a pointer came back, and the
+        error of a file that cannot be read any more."""
         found, errors = self._without_pointers(reader, missing) if gone else ([], [])
         for error in errors:
             raise error
@@ -248,8 +250,8 @@ class PoolPlace(OpenPlace):
     # What a storage host does in another way.
 
     def _is_young(self, info: VersionInfo) -> bool:
-        """Return whether a trainer may be about to make the pointers of a version. Whoever writes a
-        pool file knows that no trainer does."""
+        """Return whether a trainer may be about to make the pointers of a version. Never for a pool
+        file: its lock keeps trainers out."""
         return False
 
     @property
@@ -257,14 +259,14 @@ class PoolPlace(OpenPlace):
         return os.path.isfile(self.place.path)
 
     def _collect(self, options: GarbageOptions, found: Garbage) -> Garbage:
-        """Remove versions, and the pool file if it is empty then; give space back."""
+        """Remove versions, and the pool file if it is empty then; return free space."""
         path = self.place.path
         taken = on_disk(path)
         with open_for_writing(path) as writer:
             # Looked for again under the lock: a trainer may have made the pointers since.
             writer.let_go(self._still_gone(writer, found.gone, options.missing))
             is_removed = options.empty and self._is_file and not writer.catalogue().ids()
-            if is_removed:  # while it is locked: whoever waits for it finds that it is gone
+            if is_removed:  # while it is locked: a process that waits for it finds that it is gone
                 remove_journals(path)
                 remove_pool(path, LocalFiles())
         freed = max(0, taken - on_disk(path))
@@ -276,20 +278,20 @@ class PoolPlace(OpenPlace):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Pool]:
-        """Open the pool for changing it; at the end give what nothing reaches back to the file
-        system. Raises ``BusyError`` naming who writes it."""
+        """Open the pool for writing; at the end return unreached space to the file system. Raise
+        ``BusyError`` naming the writer."""
         with open_for_writing(self.place.path) as writer:
             yield writer
 
     def disk_bytes(self) -> int:
-        """Return the bytes that the pool takes of its file system; 0 if it is on none."""
+        """Return the bytes that the pool takes of its file system; 0 if it is not in a file."""
         return on_disk(self.reader.medium.info.name)
 
     def _open(self) -> PoolReader:
         return self._closing.enter_context(contextlib.closing(open_place(self.place)))
 
     def _check(self, look: CheckOptions) -> Sequence[Finding]:
-        """Check the file itself: a pool whose first pages are damaged has findings, too."""
+        """Check the file itself, so that a pool with damaged first pages has findings too."""
         return check_file(self.place.path, look)
 
     def _scrub(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
@@ -298,8 +300,8 @@ class PoolPlace(OpenPlace):
 
 @contextlib.contextmanager
 def open_for_writing(path: str) -> Iterator[PoolWriter]:
-    """Open a pool file for writing; at the end give what nothing reaches back to the file system.
-    Raises ``BusyError`` naming who writes it."""
+    """Open a pool file for writing; at the end return unreached space to the file system. Raise
+    ``BusyError`` naming the writer."""
     writer = WRITERS.open(path, timeout_s=WAIT_S, mapped=False)  # else holes would be filled
     last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
     try:
@@ -311,9 +313,9 @@ def open_for_writing(path: str) -> Iterator[PoolWriter]:
 
 
 def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
-    """Remove the pointer at ``path``, and the version of ``token`` in the pool at ``place``, which
-    it leads to, if it was the last one; return whether the version was removed, and how many
-    pointers are left. Raises ``UsageError`` if the pointer was replaced meanwhile."""
+    """Remove the pointer at ``path``, and the version of ``token`` in the pool at ``place`` if it
+    was the last one. Return whether the version was removed, and how many pointers are left. Raise
+    ``UsageError`` if the pointer was replaced meanwhile."""
     opened: PoolPlace = load_class(place.classes.opened)(place)
     with opened.writing() as pool:
         said = pointer_at(path)

@@ -40,8 +40,8 @@ class OpenVersion:
         }
 
     def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
-        """See ``OpenCheckpoint``. One unit (16 MiB) is in memory at a time, and a few of what is
-        around the storages."""
+        """Write a file, see ``OpenCheckpoint``. One unit (16 MiB) is in memory at a time, and a few
+        units of the bytes around storages."""
         files = [] if self.table is None else list(self.table.files)
         names = [each.name for each in files]
         if name not in names:
@@ -54,7 +54,7 @@ class OpenVersion:
                     out.write(piece)
                     advance(len(piece))
                 out.flush()
-                # Whoever is told that it was written may remove the version.
+                # The caller may remove the version once it was written.
                 os.fsync(out.fileno())
         except CorruptionError as error:
             raise CorruptionError(f"{name}: {error}") from error
@@ -70,7 +70,7 @@ def open_version(reader: PoolReader, entry: VersionEntry) -> Iterator[OpenVersio
 
 
 def pointers_of(table: FileTable, token: bytes) -> list[str]:
-    """Return the paths of those pointers of a version that are there. Raises ``CorruptionError``,
+    """Return the paths of the existing pointers of a version. Raise ``CorruptionError``,
     ``MediumError``."""
     paths = [os.path.join(table.directory, each.name) for each in table.files]
     found = [(path, pointer_at(path)) for path in paths if table.directory]
@@ -78,8 +78,8 @@ def pointers_of(table: FileTable, token: bytes) -> list[str]:
 
 
 def tokens_below(directories: Sequence[str]) -> tuple[set[str], list[PortusError]]:
-    """Return the tokens of the versions that pointers in these directories, or below, lead to,
-    whatever the pointers are called; and the errors of all that could not be read."""
+    """Return the tokens of the versions that pointers in these directories, or below, refer to,
+    whatever the names of the pointers; and the errors of all files that could not be read."""
     tokens, errors, seen = set[str](), list[PortusError](), set[str]()
 
     def note(error: OSError) -> None:
@@ -97,7 +97,7 @@ def tokens_below(directories: Sequence[str]) -> tuple[set[str], list[PortusError
             for path in (os.path.join(directory, name) for name in files):
                 try:
                     status = os.stat(path)
-                    # Looked at before it is opened: what is no pointer need not be readable.
+                    # Size first: a file that is no pointer need not be readable.
                     if stat.S_ISREG(status.st_mode) and status.st_size <= POINTER_MAX:
                         said = pointer_at(path)
                         tokens.update([said.token] if said is not None else [])

@@ -1,1 +1,1 @@
-"""What a client and a storage host say to each other, as a state table. No I/O."""
+"""The conversation of a client and a storage host, as a state table. No I/O."""

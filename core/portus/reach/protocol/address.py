@@ -20,13 +20,13 @@ from portus.reach.protocol.messages import TENANT_SIZE_MAX
 
 PORT: Final = 7117
 TENANT: Final = "default"
-"""Who says no tenant."""
+"""The tenant of an address that names none."""
 
 _TENANT: Final = re.compile(rf"[A-Za-z0-9_.-]{{1,{TENANT_SIZE_MAX}}}")
 
 
 class Scheme(enum.Enum):
-    """How a host is reached."""
+    """The way to reach a host."""
 
     TCP = "portus"
     TLS = "portus+tls"
@@ -34,7 +34,8 @@ class Scheme(enum.Enum):
 
 
 class Transport(enum.Enum):
-    """How bytes of tensors travel. AUTO: by verbs where both ends can, else over the socket."""
+    """The way that bytes of tensors travel. AUTO: by verbs if both ends can, else over the
+    socket."""
 
     AUTO = "auto"
     TCP = "tcp"
@@ -42,7 +43,8 @@ class Transport(enum.Enum):
 
     @classmethod
     def of(cls, text: str, what: str) -> Transport:
-        """The one that ``text`` names; "": AUTO. Raises ``UsageError``. what: where it was said."""
+        """Return the transport that ``text`` names; "": AUTO. Raise ``UsageError`` for any other
+        text. what: where it was given."""
         try:
             return cls(text or cls.AUTO.value)
         except ValueError as error:
@@ -51,8 +53,8 @@ class Transport(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """``host`` and ``port`` of a tcp socket, or ``path`` of a unix socket. ``second``: host and
-    port of the replica, reached as the first one; None if there is none."""
+    """The address of a host. ``host`` and ``port`` of a tcp socket, or ``path`` of a unix socket.
+    ``second``: host and port of the replica, reached like the first one; None if there is none."""
 
     scheme: Scheme
     tenant: str = TENANT
@@ -70,7 +72,7 @@ class Address:
 
     @property
     def each(self) -> list[Address]:
-        """Each host alone, the first one first."""
+        """Each host by itself, the first one first."""
         if self.second is None:
             return [self]
         host, port = self.second
@@ -79,12 +81,12 @@ class Address:
 
 
 def is_address(pool: object) -> bool:
-    """True if ``pool`` names a storage host, not a file."""
+    """Return whether ``pool`` names a storage host, not a file."""
     return isinstance(pool, str) and re.match(r"portus(\+\w+)?:/", pool) is not None
 
 
 def parse(text: str) -> Address:
-    """The address that ``text`` says. Raises ``UsageError``."""
+    """Return the address in ``text``. Raise ``UsageError`` if it is none."""
     scheme_text, _, rest = text.partition("://")
     if scheme_text not in {each.value for each in Scheme}:
         raise UsageError(f"{_printable(text)}: {_EXPECTED}")
@@ -120,12 +122,12 @@ def _place(host: str, port: int) -> str:
 
 
 def is_tenant(name: str) -> bool:
-    """True if a tenant may be called so."""
+    """Return whether ``name`` is valid for a tenant."""
     return _TENANT.fullmatch(name) is not None and not name.startswith(".")
 
 
 def check_tenant(name: str) -> str:
-    """``name``, if a tenant may be called so. Raises ``UsageError``."""
+    """Return ``name`` if it is valid for a tenant. Raise ``UsageError`` if not."""
     if not is_tenant(name):
         shown = name.partition(":")[0] + (":***" if ":" in name else "")
         raise UsageError(

@@ -1,14 +1,14 @@
 """One end of a conversation, without I/O: bytes in, messages out; messages in, bytes out.
 
 A frame is a header of 8 bytes (length of the body, uint32; kind, uint8; a check of these two), a
-body, and a digest of both. ``wanted`` says how many bytes to feed next, never more than belong to
-this frame: payload can so be received by its reader straight into where it goes, past this object,
-which is only shown what it was (``took``).
+body, and a digest of both. ``wanted_bytes`` says how many bytes to feed next, never more than
+belong to this frame. So a reader can receive payload straight into its destination, past this
+object, which is only shown the bytes (``took``).
 
 Digests of tensors do not cover messages: one changed byte on plain tcp made a learning rate 0.925
 instead of 0.125, and the version was committed, loaded and verified. So every frame has a digest.
 
-After a ``ProtocolError`` the connection is of no use, and says so.
+After a ``ProtocolError`` the connection is unusable, and every call says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from portus.reach.protocol.vocabulary import MessageKind, Phase
 HEADER: Final = struct.Struct("<IB3s")
 _START: Final = struct.Struct("<IB")
 _FEED_MAX: Final = 1 << 20
-"""Bytes asked for at once: memory is taken as bytes arrive, not because a header announces them."""
+"""Bytes to ask for at a time: memory is taken as bytes arrive, not because a header announces
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class SkippedMessage:
-    """A message came of which nothing was kept (``Connection.forget``)."""
+    """An event: a message was received and discarded (``Connection.forget``)."""
 
     kind: MessageKind
 
@@ -55,7 +56,7 @@ Event = Said | Payload
 
 
 class Connection:
-    """One end. ``is_client``: which."""
+    """One end of a connection: that of the client if ``is_client``."""
 
     def __init__(self, *, is_client: bool) -> None:
         self.state = Phase.NEW
@@ -85,12 +86,12 @@ class Connection:
 
     @property
     def digest_due(self) -> bool:
-        """True when payload was received, and its digest has to be fed before it counts."""
+        """True when payload was received, and its digest must be fed before it counts."""
         return self._kind is not None and self._kind.is_payload and not self._payload_left
 
     @property
     def body_left(self) -> int:
-        """Bytes of a message behind its header that are still to be fed."""
+        """Bytes of a message after its header that are still to be fed."""
         return 0 if self._kind is None else self._length - self._fed_bytes
 
     @property
@@ -98,14 +99,15 @@ class Connection:
         return len(self._buffer) + (self._forgotten or 0)
 
     def send(self, message: Said) -> bytes:
-        """The bytes of ``message``. An order that the table does not have is our mistake."""
+        """Return the bytes of ``message``. A message that the table does not allow is our
+        mistake."""
         body = encode(message)
         assert len(body) <= message.kind.body_size_max, f"{message.kind.name}: {len(body)} bytes"
         self._step_local(message.kind)
         return self._begin_frame(message.kind, len(body)) + body + self._end_frame(body)
 
     def send_payload(self, kind: MessageKind, length: int) -> bytes:
-        """The header for ``length`` plain bytes, which the caller sends next."""
+        """Return the header for ``length`` plain bytes, which the caller sends next."""
         assert kind.is_payload
         assert 0 < length <= kind.body_size_max
         self._step_local(kind)
@@ -113,7 +115,7 @@ class Connection:
         return self._begin_frame(kind, length)
 
     def note_sent(self, data: bytes | memoryview) -> bytes:
-        """Note that these bytes of payload were sent, and return what to send behind them."""
+        """Note that these bytes of payload were sent, and return the bytes to send after them."""
         assert len(data) <= self._owed
         self._owed -= len(data)
         if self._owed:
@@ -121,13 +123,14 @@ class Connection:
         return b"" if self._owed else self._end_frame(data)
 
     def forget(self) -> None:
-        """Keep nothing of the message that is being fed: there is no memory for it. It is ended by
-        a ``SkippedMessage``, which is answered as the message would have been."""
+        """Discard the message that is being fed, since there is no memory for it. A
+        ``SkippedMessage`` ends it, which is answered as the message would have been."""
         assert self.body_left, "only in the middle of a body"
         self._forgotten = self._forgotten or 0
 
     def feed(self, data: bytes | memoryview) -> Event | SkippedMessage | None:
-        """Take at most ``wanted_bytes`` bytes; what they complete. Raises ``ProtocolError``."""
+        """Take at most ``wanted_bytes`` bytes; return the event that they complete. Raise
+        ``ProtocolError`` if they are wrong."""
         if self._broken:
             raise ProtocolError(self._broken)
         assert len(data) <= self.wanted_bytes
@@ -176,7 +179,7 @@ class Connection:
         return message
 
     def _drop(self) -> None:
-        """Hash what was fed of a body, and forget it; but for the digest at its end."""
+        """Hash the bytes of a body fed so far, and discard them, except the digest at its end."""
         assert self._forgotten is not None
         if len(self._buffer) > DIGEST_SIZE:
             rest = self._buffer[-DIGEST_SIZE:]
@@ -186,8 +189,8 @@ class Connection:
             self._buffer = rest
 
     def _open(self) -> tuple[MessageKind, int]:
-        """Look at a whole header: before a byte of the body is taken, it has to be one that may
-        come now."""
+        """Check a whole header before a byte of the body is taken: its message must be allowed
+        now."""
         header, self._buffer = bytes(self._buffer), bytearray()
         length, number, check = HEADER.unpack(header)
         expected = _check(header[: _START.size])
@@ -212,14 +215,14 @@ class Connection:
         return kind, length
 
     def _begin_frame(self, kind: MessageKind, length: int) -> bytes:
-        """The header of a frame that is sent."""
+        """Return the header of a frame to send."""
         start = _START.pack(length, kind.number)
         header = start + _check(start)
         self._went = xxhash.xxh3_128(header)
         return header
 
     def _end_frame(self, data: bytes | memoryview) -> bytes:
-        """What follows the last bytes of a body that is sent."""
+        """Return the bytes to send after the last bytes of a body."""
         self._went.update(data)
         return self._went.digest()
 
@@ -234,7 +237,7 @@ class Connection:
 
 
 def _check(start: bytes) -> bytes:
-    """Three bytes that tell a damaged length or kind at once; never zeros."""
+    """Return three bytes that reveal a damaged length or kind at once; never zeros."""
     found = xxhash.xxh3_64(start).digest()
     # Odd, so a header of zeros, or of a version that had no checks, is refused at once.
     return bytes((found[0] | 1, found[1], found[2]))

@@ -1,7 +1,8 @@
-"""The messages, each declared once. What breaks a declaration is a ``ProtocolError``, never worse.
+"""The messages, each declared once. A message that breaks its declaration is a ``ProtocolError``,
+never worse.
 
-Above each class: its number and name, in which states it is said and which one follows. The limits
-of its fields are that of its body.
+Above each class: its number and name, the states in which it is sent, and the one that follows. The
+limits of its fields limit its body.
 
 Columns of numbers travel as bytes: little-endian int64, one after another (``pack_column``).
 Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
@@ -31,8 +32,7 @@ from portus.errors import (
 from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
 VERSION: Final = 8
-"""The version of the protocol that is spoken. A host refuses a greeting of another one, and names
-this."""
+"""The version of the protocol. A host refuses a greeting of another version, and names this one."""
 
 MAGIC: Final = "portus"
 UNIT: Final = 16 << 20
@@ -66,15 +66,16 @@ LISTED_MAX: Final = 1000
 CONTENTS_SIZE_MAX: Final = 1 << 30
 SIZE_MAX: Final = 1 << 62
 PAYLOAD_SIZE_MAX: Final = UNIT
-"""Bytes behind one header of payload."""
+"""Bytes after one header of payload, at most."""
 
 
 class ProtocolError(TransportError):
-    """The other side said what it may not say, or not now. The connection is of no use any more."""
+    """The other side sent a message that it may not send, or not now. The connection is
+    unusable."""
 
 
 MESSAGES: Final = Vocabulary()
-"""All of them."""
+"""All messages."""
 
 
 class Fault(enum.Enum):
@@ -122,8 +123,8 @@ Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 @MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED})
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The client's first words. Its frame, that of a refusal, and these fields stay what they are
-    in every version; others may come behind them."""
+    """The first message of a client. Its frame, that of a refusal, and these fields stay the same
+    in every version; others may follow them."""
 
     kind: ClassVar[MessageKind]
     magic: Annotated[str, Meta(max_length=16)]
@@ -133,14 +134,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All but the first words: no field too many, none missing."""
+    """Any message but the first: no field too many, none missing."""
 
     kind: ClassVar[MessageKind]
 
 
 @MESSAGES.host(64, "CHALLENGE", {Phase.GREETED: Phase.CHALLENGED})
 class Challenge(Message, frozen=True):
-    """``secret``: the host wants a proof."""
+    """The host's challenge. ``secret``: the host wants a proof."""
 
     nonce: Token
     secret: bool
@@ -148,15 +149,15 @@ class Challenge(Message, frozen=True):
 
 @MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING})
 class ClientProof(Message, frozen=True):
-    """Empty where no secret is shared."""
+    """The client's proof; empty if no secret is shared."""
 
     proof: Proof
 
 
 @MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY})
 class Welcome(Message, frozen=True):
-    """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
-    host reaches memory of this client by itself, if it is connected (``Connect``)."""
+    """The host's own proof, and the pool of the tenant: its identity, name and granularity.
+    ``verbs``: the host can access memory of this client directly, once connected (``Connect``)."""
 
     proof: Proof
     uuid: Token
@@ -167,9 +168,9 @@ class Welcome(Message, frozen=True):
 
 
 class _QueuePair(Message, frozen=True):
-    """One end of a reliable connection: its number and first packet sequence number, where it is
+    """One end of a reliable connection: its number and first packet sequence number, its address
     (``gid``, and ``lid`` on InfiniBand), the code of its largest path MTU (1 to 5: 256 to 4096
-    bytes), and how many reads of the other side it serves at once."""
+    bytes), and how many reads of the other side it serves at the same time."""
 
     number: Annotated[int, Meta(ge=0, lt=1 << 24)]
     sequence: Annotated[int, Meta(ge=0, lt=1 << 24)]
@@ -181,18 +182,18 @@ class _QueuePair(Message, frozen=True):
 
 @MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.ASKED})
 class Connect(_QueuePair, frozen=True):
-    """The client's queue pair for this connection; one before it is gone."""
+    """The client's queue pair for this connection, in place of an earlier one."""
 
 
 @MESSAGES.host(78, "CONNECTED", {Phase.ASKED: Phase.READY})
 class Connected(_QueuePair, frozen=True):
-    """The host's, which is ready."""
+    """The host's queue pair, which is ready."""
 
 
 @MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED})
 class Claim(Message, frozen=True):
-    """The client, which says the same 16 bytes on all its connections, asks to be the one that
-    saves ``model``, as long as one of them lives."""
+    """A request to be the only client that saves ``model``, as long as one of its connections
+    lives. ``client``: the same 16 bytes on all of them."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     client: Token
@@ -200,8 +201,8 @@ class Claim(Message, frozen=True):
 
 @MESSAGES.client(5, "BEGIN", {Phase.READY: Phase.BEGINNING})
 class Begin(Message, frozen=True):
-    """A save of storages of these lengths; and what a transport needs to reach them by itself, as
-    long as the save lives (``handles``, one of each; empty on a stream)."""
+    """A save of storages of these lengths. ``handles``: for a transport that accesses them
+    directly, one of each, valid as long as the save lives; empty on a stream."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -212,14 +213,14 @@ class Begin(Message, frozen=True):
 
 @MESSAGES.client(6, "OFFER", {Phase.SAVING: Phase.OFFERED})
 class Offer(Message, frozen=True):
-    """The client reports that these storages may be pulled now."""
+    """A report that these storages may be pulled now."""
 
     indices: Indices
 
 
 @MESSAGES.host(68, "PULL", {Phase.OFFERED: Phase.PULLING, Phase.ABANDONING: Phase.ABANDONING})
 class Pull(Message, frozen=True):
-    """The host asks, on a stream, for the offered storages, end to end."""
+    """The host's request, on a stream, for the offered storages, end to end."""
 
 
 @MESSAGES.host(
@@ -233,9 +234,9 @@ class Pull(Message, frozen=True):
     },
 )
 class Hashed(Message, frozen=True):
-    """All of the offer is stored, all is pushed, or checked; the digests of its units, as the host
-    found them. ``bounced``: bytes that went through a buffer of the host, not straight between the
-    pool and the client."""
+    """A report that all of an offer is stored, or all is pushed, or checked, with the digests of
+    its units, as the host found them. ``bounced``: bytes that went through a buffer of the host,
+    not straight between the pool and the client."""
 
     digests: Digests
     bounced: Number = 0
@@ -243,7 +244,7 @@ class Hashed(Message, frozen=True):
 
 @MESSAGES.host(84, "FULL", {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING})
 class Full(Message, frozen=True):
-    """No room for the offer. The save goes on: it may be offered again."""
+    """A report that there is no room for the offer. The save continues, and may offer it again."""
 
     errno: Number
     text: Text
@@ -251,8 +252,8 @@ class Full(Message, frozen=True):
 
 @MESSAGES.client(8, "SHARE", {Phase.SAVING: Phase.SHARING})
 class Share(Message, frozen=True):
-    """The client reports that, by its digests, these storages equal those of the version
-    ``before``, a token."""
+    """A report that, by their digests, these storages equal those of the version ``before``, a
+    token."""
 
     before: Token
     indices: Indices
@@ -260,19 +261,22 @@ class Share(Message, frozen=True):
 
 @MESSAGES.host(70, "SHARED", {Phase.SHARING: Phase.SAVING})
 class Shared(Message, frozen=True):
-    """``same``: the host still has those bytes, and the version reaches them."""
+    """The answer to ``Share``. ``same``: the host still has those bytes, and the version reaches
+    them."""
 
     same: bool
 
 
 @MESSAGES.client(9, "CONFIRM", {Phase.SAVING: Phase.CONFIRMING})
 class Confirm(Message, frozen=True):
-    """All storages are pulled or shared, and their digests, which the client found itself, are
-    ``digests``: commit. ``before``: the token of a version whose contents may be equal.
-    ``keep``: which versions of the model stay: the same commit removes the others, and an older one
-    of the same step (``pack_map``; empty: all stay). ``inexact``: the client saw a part
-    of it being written by another process while it was pulled. ``metrics``: what the version
-    scored (``pack_map``)."""
+    """The request to commit: all storages are pulled or shared, and ``digests`` are those that the
+    client computed itself.
+
+    ``before``: the token of a version whose contents may be equal. ``keep``: which versions of the
+    model stay; the same commit removes the others, and an older one of the same step (``pack_map``;
+    empty: all stay). ``inexact``: another process wrote a part of the state while it was pulled.
+    ``metrics``: the scores of the version (``pack_map``).
+    """
 
     digests: Digests
     before: Token
@@ -285,7 +289,7 @@ class Confirm(Message, frozen=True):
 
 @MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY})
 class Committed(Message, frozen=True):
-    """The host reports that the version is durable. ``record``: the payload of its record."""
+    """A report that the version is durable. ``record``: the payload of its record."""
 
     record: Annotated[bytes, Meta(max_length=1 << 30)]
 
@@ -301,19 +305,19 @@ class Committed(Message, frozen=True):
     },
 )
 class Abandon(Message, frozen=True):
-    """The save is given up. Nothing of it is reached any more."""
+    """The end of a save without a version."""
 
 
 @MESSAGES.client(11, "READ", {Phase.READY: Phase.READING})
 class Read(Message, frozen=True):
-    """Bytes of the pool, as pairs of offset and length."""
+    """A request for bytes of the pool, as pairs of offset and length."""
 
     ranges: Ranges
 
 
 @MESSAGES.client(12, "CHECK", {Phase.READY: Phase.ASKED})
 class Check(Message, frozen=True):
-    """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
+    """A request for the digests of storages of ``lengths`` that lie in ``ranges``, end to end."""
 
     lengths: Indices
     ranges: Ranges
@@ -321,8 +325,8 @@ class Check(Message, frozen=True):
 
 @MESSAGES.client(21, "PUSH", {Phase.READY: Phase.ASKED})
 class Push(Message, frozen=True):
-    """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
-    one handle for each."""
+    """A request to write storages of these lengths, end to end in the ranges, into the client's
+    memory, with one handle for each."""
 
     lengths: Indices
     ranges: Ranges
@@ -331,46 +335,46 @@ class Push(Message, frozen=True):
 
 @MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED})
 class Pin(Message, frozen=True):
-    """Keep the space of a version from reuse, as long as this connection lives."""
+    """A request to keep the space of a version from reuse, as long as this connection lives."""
 
     version: Number
 
 
 @MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED})
 class Unpin(Message, frozen=True):
-    """Take one pin back."""
+    """A request to take one pin back."""
 
     version: Number
 
 
 @MESSAGES.client(16, "RETIRE", {Phase.READY: Phase.ASKED})
 class Retire(Message, frozen=True):
-    """Let go of versions, by their tokens, 16 bytes each."""
+    """A request to retire versions, by their tokens, 16 bytes each."""
 
     tokens: Annotated[bytes, Meta(max_length=16 * IDS_MAX)]
 
 
 @MESSAGES.client(17, "STATUS", {Phase.READY: Phase.ASKED})
 class Status(Message, frozen=True):
-    """How is the pool?"""
+    """A request for the state of the pool."""
 
 
 @MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED})
 class GiveBack(Message, frozen=True):
-    """Give the space of the pool that nothing reaches back to the file system."""
+    """A request to return unreached space of the pool to the file system."""
 
 
 @MESSAGES.client(25, "NOTE", {Phase.READY: Phase.ASKED})
 class Note(Message, frozen=True):
-    """Put on record which save failed last, when and why, in words."""
+    """A request to record which save failed last, when and why, in words."""
 
     text: Text
 
 
 @MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED})
 class Settle(Message, frozen=True):
-    """Answer once the replica has the version of this token, too; zeros: once the host leads the
-    model."""
+    """A request to answer once the replica has the version of this token too; zeros: once the host
+    leads the model."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     token: Token
@@ -382,7 +386,8 @@ _Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
 
 @MESSAGES.client(27, "PUT", {Phase.READY: Phase.ASKED})
 class Put(Message, frozen=True):
-    """Make ``data`` the object of that name, whole or not at all. ``fresh``: if there is none."""
+    """A request to make ``data`` an object, which is either complete or absent. ``fresh``: only if
+    there is none of that name."""
 
     name: _ObjectName
     fresh: bool
@@ -391,14 +396,15 @@ class Put(Message, frozen=True):
 
 @MESSAGES.host(81, "PLACED", {Phase.ASKED: Phase.READY})
 class Placed(Message, frozen=True):
-    """``made``: it is there, and durable as far as the host can promise; else there was one."""
+    """The answer to ``Put``. ``made``: the object is there, and durable as far as the host can
+    promise; else there was one."""
 
     made: bool
 
 
 @MESSAGES.client(28, "GET", {Phase.READY: Phase.ASKED})
 class Get(Message, frozen=True):
-    """The client asks for ``length`` bytes of an object from byte ``start`` on; for all of it, if
+    """A request for ``length`` bytes of an object from byte ``start`` on; for all of it, if
     ``length`` is 0."""
 
     name: _ObjectName
@@ -408,14 +414,14 @@ class Get(Message, frozen=True):
 
 @MESSAGES.host(82, "OBJECT", {Phase.ASKED: Phase.READY})
 class Object(Message, frozen=True):
-    """The bytes."""
+    """The bytes of an object."""
 
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
 @MESSAGES.client(29, "LIST", {Phase.READY: Phase.ASKED})
 class List(Message, frozen=True):
-    """The client asks for objects whose names begin with ``prefix`` and come after ``after``."""
+    """A request for objects whose names begin with ``prefix`` and come after ``after``."""
 
     prefix: _Prefix
     after: _Prefix
@@ -423,8 +429,8 @@ class List(Message, frozen=True):
 
 @MESSAGES.host(83, "LISTED", {Phase.ASKED: Phase.READY})
 class Listed(Message, frozen=True):
-    """The next of them, in the order of their names: bytes, and when they were made, in Unix
-    time in microseconds, by the host's clock. Nothing if there are no more."""
+    """The next objects, in the order of their names: their bytes, and the Unix times in
+    microseconds when they were made, by the host's clock. Empty if there are no more."""
 
     names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
     sizes: Ids
@@ -433,16 +439,16 @@ class Listed(Message, frozen=True):
 
 @MESSAGES.client(30, "DELETE", {Phase.READY: Phase.ASKED})
 class Delete(Message, frozen=True):
-    """Remove objects; those that are not there are no error."""
+    """A request to remove objects; missing ones are no error."""
 
     names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
 
 
 @MESSAGES.host(76, "STATE", {Phase.ASKED: Phase.READY})
 class Standing(Message, frozen=True):
-    """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
-    that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
-    it, 0 if it is on none."""
+    """The state of the pool: its bytes, the free ones, and how many saves are under way. ``holes``:
+    more bytes that are free, but were returned to the file system. ``taken``: bytes that the pool
+    takes of it, 0 if it is on none."""
 
     size: Number
     free: Number
@@ -462,7 +468,7 @@ class Standing(Message, frozen=True):
     },
 )
 class Done(Message, frozen=True):
-    """The host reports that the request is done: a save has begun, or nothing of it is kept."""
+    """A report that the request is done: a save has begun, or nothing of it is kept."""
 
 
 @MESSAGES.host(
@@ -482,7 +488,7 @@ class Done(Message, frozen=True):
     },
 )
 class Refused(Message, frozen=True):
-    """The request was refused, and with it the save that it was part of."""
+    """A refusal of the request, and with it of the save that it was part of."""
 
     fault: Fault
     errno: Number
@@ -491,7 +497,7 @@ class Refused(Message, frozen=True):
 
 @MESSAGES.client(18, "BYE", {Phase.READY: Phase.CLOSED})
 class Bye(Message, frozen=True):
-    """The client has nothing more to say."""
+    """The end of the conversation: the client has no more requests."""
 
 
 Said = Hello | Message
@@ -512,12 +518,12 @@ _decoders: Final = {
 
 
 def encode(message: Said) -> bytes:
-    """The body of a frame."""
+    """Return the body of a frame."""
     return _encoder.encode(message)
 
 
 def decode(kind: MessageKind, body: bytes | bytearray) -> Said:
-    """The message of a body. Raises ``ProtocolError``."""
+    """Return the message of a body. Raise ``ProtocolError`` if it is wrong."""
     try:
         found: Said = _decoders[kind].decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -526,7 +532,7 @@ def decode(kind: MessageKind, body: bytes | bytearray) -> Said:
 
 
 def table() -> str:
-    """The messages, as the document has them."""
+    """Return the table of messages, as the document has it."""
     lines = ["| number | message | from | fields | bytes at most |", "|---|---|---|---|---|"]
     for kind in MESSAGES:
         fields = "plain bytes"
@@ -539,24 +545,25 @@ def table() -> str:
 
 
 def pack_column(numbers: npt.ArrayLike) -> bytes:
-    """Numbers for the wire."""
+    """Return numbers for the wire."""
     return np.asarray(numbers, "<i8").tobytes()
 
 
 def column(data: bytes, what: str) -> Column:
-    """Numbers from the wire, none negative or too big. Raises ``ProtocolError``."""
+    """Return numbers from the wire, none negative or too big. Raise ``ProtocolError`` if they are
+    wrong."""
     [numbers] = _columns(data, 1, what)
     return numbers
 
 
 def ranges(data: bytes, what: str) -> tuple[Column, Column]:
-    """Offsets and lengths from the wire. Raises ``ProtocolError``."""
+    """Return offsets and lengths from the wire. Raise ``ProtocolError`` if they are wrong."""
     offsets, lengths = _columns(data, 2, what)
     return offsets, lengths
 
 
 def _columns(data: bytes, count: int, what: str) -> list[Column]:
-    """``count`` columns, the last of which can be summed."""
+    """Return ``count`` columns, the last of which can be summed."""
     if len(data) % (8 * count):
         raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers, or {count}")
     rows = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, count)
@@ -570,14 +577,14 @@ def _columns(data: bytes, count: int, what: str) -> list[Column]:
 
 
 def pack_pairs(left: npt.ArrayLike, right: npt.ArrayLike) -> bytes:
-    """Two columns for the wire, row by row: ranges of these offsets and lengths, or handles with
-    these addresses and keys."""
+    """Return two columns for the wire, row by row: ranges of these offsets and lengths, or handles
+    with these addresses and keys."""
     return np.stack([np.asarray(left, "<i8"), np.asarray(right, "<i8")], axis=1).tobytes()
 
 
 def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
-    """Addresses and keys of ``count`` storages from the wire; all zero if ``data`` is empty. Raises
-    ``ProtocolError``."""
+    """Return addresses and keys of ``count`` storages from the wire; all zero if ``data`` is empty.
+    Raise ``ProtocolError`` if they are wrong."""
     if not data:
         return np.zeros(count, np.int64), np.zeros(count, np.int64)
     if len(data) != HANDLE_SIZE * count:
@@ -589,12 +596,13 @@ def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
 
 
 def pack_map(values: Mapping[str, object]) -> bytes:
-    """A map for the wire: of msgpack, or nothing if it is empty."""
+    """Return a map for the wire: in msgpack, or nothing if it is empty."""
     return _encoder.encode(dict(values)) if values else b""
 
 
 def unpack_map(data: bytes, what: str) -> dict[str, Any]:
-    """A map from the wire: ``metrics``, or the fields of a ``keep``. Raises ``ProtocolError``."""
+    """Return a map from the wire: ``metrics``, or the fields of a ``keep``. Raise ``ProtocolError``
+    if it is wrong."""
     try:
         return _map_decoders[what].decode(data) if data else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -602,7 +610,7 @@ def unpack_map(data: bytes, what: str) -> dict[str, Any]:
 
 
 def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:
-    """Digests from the wire, (n, 16). Raises ``ProtocolError``."""
+    """Return digests from the wire, (n, 16). Raise ``ProtocolError`` if they are wrong."""
     if len(data) % DIGEST_SIZE:
         raise ProtocolError(f"{what}: {len(data)} bytes are not digests")
     return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE)

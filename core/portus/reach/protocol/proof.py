@@ -1,4 +1,4 @@
-"""A challenge and two proofs, by which each end knows that the other has the secret.
+"""A challenge and two proofs, by which each end shows the other that it has the secret.
 
 The secret itself is never sent. Nonces come from the caller: nothing here is random.
 """
@@ -10,21 +10,22 @@ import hmac
 from typing import Final
 
 SECRET_SIZE_MIN: Final = 16
-"""Bytes. Whoever listens can try secrets at leisure: a short one would be found."""
+"""Bytes of a secret, at least. A listener can try secrets at leisure, and would find a short
+one."""
 
 
 def proof_of_client(secret: bytes, tenant: str, nonce_client: bytes, nonce_host: bytes) -> bytes:
-    """What the client sends in PROOF."""
+    """Return the proof that the client sends in PROOF."""
     return _proof(b"portus 1 client", secret, tenant, nonce_client, nonce_host)
 
 
 def proof_of_host(secret: bytes, tenant: str, nonce_client: bytes, nonce_host: bytes) -> bytes:
-    """What the host sends in WELCOME."""
+    """Return the proof that the host sends in WELCOME."""
     return _proof(b"portus 1 host", secret, tenant, nonce_client, nonce_host)
 
 
 def equal(left: bytes, right: bytes) -> bool:
-    """Compared in constant time."""
+    """Return whether two values are equal, compared in constant time."""
     return hmac.compare_digest(left, right)
 
 

@@ -1,7 +1,7 @@
-"""What is declared of a message: number, name, who says it and when.
+"""The declaration of a message: its number and name, its sender, and its states.
 
 ``messages`` declares them all. The order of a conversation (``session``), the limit of each body
-and the frames that are taken (``connection``) follow from that.
+and the frames that are accepted (``connection``) follow from that.
 
 A mistake in a declaration is ours: it is an ``AssertionError``, when the module is imported.
 """
@@ -19,11 +19,11 @@ _OVERHEAD: Final = 128
 """Bytes of a body besides its fields, at most: msgpack's own, and room for a later ``HELLO``."""
 
 _HOSTS: Final = 64
-"""Numbers of the host's messages are not below; those of a client's are."""
+"""The least number of a host's messages; those of a client are below."""
 
 
 class Phase(enum.Enum):
-    """Where a conversation is."""
+    """The state of a conversation."""
 
     NEW = "new"
     GREETED = "greeted"
@@ -43,15 +43,15 @@ class Phase(enum.Enum):
 
 
 Moves = Mapping[Phase, Phase]
-"""The states in which a message may be said, and which state follows."""
+"""The states in which a message may be sent, and the state that follows each."""
 
 _WAITING: Final = frozenset({Phase.READY, Phase.SAVING})
-"""The host waits for a request."""
+"""The states in which the host waits for a request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageKind:
-    """What is declared of a message. ``body_size_max``: bytes of a body, at most. ``type``: the
+    """The declaration of a message. ``body_size_max``: bytes of a body, at most. ``type``: the
     class of its bodies; None if these are plain bytes."""
 
     number: int
@@ -62,7 +62,7 @@ class MessageKind:
 
     @property
     def from_client(self) -> bool:
-        """True if a client says it."""
+        """True if a client sends it."""
         return self.number < _HOSTS
 
     @property
@@ -72,8 +72,8 @@ class MessageKind:
 
     @property
     def is_request(self) -> bool:
-        """True if a host has to answer it: a client says it while the host waits for a request, and
-        the conversation goes on."""
+        """True if a host must answer it: a client sends it while the host waits for a request, and
+        the conversation continues."""
         before = _WAITING & self.moves.keys()
         return self.from_client and any(self.moves[each] is not Phase.CLOSED for each in before)
 
@@ -95,13 +95,13 @@ class Vocabulary:
         return iter(sorted(self._kinds.values(), key=lambda kind: kind.number))
 
     def get(self, number: int) -> MessageKind | None:
-        """The one with that number."""
+        """Return the message kind with a number, or None."""
         return self._kinds.get(number)
 
     def client(
         self, number: int, name: str, moves: Moves
     ) -> Callable[[type[Declared]], type[Declared]]:
-        """Declares the class below as a message that clients say."""
+        """Declare the decorated class as a message that clients send."""
         if not 0 < number < _HOSTS:
             raise AssertionError(f"message {name}: {number} is a number of the host's messages")
         return self._declaration(number, name, moves)
@@ -109,13 +109,13 @@ class Vocabulary:
     def host(
         self, number: int, name: str, moves: Moves
     ) -> Callable[[type[Declared]], type[Declared]]:
-        """Declares the class below as a message that hosts say."""
+        """Declare the decorated class as a message that hosts send."""
         if not _HOSTS <= number < 256:
             raise AssertionError(f"message {name}: {number} is no number of a host's message")
         return self._declaration(number, name, moves)
 
     def payload(self, number: int, name: str, moves: Moves, body_size_max: int) -> MessageKind:
-        """Declares frames of plain bytes."""
+        """Declare frames of plain bytes."""
         return self._add(MessageKind(number, name, moves, body_size_max))
 
     def order(self) -> dict[tuple[Phase, MessageKind], Phase]:
@@ -145,8 +145,8 @@ class Vocabulary:
 
 
 def _size_max(field: inspect.Type, name: str) -> int:
-    """Bytes that a value takes in msgpack, at most. Raises ``AssertionError`` for one that has no
-    limit."""
+    """Return the bytes that a value takes in msgpack, at most. Raise ``AssertionError`` for a value
+    without a limit."""
     match field:
         case inspect.StructType():
             return sum(_size_max(each.type, f"{name}.{each.name}") for each in field.fields)
