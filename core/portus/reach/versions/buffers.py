@@ -1,7 +1,7 @@
 """Memory that several threads use in turn.
 
-The system clears fresh memory page by page, and a machine that is virtual may have to ask for it
-first: that costs more than what is copied into it. So what was used is used again.
+The system clears fresh memory page by page, and a virtual machine may have to ask for it first:
+that costs more than the copy into it. So used memory is used again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ Room = npt.NDArray[np.uint8]
 
 
 class Rooms:
-    """Rooms of one size, as many as are lent at once. Their memory goes with this object."""
+    """Rooms of one size, as many as are lent at the same time. Their memory is freed with this
+    object."""
 
     def __init__(self, size: int) -> None:
-        """size: bytes of each. What of one was never touched takes no memory."""
+        """size: bytes of each. Untouched parts of a room take no memory."""
         self._size: Final = size
         self._free: Final[list[Room]] = []
 
     @contextlib.contextmanager
     def lent(self, length: int) -> Iterator[Room]:
-        """``length`` bytes, at most ``size``, which hold anything. After an error they are not lent
-        again: whoever failed may still look at them."""
+        """Lend ``length`` bytes, at most ``size``, with arbitrary contents. After an error they are
+        not lent again: the failed code may still use them."""
         assert length <= self._size
         try:
             room = self._free.pop()

@@ -1,5 +1,4 @@
-"""``FileBytes``: the files of a version of a pool, as bytes that were verified: what an export
-writes, and what a mirror is sent."""
+"""``FileBytes``: the files of a pool's version as verified bytes, for exports and mirrors."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ from portus.reach.versions.buffers import Rooms
 from portus.reach.versions.parts import share, sources
 
 _KEPT: Final = 4
-"""Units of what is around storages, for as many threads."""
+"""Units of the bytes around storages to keep, for as many threads."""
 
 
 class _Part(NamedTuple):
-    """Bytes of a unit, from its byte ``start`` on. ``row``: which unit of the version."""
+    """Bytes of a unit, from its byte ``start`` on. ``row``: the index of the unit in the
+    version."""
 
     row: int
     start: int
@@ -31,14 +31,14 @@ class _Part(NamedTuple):
 
 
 class FileBytes:
-    """The bytes of the files of a version. They are in memory of their own: read through a mapping,
-    a bad sector would be SIGBUS. Of what is around storages, which is asked for in small parts, a
-    few units are kept."""
+    """The bytes of the files of a version. They are in memory of their own: through a mapping, a
+    bad sector would be SIGBUS. A few units of the bytes around storages are kept, since these are
+    requested in small parts."""
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], stop: Stop
     ) -> None:
-        """The version is pinned meanwhile."""
+        """Prepare to read ``files`` of a version, which the caller keeps pinned."""
         self._reader: Final = reader
         self._record: Final = record
         self._stop: Final = stop
@@ -50,17 +50,17 @@ class FileBytes:
         self.digests: Final = group.digests
         counts = unit_counts(self.lengths)
         self._first: Final[Column] = np.append(np.cumsum(counts) - counts, len(self.digests))
-        """The first unit of each storage, and how many there are."""
+        """The first unit of each storage, and the number of all units."""
         self._sizes: Final[list[int]] = unit_spans(nowhere, self.lengths)[1].tolist()
         self._rooms: Final = Rooms(UNIT)
         self._spans: Final = [each.spans() for each in files]
         self._first_around: Final = int(self._first[sum(len(each.length) for each in files)])
-        """The first unit of what is around storages."""
+        """The first unit of the bytes around storages."""
         self._kept: Final[dict[int, bytes]] = {}
-        """The last few of these, by their rows."""
+        """The units around storages that were read last, by their rows."""
 
     def digests_of(self, number: int) -> Digests:
-        """The digests of the units of the storages of a file."""
+        """Return the digests of the units of the storages of a file."""
         before = sum(len(each.length) for each in self.files[:number])
         return self.digests[
             int(self._first[before]) : int(self._first[before + len(self.files[number].length)])
@@ -72,8 +72,8 @@ class FileBytes:
         return b"".join(self._together([*self._parts(index, start, length)]))
 
     def read(self, number: int, start: int, size: int) -> Iterator[memoryview]:
-        """A range of a file that has whole units, in pieces: ``UNIT`` bytes are read at once.
-        Raises ``CorruptionError``, ``StoppedError``, and what the medium raises."""
+        """Yield a range of a file in pieces of whole units, ``UNIT`` bytes together at most. Raises
+        ``CorruptionError``, ``StoppedError``, and what the medium raises."""
         file = self.files[number]
         before = sum(len(each.length) for each in self.files[:number])
         around = sum(len(each.length) for each in self.files) + number
@@ -90,7 +90,7 @@ class FileBytes:
         yield from self._together(parts)
 
     def _parts(self, index: int, inside: int, length: int) -> Iterator[_Part]:
-        """Return some bytes of a storage by the units that have them."""
+        """Yield the parts of units that have some bytes of a storage."""
         while length:
             unit, start = divmod(inside, UNIT)
             taken = min(UNIT - start, length)
@@ -98,7 +98,8 @@ class FileBytes:
             inside, length = inside + taken, length - taken
 
     def _together(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
-        """Yield parts whose units are read by one call, but for those around storages."""
+        """Yield the bytes of parts. Their units are read by one call, except those around
+        storages."""
         own = [each.row for each in parts if each.row < self._first_around]
         data = memoryview(self._units(own))
         for each in parts:
@@ -118,7 +119,7 @@ class FileBytes:
         return found
 
     def _units(self, rows: Sequence[int]) -> bytes:
-        """Units end to end, verified, ``UNIT`` bytes together at most."""
+        """Return units end to end, verified; ``UNIT`` bytes together at most."""
         self._stop.check()
         if not rows:
             return b""

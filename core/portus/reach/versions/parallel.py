@@ -1,4 +1,5 @@
-"""Several things at once, in a bounded number of threads: with results in order, or without."""
+"""Work on several items at the same time, in a bounded number of threads: with results in order, or
+without."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ NAME: Final = "portus-abreast"
 def abreast(
     work: Callable[[_Item], _Result], items: Iterable[_Item], count: int
 ) -> Generator[_Result, None, None]:
-    """``work`` on each item, ``count`` at a time; the results in the order of the items.
+    """Yield the results of ``work`` on each item, ``count`` at a time, in the order of the items.
 
-    At most ``count`` results were made and not yet asked for. If one fails, its error is raised in
-    its turn. No thread is left when the iterator is through, or closed: whoever stops early closes
-    it (``contextlib.closing``).
+    At most ``count`` results are made in advance. The error of an item is raised in its turn. No
+    thread is left when the iterator is exhausted or closed: a caller that stops early closes it
+    (``contextlib.closing``).
     """
     return _WorkerPool(work, count).over(items)
 
 
 def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count: int) -> None:
-    """``work`` on each item, ``count`` at a time. Whoever is through with one takes the next, so a
-    slow one holds nobody up. Blocks until all are through.
+    """Call ``work`` on each item, ``count`` at a time. A thread that finishes one takes the next,
+    so a slow item delays no other. Blocks until all are done.
 
-    If one fails, or Ctrl-C comes, no other is begun, and when those that are under way are through,
-    that is raised. No thread is left.
+    After an error, or Ctrl-C, no further item begins. It is raised when those under way have ended.
+    No thread is left.
     """
     shared, failed = SharedIterator(items), list[BaseException]()
 
@@ -101,7 +102,7 @@ class _WorkerPool(Generic[_Item, _Result]):
 
 
 class _Turn(Generic[_Item, _Result]):
-    """One item, and what became of it."""
+    """One item, and its outcome."""
 
     def __init__(self, item: _Item) -> None:
         self._item: Final = item

@@ -1,4 +1,4 @@
-"""The rows of a version, gathered from groups of storages that were copied or shared."""
+"""The rows of a version, gathered from groups of copied or shared storages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from portus.reach.index.records import Rows, VersionRecord
 class StorageRows:
     """Some storages of a save.
 
-    ``indices``: which, of the state's. ``extents``: their rows one after another, ``counts`` for
+    ``indices``: among those of the state. ``extents``: their rows one after another, ``counts`` for
     each. ``digests``: of their units. ``born``: the commit that copied them, 0 for this one.
     """
 
@@ -76,7 +76,7 @@ class PreviousVersion:
 
 
 def sources(address: Column, length: Column, extents: Rows) -> Sources:
-    """What is copied: storages, and the extents that hold them end to end."""
+    """Return storages as sources, with the extents that hold them end to end."""
     return Sources(
         address=address,
         length=length,
@@ -86,7 +86,7 @@ def sources(address: Column, length: Column, extents: Rows) -> Sources:
 
 
 def share(record: VersionRecord, indices: Column) -> StorageRows:
-    """The storages ``indices`` as a committed version holds them."""
+    """Return the storages ``indices`` as a committed version holds them."""
     rows = record.storages[indices]
     counts = rows["extents"].astype(np.int64)
     return StorageRows(
@@ -99,13 +99,14 @@ def share(record: VersionRecord, indices: Column) -> StorageRows:
 
 
 def unit_digests(storages: Rows, units: Rows) -> Digests:
-    """The digests of some storages of a version, of all of whose units ``units`` are."""
+    """Return the unit digests of some storages; ``units`` are those of all storages of the
+    version."""
     counts = unit_counts(storages["length"].astype(np.int64))
     return _as_digests(units[ranges(storages["first_unit"].astype(np.int64), counts)])
 
 
 def part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
-    """Return where the bytes ``start`` to ``end`` of what ``extents`` hold are."""
+    """Return the extents of the bytes ``start`` to ``end`` of the bytes that ``extents`` hold."""
     found, before = [], 0
     for extent in extents:
         low, high = max(start - before, 0), min(end - before, extent.length)
@@ -116,7 +117,8 @@ def part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
 
 
 def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Column:
-    """Where in the pool the byte at ``offset`` of each storage is; all of them are in groups."""
+    """Return the place in the pool of the byte at ``offset`` of each storage; the groups have all
+    of them."""
     count = 1 + max(int(group.indices.max(initial=-1)) for group in groups)
     extents = np.concatenate([group.extents for group in groups])
     length = extents["length"].astype(np.int64)
@@ -131,7 +133,8 @@ def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Co
 
 
 def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Rows]:
-    """Storage, extent and unit rows of a version of storages of ``lengths``, each in one group."""
+    """Return storage, extent and unit rows of a version of storages of ``lengths``, each in one
+    group."""
     indices = np.concatenate([group.indices for group in groups] or [np.empty(0, np.int64)])
     assert len(indices) == len(lengths), f"{len(indices)} of {len(lengths)} storages were placed"
     counts = np.zeros(len(lengths), np.int64)
@@ -168,7 +171,7 @@ def _storage_digests(units: Rows, per_storage: Column) -> Rows:
 
 
 def _in_order(indices: Column, counts: Column, rows: list[Rows], dtype: np.dtype[np.void]) -> Rows:
-    """Rows in the order of the storages ``indices``, which have ``counts`` of them each."""
+    """Return rows in the order of the storages ``indices``, which have ``counts`` of them each."""
     if len(rows) == 1:
         return rows[0]
     order = np.argsort(np.repeat(indices, counts), kind="stable")

@@ -1,4 +1,4 @@
-"""Where in a pool the storages of a version go."""
+"""The placement of the storages of a version in a pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _ALIGNMENT: Final = 64
 
 
 def pack(lengths: Column) -> tuple[Column, int]:
-    """Offsets at which storages of ``lengths`` lie side by side, and the room they take, in bytes.
+    """Return offsets at which storages of ``lengths`` lie side by side, and the bytes that they
+    take.
 
     Big ones first, each on pages of its own; the small ones after them, 64-aligned.
     """
@@ -35,8 +36,8 @@ def pack(lengths: Column) -> tuple[Column, int]:
 
 
 def place(offsets: Column, lengths: Column, room: list[Extent]) -> tuple[Rows, Column]:
-    """Extent rows of storages at ``offsets`` of the reserved ``room`` (its extents end to end),
-    and how many rows each storage has."""
+    """Return extent rows of storages at ``offsets`` of the reserved ``room`` (its extents end to
+    end), and how many rows each storage has."""
     starts = np.cumsum([0] + [extent.length for extent in room])
     if len(room) == 1:
         some = lengths > 0

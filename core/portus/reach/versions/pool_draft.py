@@ -1,7 +1,7 @@
 """``PoolDraft``: a version in the making in a pool, until the commit or ``release``.
 
-In a pool of this process. A storage host makes the same, and brings the bytes by itself to what
-``reserve`` gave.
+The pool is open in this process. A storage host uses the same class, and moves the bytes to the
+room of ``reserve`` itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from portus.reach.versions.placement import pack, place
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room in a pool for some storages of a draft, and where in it each of them goes."""
+    """Room in a pool for some storages of a draft, and the place of each of them in it."""
 
     indices: Column
     target: Sources
@@ -56,7 +56,7 @@ class PoolDraft:
         self._held: list[list[Extent]] = []
         self._copied: list[Extent] = []
         self.retired = 0
-        """The versions that went with the commit."""
+        """The number of versions that the commit removed."""
 
     @property
     def name(self) -> str:
@@ -69,13 +69,14 @@ class PoolDraft:
 
     @property
     def kept_bytes(self) -> int:
-        """Return 0: what is equal is shared."""
+        """Zero: equal storages are shared."""
         return 0
 
     def copy(
         self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
     ) -> Digests:
-        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
+        """Copy storages into the pool, see ``Draft``. crcs: a row for each unit, filled with the
+        CRC32 of the stored bytes."""
 
         reserved = self.reserve(indices, address)
         # One call in advance for all pages: with a fault for each, 288 MiB on tmpfs took 0.60 s
@@ -107,7 +108,8 @@ class PoolDraft:
         return digests
 
     def reserve(self, indices: Column, address: Column) -> Reservation:
-        """Room for storages, which is to be filled, and noted then. Blocks while the pool grows."""
+        """Reserve room for storages, which the caller fills and then passes to ``note``. Blocks
+        while the pool grows."""
         lengths = self._lengths[indices]
         offsets, size = pack(lengths)
         room = self._writer.reserve(size)
@@ -117,7 +119,7 @@ class PoolDraft:
         return Reservation(indices, sources(address, lengths, extents), extents, counts)
 
     def note(self, reserved: Reservation, digests: Digests) -> None:
-        """``reserved`` was filled. digests: of what was stored."""
+        """Note that ``reserved`` was filled. digests: of the stored bytes."""
         born = np.zeros(len(reserved.indices), np.int64)
         self._groups.append(
             StorageRows(reserved.indices, reserved.extents, reserved.counts, digests, born)
@@ -135,14 +137,14 @@ class PoolDraft:
         return True
 
     def hold(self, record: VersionRecord, indices: Column) -> StorageRows | None:
-        """Hold what ``record`` has for these storages, and return it; None if it was retired just
-        before it was held."""
+        """Hold the storages as ``record`` has them, and return their rows, or None if its version
+        was retired just before."""
         group = share(record, indices)
         self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
         return group if record.info.id in self._writer.catalogue().ids() else None
 
     def reach(self, group: StorageRows) -> None:
-        """Have the version reach what is ``held``."""
+        """Make the version include rows that ``hold`` returned."""
         self._groups.append(group)
 
     def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
@@ -159,8 +161,8 @@ class PoolDraft:
         return PreviousVersion(record, labels.contents)
 
     def hold_contents(self, record: VersionRecord) -> Pointer | None:
-        """The contents of a version before, held; None if that version is gone, or if they are not
-        to be relied on: then they are to be written anew."""
+        """Return the contents of an earlier version, held. Return None if that version is gone, or
+        its contents are not reliable: then they must be written again."""
         pointer = record.contents
         self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
         if record.info.id not in self._writer.catalogue().ids():
@@ -169,13 +171,13 @@ class PoolDraft:
         return pointer if self._writer.is_sound(pointer, RecordKind.CONTENTS) else None
 
     def rows(self) -> tuple[Rows, Rows, Rows]:
-        """Storage, extent and unit rows of the version, all storages being placed."""
+        """Return storage, extent and unit rows of the version, once all storages are placed."""
         return rows_of(self._groups, self._lengths)
 
     def commit_rows(
         self, rows: tuple[Rows, Rows, Rows], labels: Labels, known: Pointer | None
     ) -> VersionRecord:
-        """Commit, and let go. known: where the contents are already."""
+        """Commit, and release all that is held. known: the place of equal contents in the pool."""
         change = self.change(rows, labels, known)
         self.retired = len(change.retire)
         record = self._writer.commit(change.new, change.data, change.retire)
@@ -186,7 +188,7 @@ class PoolDraft:
     def change(
         self, rows: tuple[Rows, Rows, Rows], labels: Labels, known: Pointer | None
     ) -> Change:
-        """What a commit of this version is asked for."""
+        """Return the request to the commit of this version."""
         storages, extents, units = rows
         new = NewVersion(
             model=labels.model,
@@ -202,7 +204,7 @@ class PoolDraft:
         return Change(new, self._copied, self._surplus(labels))
 
     def _surplus(self, labels: Labels) -> set[int]:
-        """The versions that go once this one is committed, by id."""
+        """Return the ids of the versions that go once this one is committed."""
         model = self._writer.catalogue().models.get(labels.model)
         if model is None or labels.keep is None:
             return set()
