@@ -102,6 +102,7 @@ def drain(
 
     Loads continue. Exit code 75 if saves are still in flight when the time is over.
     """
+    # The host answers only after its own wait.
     left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count
     output.document({"draining": not off, "saves": left})
     in_flight = f"no new saves; {words.count(left, 'save')} in flight"
@@ -115,6 +116,7 @@ def reopen(output: Output, host: str = _HOST, tenant: str = _TENANT) -> None:
     The pool refuses writes until then. This reads all of it. Then the host closes the tenant's
     connections, and clients reconnect.
     """
+    # Without a limit: the host reads the whole pool first.
     size = _ask(host, Reopen(tenant), RequestDone, None).count
     output.document({"tenant": tenant, "size": size})
     output.line(f"{tenant}: every byte is intact, and the pool is open again: {words.size(size)}")

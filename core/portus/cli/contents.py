@@ -79,6 +79,7 @@ def write(
             shared = safetensors.shared_names(tensors)
             done = WrittenExport(tensors=len(tensors), shared=shared, left_out=left_out)
         file.flush()
+        # The caller renames the file, which must not become durable before its bytes.
         os.fsync(file.fileno())
         done.size, done.batches = os.path.getsize(temporary), batches_of(specs, storages)
         return done

@@ -328,6 +328,7 @@ def _usual_places() -> list[str]:
     """Return the directory of pools, or where it would be made, and that of memory."""
     pools = Place.parse(None)
     place = pools.local_path or os.getcwd()
+    # The default place may not exist before the first save.
     while not os.path.exists(place):
         place = os.path.dirname(place)
     if os.path.isfile(place):

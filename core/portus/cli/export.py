@@ -200,6 +200,7 @@ def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
     if options.names or options.strip or options.file:
         raise UsageError(f"{path} is a directory, and --names, --strip and --file are for a file")
     size = 0
+    # The folder of Portus holds drafts and spares, which are no part of a checkpoint.
     names = [name for name in os.listdir(path) if name != FOLDER]
     with directory_in_place(options.out, force=options.force, names=names) as made:
         for directory, below, found in os.walk(path):
@@ -276,6 +277,7 @@ def _convert(path: str, title: str, options: ExportOptions, out: str) -> Written
             only_weights=options.is_directory and not options.names and not options.strip,
         )
     except (UsageError, CorruptionError) as error:
+        # ``path`` may be a temporary copy, which a user does not know.
         raise type(error)(str(error).replace(path, title)) from error
 
 

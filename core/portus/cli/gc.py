@@ -69,7 +69,7 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
         question = f"Remove {words.count(len(found.gone), 'version')}?"
         if found.gone and not yes and not output.ask(question):
             raise UsageError(f"{title}: nothing was removed: use --yes to remove these versions")
-        # Looked at again, under the lock that nobody holds while a person is asked.
+        # Searched again under the lock, which is not held while the user is asked.
         found = part.collect(found)
     _show(title, place.piece, found, "would be " if dry_run else "", output)
     if found.pieces is not None:

@@ -28,6 +28,7 @@ def file_in_place(out: str, *, force: bool, size: int = 0) -> Iterator[str]:
     with _beside(out) as temporary:
         yield temporary
         os.replace(temporary, out)
+        # The rename is durable only after this.
         sync_directory(os.path.dirname(temporary))
 
 
@@ -54,11 +55,11 @@ def directory_in_place(
             yield temporary
             sync_directory(temporary)
             if there:
-                # A rename takes the place of no directory that has something in it: for a moment
-                # `out` is not there, and `finally` puts the old one back if this ends here.
+                # A rename cannot replace a directory with files in it. So `out` is absent for a
+                # moment, and `finally` restores the old one if this ends here.
                 os.rename(out, old)
             os.rename(temporary, out)
-            sync_directory(os.path.dirname(out))  # before what was there is removed
+            sync_directory(os.path.dirname(out))  # before the old directory is removed
         finally:
             if os.path.isdir(old) and not os.path.lexists(out):
                 os.rename(old, out)

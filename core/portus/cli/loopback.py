@@ -66,6 +66,7 @@ def count_misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> i
     for number, (offset, length) in enumerate(PLACES):
         here, there = near.start + _NEAR, far.start + offset
         given, got = _bytes_of(source), _bytes_of(target)
+        # Never zero: the target is zeroed, so that a missing byte shows.
         given[:] = np.random.default_rng(number).integers(1, 256, SIZE, np.uint8)
         got[:] = 0
         expected = np.zeros(SIZE, np.uint8)

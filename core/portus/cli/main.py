@@ -18,7 +18,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
-                # A path need not be text in anybody's encoding.
+                # A path need not be valid text in any encoding.
                 stream.reconfigure(errors="backslashreplace")
     try:
         from portus.cli.app import app

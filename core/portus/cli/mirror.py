@@ -267,6 +267,7 @@ def _others_beside(root: str, path: str, known: Container[str]) -> bool:
 
 def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None) -> None:
     """Send a version from the pool, in place of the damaged one if there is one."""
+    # Entries of the log count only for the holder of the term (decision 0141).
     claim(mirror, "mirror repair")
     with found.open() as opened:
         assert isinstance(opened, OpenVersion)

@@ -49,6 +49,7 @@ def add_command(to: Typer, name: str, function: Callable[..., None]) -> None:
     """Add a command whose ``function`` prints to its parameter ``output``, in the form that
     ``--json`` chooses. Without such a parameter it has no ``--json``. Its errors become exit codes.
     """
+    # Annotations are text in our modules, and typer needs the types.
     signature = inspect.signature(function, eval_str=True)
     parameters = [each for name, each in signature.parameters.items() if name != "output"]
     has_output = len(parameters) < len(signature.parameters)

@@ -89,6 +89,7 @@ def page(seen: JournaledRun, made: dict[str, Json]) -> str:
         body.append(_section("Restarts", _table(heads, restart_rows(its))))
     if its.choices:
         body.append(_section("Why the interval is what it is", _reasons(its)))
+    # A name with "</script>" in it would end the data.
     data = json.dumps(made).replace("<", "\\u003c")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -24,6 +24,7 @@ def picture(seen: JournaledRun) -> bytes:
     """Return the report as a PNG. Raise ``ModuleNotFoundError`` without matplotlib."""
     import matplotlib
 
+    # It needs no display, which servers lack.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

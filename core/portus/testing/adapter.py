@@ -88,7 +88,8 @@ class Order:
     say: Say
 
     def note_save(self, step: int, path: str) -> None:
-        """Call it at each step, right after the save was requested."""
+        """Report a save. The adapter's module calls this at each step, right after it requested the
+        save."""
         self.say(f"{step} {path}")
         if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -179,7 +180,7 @@ class _Scene:
             found = self._train(where, 2 * FIRST, cwd="there" if event == "other cwd" else "")
             assert list(found) == list(range(FIRST + 1, 2 * FIRST + 1)), "it did not go on"
             before.update(found)
-        for before in runs.values():  # when all have gone on
+        for before in runs.values():  # after all have resumed
             self._check(before)
 
     def _train(self, run: Path, until: int, *, kill_at: int = 0, cwd: str = "") -> dict[int, str]:
@@ -245,6 +246,7 @@ def act(
 ) -> None:
     """Train, or look at checkpoints, in the working directory ``cwd``. home: the directory of the
     user's state. device: a file that stands in for a device."""
+    # The journals of pools on devices are there, and must not be the user's own.
     os.environ["XDG_STATE_HOME"] = home
     if device is not None:
         stand_in(device, f"{device}.sys", pytest.MonkeyPatch())
@@ -257,7 +259,7 @@ def act(
         return
     paths, pool = arguments
     if pool is not None and Place.parse(pool).is_shared:
-        os.environ["PORTUS_POOL"] = pool  # a pointer alone makes nobody connect
+        os.environ["PORTUS_POOL"] = pool  # loading a pointer connects only to a host named here
     for path in paths:
         say(f"{path}\t{_look(adapter, path)}")
 

@@ -27,6 +27,7 @@ from portus.reach.media.pool import Extents, SparseMedium
 SIZE: Final = 3 * PAGE
 """Bytes of the medium that most tests use."""
 
+# Around the ends of sectors and of pages.
 _EDGES: Final = (0, 1, 511, 512, 513, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 7)
 
 

@@ -57,6 +57,7 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "portus.testing.nursery", module, str(theirs.fileno())],
             cwd=_HERE,
+            # One thread, since a fork copies none but its caller.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
             pass_fds=[theirs.fileno()],
         )
@@ -234,7 +235,7 @@ def _tree(pid: int) -> list[int]:
             state = Path("/proc", each, "stat").read_text().rpartition(")")[2].split()
             parents[int(each)] = int(state[1])
     found = [pid]
-    for parent in found:  # grows
+    for parent in found:  # grows meanwhile
         found += [each for each, its in parents.items() if its == parent]
     return found
 
@@ -264,6 +265,7 @@ def _serve(module: str, number: int) -> None:
         importlib.import_module("torch._dynamo")  # else each child's first optimizer does, for 2 s
     connection = socket.socket(fileno=number)
     gc.collect()
+    # Children share these pages; a collection would touch, and so copy, them.
     gc.freeze()
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
@@ -294,14 +296,16 @@ def _run(function: Callable[..., None], arguments: list[Any], descriptor: int, s
     """Run ``function`` in the child. Never returns, but may raise ``SystemExit``."""
     import resource  # other systems lack it, and import this module
 
+    # A child must not outlive the nursery.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The SIGABRT of ``Child.abort`` would leave a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(stacks)  # ``Child.abort`` sends SIGABRT
     os.dup2(descriptor, 1)
     os.close(descriptor)
     try:
         function(lambda text: os.write(1, text.encode() + b"\n"), *arguments)
-    except Exception:  # a process's top: told on stderr, and by the exit code
+    except Exception:  # a process's top: reported on stderr, and by the exit code
         traceback.print_exc()
         os._exit(1)
     os._exit(0)

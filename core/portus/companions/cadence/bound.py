@@ -214,7 +214,7 @@ class Tuner:
             self.costs = measured
             return
         self.costs = Costs(
-            step_s=measured.step_s,  # a median of many steps as it is
+            step_s=measured.step_s,  # an average of many steps already
             cost_s=(before.cost_s + measured.cost_s) / 2,
             save_s=(before.save_s + measured.save_s) / 2,
             stall_s=(before.stall_s + measured.stall_s) / 2,

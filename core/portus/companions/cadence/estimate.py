@@ -69,6 +69,7 @@ class StepTimes:
         """Add a step that no save touched."""
         self._count += 1
         self._times.append(took_s)
+        # By now there are as many later steps to compare the first ones with.
         if self._count == 2 * START:
             self._forget_start()
         if self._count % (NEWEST // 2) == 0:
@@ -114,7 +115,7 @@ class StepTimes:
         above = sum(each > APART * before for each in newer)
         below = sum(each * APART < before for each in newer)
         if max(above, below) >= NEWEST_MIN:
-            # A new level, as of another batch size: the mean of both would be of neither
+            # A new level, as of another batch size: the mean of both would fit neither
             # (decision 0124).
             self._times = deque(newer, STEPS)
 
@@ -149,7 +150,7 @@ class SaveCosts:
         """
         self._count += 1
         if self._count == 2:
-            self._saves.clear()  # the first save of a process makes what later ones find
+            self._saves.clear()  # the first save of a process makes buffers that later ones reuse
         usual = _space_evenly(untouched_s)
         added = tuple(tuple(took - each for each in usual) for took in touched_s[:PLACES])
         rest = touched_s[PLACES:]

@@ -236,14 +236,14 @@ class Batches:
             self._look()
             if self._moments.is_whole or self._is_changed(self._held):
                 self._take_again(afresh=False)
-        # Before it is handed over: what is raised from here on must not commit it twice.
+        # Before it is handed over: an error from here on must not commit it twice.
         moment, self._held = self._held, None
         with self._whole_next():
             self._moments.let_go()
             for table in self._training.tables:
                 table.touched.clear()
             self._committer.put(moment)
-        if moment.rows is None:  # it is read from the tables, which anybody may write to
+        if moment.rows is None:  # it is read from the tables, which other code may change
             self._committer.settle()
 
     def _is_changed(self, held: Moment) -> bool:

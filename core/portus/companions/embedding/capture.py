@@ -54,6 +54,7 @@ class Moments:
         self._pickle = b""
         self._tensors: tuple[TensorSpec, ...] = ()
         """Pickle and tensors of the state that was taken last."""
+        # In a storage of its own, so that a batch can replace it in an older dense part.
         self._counter: Final = torch.tensor(0, device="cpu")
         self.is_whole = True
         """True if the next moment takes all tables whole."""
@@ -108,7 +109,7 @@ class Moments:
         others = {*range(len(length))} - rows.keys() - {counter} - {*digests.values()}
         left: set[int] = set()
         if self._slices and not self.is_whole and dense is not None:
-            # After a load the durable one may be as old as it may be: this one is not sliced.
+            # After a load the durable one may be as old as allowed: this one is not sliced.
             left = others
         moment = Moment(
             batch=batch,

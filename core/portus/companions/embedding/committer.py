@@ -99,7 +99,7 @@ class Committer:
                 moment = self._moment
                 if moment is None and self._ended:
                     return
-                # What is behind comes first: else a batch would have to wait for all of it at once.
+                # Overdue work comes first: else a batch would have to wait for all of it at once.
                 self._is_beside = moment is None or self._store.is_behind
             error = self._error_of()
             with self._changed:

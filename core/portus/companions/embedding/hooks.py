@@ -112,7 +112,7 @@ class Hooks:
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._training.has(optimizer):
-            watch()  # what a scheduler that was made since is a subclass of
+            watch()  # for classes of schedulers that were defined since
             self._batches.after_update(optimizer)
 
     def _before_step(

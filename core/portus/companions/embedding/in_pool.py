@@ -51,7 +51,7 @@ from portus.reach.media.pool import Extents
 from portus.reach.versions.parts import StorageRows
 
 _FREE_SHARE: Final = 2
-"""The share of its log that is free when a batch begins: one half."""
+"""The share of a log that is free when a batch begins: one half."""
 
 
 class PlacedStore(TableStore):
@@ -91,8 +91,8 @@ class PlacedStore(TableStore):
         """
         found: list[tuple[TensorLocation, Column, Bytes]] = []
         for place, numbers in rows:
-            if place.sums:  # else nothing was committed of it
-                # Once in a batch: what they had before its first update is what is put back
+            if place.sums:  # else it is in no commit yet
+                # Once in a batch: the bytes before its first update are restored
                 # (decision 0178).
                 cells = np.setdiff1d(
                     cells_of(numbers, place.row, place.cell), place.logged, assume_unique=True
@@ -148,7 +148,7 @@ class PlacedStore(TableStore):
                 )
             finally:
                 self._give_up_slices()
-        self.log(moment.ahead)  # in the log that there is by now
+        self.log(moment.ahead)  # in the new log, if there is one by now
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
         """Keep a mark as ``TableStore`` does, but as a copy of everything."""
@@ -209,7 +209,7 @@ class PlacedStore(TableStore):
                 "was updated: give more log_bytes"
             )
 
-    # --- all but the tables anew ----------------------------------------------------------------
+    # --- a new version of all but the tables ----------------------------------------------------
 
     def _fold_of(self, moment: Moment) -> Fold:
         """Return a fold of a moment whose tables stay in place, as does a dense part with all its
@@ -317,7 +317,7 @@ class PlacedStore(TableStore):
                     np.concatenate([np.full_like(b.offset, b.data.shape[1]) for b in bunches]),
                 )
             )
-            log.append([], b"", record.info.commit)  # only now: they are put back
+            log.append([], b"", record.info.commit)  # only now that they are restored
         there = InPlaceReader(medium, record, read_log(medium, record))
         rows = self._row_bytes(record)
         for each in record.log.in_place:

@@ -149,7 +149,7 @@ class MappedTables:
                 self._medium.info.name,
                 sum(each.length for each in kept.values()),
             )
-            # At the same addresses: whoever has a view would else end the process by a read
+            # At the same addresses: otherwise a read of a view would end the process
             # (decision 0178).
             self._medium.close_but(list(kept.values()))
 

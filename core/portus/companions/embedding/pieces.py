@@ -4,7 +4,7 @@ Theory. Nothing reaches the new extents until all pieces are durable; then a ver
 is committed. So a crash before that, or storages that are given up, cost nothing but the work.
 
 A dense part that may be older than the tables enters the pool that way, with a slice in each batch.
-It was copied in memory when its batch ended, so training continues without changing it.
+It was copied in memory when its batch ended. So training continues without changing it.
 """
 
 from __future__ import annotations

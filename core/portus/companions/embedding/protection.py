@@ -345,5 +345,5 @@ def _close_all() -> None:
     for protected in list(_OPEN):
         try:
             protected.close()
-        except PortusError as error:  # nobody is left to catch it
+        except PortusError as error:  # no caller is left to catch it
             _log.error("portus: tables: the last batch is not durable: %s", error)

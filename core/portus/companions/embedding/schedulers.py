@@ -44,6 +44,7 @@ def watch() -> None:
 def _watch(kind: type) -> None:
     for name in ("step", "_initial_step"):  # the latter is called as one is made
         step = kind.__dict__.get(name)
+        # Wrapped once, however often this is called.
         if callable(step) and not hasattr(step, "_tells_portus"):
             setattr(kind, name, _telling(step, is_made=name != "step"))
     kinds: list[type] = kind.__subclasses__()

@@ -12,8 +12,8 @@ and its log are those of the newest version, whose entries so far it counts by t
 A log that fills is folded in while batches continue (``fold``). Then a batch is a new version, with
 new extents and a new log, which has the entries of the batches meanwhile.
 
-A mark is another version, of a model of its own, that stands for one batch as long as it is kept.
-It has the storages of the newest version, its log, and the number of entries at that time. Later
+A mark is another version, of a model of its own. It stands for one batch as long as it is kept. It
+has the storages of the newest version, its log, and the number of entries at that time. Later
 entries are based on the commit of the newest version, not on that of the mark, so the mark does not
 include them. All that a mark reaches stays, whatever is folded in.
 """
@@ -198,8 +198,8 @@ class TableStore:
             return False
         if not np.array_equal(moment.length, record.storages["length"].astype(np.int64)):
             return False
-        # Contents are followed only if it is not known otherwise whether they name the same
-        # tensors: that takes longer than many a batch.
+        # Contents are parsed only if it is not known otherwise whether they name the same
+        # tensors: parsing takes longer than many batches do.
         contents, tensors = self._alike
         if moment.contents in (self._contents, contents):
             return True
@@ -273,7 +273,7 @@ class TableStore:
             self._slices.release()
             self._slices = None
 
-    # --- all of it anew -------------------------------------------------------------------------
+    # --- a new version -------------------------------------------------------------------------
 
     def _begin_fold(self, moment: Moment) -> None:
         """Begin to fold the committed state in, ``moment`` included, if the log is filling. Do

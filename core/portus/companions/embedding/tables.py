@@ -52,7 +52,7 @@ class Table:
 
     @property
     def key(self) -> str:
-        """Return its key in the state of the model."""
+        """The key of the table in the state of the model."""
         return f"{self.name}.weight".lstrip(".")
 
     def tensors_by_key(self) -> dict[str | None, torch.Tensor]:
@@ -69,7 +69,7 @@ class Table:
         return list(self.tensors_by_key().values())
 
     def note(self) -> None:
-        """Record the fingerprints of its tensors, to detect writes by other code."""
+        """Record the fingerprints of the table's tensors, to detect writes by other code."""
         self.known = [fingerprint(each) for each in self.tensors()]
 
     def is_as_noted(self) -> bool:
@@ -98,6 +98,7 @@ class Table:
         if type(self.optimizer) in _COALESCING and not gradient.is_coalesced():
             # Here, so that the optimizer, which would do the same, need not do it again.
             self.weight.grad = gradient = gradient.coalesce()
+        # ``indices()`` raises if the gradient is not coalesced.
         number = gradient._indices()[0]
         if not gradient.is_coalesced():
             number = torch.unique(number)

@@ -45,12 +45,12 @@ class ProtectedTraining:
 
     @property
     def name(self) -> str:
-        """Return the name of its pool."""
+        """The name of the pool."""
         return self._pool.medium.info.name
 
     @property
     def identity(self) -> str:
-        """Return the UUID of its pool, in hex."""
+        """The UUID of the pool, in hex."""
         return self._pool.superblock.uuid.hex()
 
     @property

@@ -101,6 +101,7 @@ class Deal:
         else:
             step, within = divmod(number, self.batch)
             place = self.delivered + step * self.step + rank * self.batch + within
+        # Past the end the sequence repeats, more than once if it is short.
         return place if place < self.samples else (place - self.samples) % self.samples
 
 

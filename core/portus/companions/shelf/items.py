@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Item = Any
 """An item, see the module. Its closed set of types cannot be expressed to a type checker."""
 
+# Integers that msgspec encodes in JSON; all others are an ``$int``.
 _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
 

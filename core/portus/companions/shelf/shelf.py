@@ -168,6 +168,7 @@ class Shelf:
             self._change({key: item for key, item in self._items.items() if key != name})
 
     def __getattr__(self, name: str) -> Any:
+        # Own attributes that are not set yet would recurse: ``self[name]`` reads some.
         if name.startswith("_"):
             raise AttributeError(f"a shelf has no attribute {name!r}; use shelf[{name!r}]")
         try:
@@ -261,8 +262,8 @@ class Shelf:
                 raise UsageError(
                     "a transaction was entered inside another one; leave that one first"
                 )
-            # Earlier changes are not committed here: that would make durable what nobody asked
-            # for, and cost a commit for each transaction.
+            # Earlier changes are not committed here: no caller asked for that, and it would cost
+            # a commit for each transaction.
             self._in_transaction = True
             whole = False
             try:
@@ -332,8 +333,9 @@ class Shelf:
             self._abandon()
 
     def __del__(self) -> None:
-        """Release the pool that it opened. What was not synced is lost, as after an exception."""
-        # A forked child gives nothing back: the lock, and the mapping, are the parent's.
+        """Release the pool that the shelf opened. Changes without a ``sync`` are lost, as after an
+        exception."""
+        # A forked child releases nothing: the lock and the mapping belong to the parent.
         if getattr(self, "_has_opened", False) and self._process == os.getpid():
             self._abandon()
 

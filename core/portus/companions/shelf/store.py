@@ -103,8 +103,8 @@ class ShelfStore:
         except PortusError:
             raise
         except BaseException:
-            # Ctrl-C, or what another signal handler raised, wherever it came: what is committed,
-            # and where, is not known here any more.
+            # Ctrl-C, or an error of another signal handler, at any point: it is unknown here
+            # whether, and where, the commit was made.
             self._pool.medium.poison("a commit of this shelf was interrupted; open it again")
             raise
 
@@ -207,7 +207,7 @@ class ShelfStore:
             raise
         finally:
             for extents in held:
-                # What the commit made reachable stays: a reservation only keeps others off.
+                # Pages that the commit reaches stay: a reservation only keeps other saves off.
                 writer.release(extents)
         assert record is not None
         assert record.log is not None
@@ -236,7 +236,7 @@ class ShelfStore:
                 # From the pool, not from the views: another thread may write to those (see the
                 # module).
                 load_stored(self._pool.medium, Source(address, each.size, extents))
-        except BaseException:  # the views have it too, but for what is written to them just now
+        except BaseException:  # the views have it too, except for writes since
             for each in arrays:
                 each.memory.commit_view()
             self._pool.medium.poison("the committed state could not be read back; open it again")
@@ -348,7 +348,7 @@ class ShelfStore:
             pool = self._pool
             if isinstance(pool, PoolWriter):
                 self._log = LogWriter(pool.medium, record.log, last, pool.glance)
-                # What counts becomes durable: whoever appended it may have been killed before.
+                # Makes its entries durable: the process that wrote them may have been killed.
                 self._log.cut()
             self._open_end = last is not None and bool(last.patches or last.contents)
 

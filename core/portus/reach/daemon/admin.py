@@ -165,7 +165,7 @@ class AdminSocket:
 
     def _accept(self) -> None:
         while True:
-            # Before accept: whoever asks too often waits in the backlog, without a thread.
+            # Before accept: further requests wait in the backlog, without a thread.
             self._places.acquire()
             try:
                 asking, _ = self._socket.accept()
@@ -181,6 +181,7 @@ class AdminSocket:
     def _hear(self, asking: socket.socket) -> None:
         try:
             with asking, contextlib.suppress(OSError):
+                # A client that sends nothing must not hold one of the few places.
                 asking.settimeout(_ASKED_S)
                 if _user_of(asking) not in (_ROOT, os.geteuid()):
                     return

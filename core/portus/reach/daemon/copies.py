@@ -22,6 +22,7 @@ class Copies(Generic[EachCopier]):
         self._writer: Final = writer
         self._guard: Final = threading.Lock()
         self._copiers: Final[dict[str, EachCopier]] = {}
+        # A full pool asks copiers to end, since the versions that they read hold space.
         writer.yields.append(self._yield_space)
 
     def note_change(self, changed: Collection[str]) -> None:

@@ -22,6 +22,7 @@ def tell(level: int, event: str, message: str, /, **fields: str | float | None) 
     """Log ``message`` for people, with the same facts as ``fields`` for programs. A field of None
     is left out."""
     known = {name: value for name, value in fields.items() if value is not None}
+    # Not as the format: a message may contain a percent sign.
     _log.log(level, "%s", message, extra={_FIELDS: {"event": event, **known}})
 
 

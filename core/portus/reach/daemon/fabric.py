@@ -77,7 +77,7 @@ class Fabric:
         device = self._device(port_for(link.host))
         pair = device.domain.queue_pair()
         try:
-            # The client reaches nothing here: if it had keys to the pool, a late write could hit
+            # The client gets no keys: with a key to the pool, a late write of its could hit
             # another version (decision 0023).
             pair.connect(other, remote=False)
         except BaseException:
@@ -89,7 +89,7 @@ class Fabric:
         """Return the free space of a pool to the file system, and how many bytes that was. Return 0
         while a device has pages of the pool pinned: it would keep using pages that the pool has
         lost."""
-        with self._guard:  # nobody begins to pin any meanwhile
+        with self._guard:  # no device begins to pin pages meanwhile
             return 0 if self._pins(hosted) else hosted.writer.give_back()
 
     def has_pinned(self, hosted: HostedPool) -> bool:
@@ -203,7 +203,7 @@ class HostLane:
             return None
         try:
             return DirectLanding(regions)
-        except MediumError:  # poisoned: it has no addresses any more, and can still be loaded from
+        except MediumError:  # poisoned: it has no addresses any more, but can still be loaded
             return None
         except RegisterError as error:
             self._device.give_up(self._hosted, error)

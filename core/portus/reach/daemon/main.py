@@ -53,7 +53,7 @@ def serve(options: ServeOptions) -> bool:
     ``CorruptionError``.
     """
     rate = parse_rate(options.scrub) if options.scrub else None
-    os.umask(0o077)  # what a host makes is its own: pools are 0600, directories 0700
+    os.umask(0o077)  # only for this user: pools are 0600, directories 0700
     _give_back_what_is_freed()
     server = prepare(options)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
@@ -102,7 +102,7 @@ def _may_open(places: Places) -> None:
 def _give_back_what_is_freed() -> None:
     """Have glibc return big blocks to the system as soon as they are freed. Its default keeps them,
     for each arena: the host would hold what many clients once took at the same time."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library, with ways of its own
+    with contextlib.suppress(AttributeError, OSError):  # another C library, without mallopt
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
         library.mallopt(_M_ARENA_MAX, _ARENAS)
@@ -177,7 +177,7 @@ def prepare(options: ServeOptions) -> Server:
     )
     listeners: list[Listener] = []
     try:
-        # Before anybody is let in: a version that the pool lacks would be removed from the mirror.
+        # Before any client is let in: the mirror would lose versions that the pool lacks.
         if mirrors is not None or other is not None:
             pools.open_all()
         for address in addresses:

@@ -89,8 +89,8 @@ class TenantMirror(Copies[Copier]):
             there = models(self._store, key=self._key)
         except (TransportError, MediumError) as error:
             if not own:
-                # An empty pool would begin anew what the mirror may have; others can be mirrored
-                # later.
+                # An empty pool would restart models that the mirror may have; a pool with models
+                # can be mirrored later.
                 raise
             text = f"{self._tenant}: {self.name} cannot be reached; retrying: "
             tell(logging.WARNING, "log", f"{text}{error}")
@@ -102,7 +102,7 @@ class TenantMirror(Copies[Copier]):
             try:
                 copier.begin()
             except UnwritableError:
-                raise  # it is so of all models
+                raise  # true of all models
             except UsageError as error:
                 self._refused[model] = str(error)
                 tell(logging.ERROR, "log", f"{self._tenant}: {error}")

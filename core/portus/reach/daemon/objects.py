@@ -128,7 +128,7 @@ class Objects:
         """Write an object, see ``Store.create`` and ``Store.put``. Raise ``MediumError`` if there
         is no room."""
         with self._guard:
-            # Counted before it is stored: two at once must not both fit into what is left.
+            # Counted before it is stored: two at once must not share the same free bytes.
             if not (fresh and name in self._list_sizes()):
                 self._reserve(name, len(data))
         if fresh:

@@ -81,6 +81,6 @@ def reload(options: ServeOptions, server: Server) -> None:
     server.house.secrets.become(read.secrets)
     for listener in server.listeners:
         if listener.context is not None:
-            # For new connections only: to end the others would fail the saves under way.
+            # For new connections only: ending the others would fail the saves under way.
             listener.context = read.context
     tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")

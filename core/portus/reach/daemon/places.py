@@ -72,7 +72,7 @@ class Places:
             strangers = self._strangers_left()
             if len(strangers) >= self.strangers_max:
                 of_address = Counter(each.address for each in strangers)
-                # Of the address that has most, so whoever floods the host displaces himself first.
+                # Of the address with most, so that a client that floods the host displaces itself.
                 most = max(of_address.values())
                 oldest = next(each for each in strangers if of_address[each.address] == most)
                 self._end(oldest, "others needed its place, and it had not proved its secret")
@@ -131,7 +131,7 @@ class Places:
         ]
         if not unused:
             return False
-        # Of whoever has most, the one unused for longest; a trainer reconnects at its next save.
+        # Of the owner with most, the one unused for longest; a trainer reconnects at its next save.
         found = max(unused, key=lambda each: (share(each.tenant, each.address), -each.since_s))
         self._end(found, "others needed its place, and it was not used")
         return True

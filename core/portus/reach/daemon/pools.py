@@ -368,8 +368,8 @@ class Pools:
             with self._guard:
                 del self._open[tenant]
             hosted.close(0)
-            # After a failed sync the cache may hold pages that the disk has not; the next writer
-            # must not go by them.
+            # After a failed sync the cache may hold pages that the disk lacks; the next writer
+            # must not rely on them.
             files.forget(hosted.path)
             if not _same_fixed_pages(hosted.path, files):
                 self._shut[tenant] = (

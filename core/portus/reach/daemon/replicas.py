@@ -151,7 +151,7 @@ class Replica(Copies[Leader]):
         if prefix is None:
             return objects.put(name, data, fresh=fresh)
         with self._placing:
-            # While a client saves here, nobody else appends to the log of the model
+            # While a client saves here, no other host appends to the log of the model
             # (decision 0156).
             if prefix not in self._led:
                 return objects.put(name, data, fresh=fresh)

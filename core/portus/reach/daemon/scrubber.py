@@ -81,7 +81,7 @@ class Scrubber:
             if finding.severity is not Severity.ERROR:
                 return
             damaged += 1
-            # At once, and never lower in the middle of a pass: an alarm must not go off and on.
+            # At once, and never lower within a pass: an alarm must not flicker.
             self._counters.rotten(tenant, max(damaged, self._counters.rot.get(tenant, 0)))
             if damaged <= NAMED_MAX:
                 text, why = f"{tenant}: {finding}", str(finding)

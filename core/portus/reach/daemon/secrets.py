@@ -23,6 +23,7 @@ class Secrets:
     def __init__(self, of_tenants: Mapping[str, Sequence[bytes]] | None) -> None:
         """of_tenants: at most ``SECRETS_MAX`` for each; None: no secret is required."""
         self._of = of_tenants
+        # Compared in place of missing secrets, so that the answer takes the same time.
         self._nobodys: Final = [os.urandom(32) for _ in range(SECRETS_MAX)]
 
     @property
@@ -32,7 +33,8 @@ class Secrets:
 
     def become(self, others: Secrets) -> None:
         """Replace the secrets by those of ``others``. Clients that are in stay in."""
-        # To end connections here would fail the saves under way, and bring all trainers at once.
+        # Ending connections here would fail the saves under way, and all trainers would reconnect
+        # at once.
         self._of = others._of
 
     def first_of(self, tenant: str) -> bytes | None:

@@ -94,7 +94,7 @@ def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
         listening = socket.create_server(place, family=family, backlog=_BACKLOG)
         return Listener(address, listening, context)
     except OSError as error:
-        why = error.strerror or str(error)  # of a path that is too long Python has no number
+        why = error.strerror or str(error)  # Python has no errno for a path that is too long
         raise MediumError(
             error.errno or errno.EINVAL, f"{address}: cannot listen: {why}"
         ) from error
@@ -170,6 +170,7 @@ class Server:
     def start(self) -> None:
         """Let clients in."""
         for listener in self.listeners:
+            # So that the thread wakes to end strangers that stayed too long.
             listener.socket.settimeout(_SWEEP_S)
             thread = threading.Thread(
                 target=self._accept, args=(listener,), name="portus-listener", daemon=True
@@ -182,6 +183,7 @@ class Server:
         stay as they are, which is no worse than a crash."""
         until_s = time.monotonic() + timeout_s
         with self._guard:
+            # Under the guard: no connection may be added after the copy of ``_served``.
             self._ending.set()
             served = dict(self._served)
         for listener in self.listeners:
@@ -225,6 +227,7 @@ class Server:
         try:
             connected = plain
             if listener.context is not None:
+                # Its own thread does the handshake: a slow client must not hold up others.
                 connected = listener.context.wrap_socket(
                     plain, server_side=True, do_handshake_on_connect=False
                 )
@@ -247,7 +250,7 @@ class Server:
                     raise RuntimeError("this host ends")
                 thread.start()
                 self._served[served] = thread
-        except RuntimeError as error:  # or the system allows no more threads; whoever is in stays
+        except RuntimeError as error:  # or no more threads are allowed; other connections stay
             turn_away(self.house, name, str(error))
             self._end(served)
 
@@ -320,7 +323,7 @@ def _peer_address(peer: object) -> str:
     found = ipaddress.ip_address(str(peer[0]).partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
-    # Whoever has an IPv6 address has 2^64 of them, and would get as many places.
+    # The owner of an IPv6 address has 2^64 of them, and would get as many places.
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 

@@ -159,7 +159,7 @@ class ServedConnection:
             while not goodbye:
                 link.account.give_back()
                 self.place.note_answer()
-                # Who has claimed a model may stay idle: a training may save once a day. Keepalive
+                # A client with a claim may stay idle: a training may save once a day. Keepalive
                 # notices a client that vanished.
                 is_claimed = guest.claims and guest.draft is None
                 try:
@@ -173,7 +173,7 @@ class ServedConnection:
                 goodbye = isinstance(event, said.Bye)
                 if not goodbye:
                     self._answer(guest, event)
-                del event  # it may be big, and the next one may be long in coming
+                del event  # it may be big, and the next one may take long to arrive
         finally:
             guest.end(goodbye=goodbye)
 

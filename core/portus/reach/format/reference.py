@@ -75,7 +75,7 @@ class Reference:
 def encode(reference: Reference) -> bytes:
     """Return the bytes of the pointer file for ``reference``; equal references give equal bytes."""
     data = _archive(_text(reference))
-    assert len(data) <= POINTER_MAX  # the limits of the fields see to it
+    assert len(data) <= POINTER_MAX  # the limits of the fields ensure it
     return data
 
 

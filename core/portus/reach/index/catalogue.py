@@ -141,7 +141,7 @@ def read_catalogue(
     """
     catalogue = Catalogue(root)
     source: ReadableMedium = medium
-    if medium.info.kind.is_remote:  # isinstance would look at all that it has, size too
+    if medium.info.kind.is_remote:  # isinstance would read all its properties, the size included
         source = _Ahead(cast("HostMedium", medium))
     if root.size > source.size:
         raise CorruptionError(
@@ -233,7 +233,7 @@ def _first_readable(
     failure = None
     for root in roots:
         try:
-            # With the failure of the newer root, to be reported with what was taken instead.
+            # With the failure of the newer root, to be logged with the root that is used.
             return read_catalogue(medium, root, known, damage.append), failure
         except CorruptionError as error:
             failure = failure or error

@@ -139,8 +139,8 @@ def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Findi
 
 
 def _look_ahead(subject: Subject, standing: ReachableVersions) -> None:
-    """Warn of a damaged slot if its commit is intact. Otherwise the slot may be the trace of a
-    crash in a commit."""
+    """Add a finding for a damaged slot whose commit is intact. Otherwise the slot may be the trace
+    of a crash in a commit."""
     medium, uuid = subject.medium, subject.uuid
     slot = find_damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
     if slot is None:
@@ -148,7 +148,7 @@ def _look_ahead(subject: Subject, standing: ReachableVersions) -> None:
     try:
         found = next_catalogue(medium, uuid, read_catalogue(medium, standing.roots[0]))
     except CorruptionError:
-        return  # what is wrong with it was found already
+        return  # its damage was found already
     if found is not None and load_slots(medium, standing.slots) == standing.slots:
         subject.findings.mend(
             "F3",
@@ -218,7 +218,7 @@ class _Pins:
             return
         self._locks.pin(version)
         try:
-            # After the pin, as in ``PoolReader.pin``: a writer that asked before has let go of
+            # After the pin, as in ``PoolReader.pin``: a writer that asked before has released
             # it in a slot by now.
             yield self._is_there(version)
         finally:

@@ -451,7 +451,7 @@ def _find_copy(
     try:
         record = read_whole(subject.medium, copy, kind)
     except PortusError:
-        return None  # written over meanwhile
+        return None  # overwritten meanwhile
     header = HEADER.unpack(record)
     return copy.offset, FramedRecord(cast(int, header["commit"]), record[HEADER.size :])
 

@@ -46,7 +46,7 @@ def read_contents(findings: Findings, where: str, payload: bytes) -> Contents | 
     if payload.startswith(_PICKLE):
         return _read_pickle(findings, where, payload)
     try:
-        payload.decode()  # a decoder of JSON may pass over what is not UTF-8
+        payload.decode()  # a decoder of JSON may accept bytes that are not UTF-8
         table = decode_table(payload)
         if table is not None:
             return Contents(lengths=np.array(table.lengths, np.int64))

@@ -126,6 +126,7 @@ def _meetings(start: Column, end: Column) -> list[tuple[int, int]]:
     """Return pairs of overlapping runs, by position, ``NAMED_MAX`` at most. ``start`` is sorted."""
     if len(start) < 2:
         return []
+    # Of all earlier runs: a long one may overlap a run after its next one.
     furthest = np.maximum.accumulate(end)
     late = np.flatnonzero(start[1:] < furthest[:-1]) + 1
     return [(int(np.argmax(end[:index])), index) for index in late[:NAMED_MAX].tolist()]

@@ -104,7 +104,8 @@ class Versions:
             return None
         self._check_head(where, entry, record, found)
         self._check_rows(where, record)
-        size = min(bounds.size, self._subject.medium.size)  # smaller than said if it was truncated
+        # A truncated pool is smaller than its root says.
+        size = min(bounds.size, self._subject.medium.size)
         sound = self._check_places(where, record, size)
         place, label = entry.pointer, f"record of {where}"
         reached = [ReachedRun(place.offset, place.length, found.commit, label)]

@@ -64,7 +64,7 @@ def make_pool(medium: Medium) -> None:
     No other process may have it open. If the making is interrupted, the earlier contents are still
     a pool, or the device is blank, or it holds no pool.
     """
-    # First: whatever is cut off after this leaves no pool, not half of an old one.
+    # First: an interruption after this leaves no pool, rather than half of an old one.
     _clear(medium, [Extent(_FIRST, PAGE)])
     behind = Extent(_SECOND + PAGE, DATA_START - _SECOND - PAGE)
     _clear(medium, [Extent(_FIRST + PAGE, _SECOND - PAGE), behind])
@@ -72,7 +72,7 @@ def make_pool(medium: Medium) -> None:
     block = Superblock(os.urandom(16), time.time_ns())
     medium.persist([store_superblock(medium, block, _SECOND)])
     medium.persist([store_root(medium, block.uuid, FIRST_ROOT)])
-    # This one makes it a pool, so everything else is durable before.
+    # This one makes it a pool, so everything else must be durable before.
     medium.persist([store_superblock(medium, block, _FIRST)])
 
 

@@ -149,6 +149,7 @@ def create_pool(path: str, files: FileSystem) -> None:
         format_device(path, files)
         return
     directory, name = os.path.split(path)
+    # So that the drafts of killed makers can be told from those of living ones.
     maker = f"{os.getpid()}-{threading.get_ident()}"
     fresh = os.path.join(directory, hidden_name(name, f".{maker}.new"))
     _remove_unfinished(directory, name, files)
@@ -163,7 +164,7 @@ def create_pool(path: str, files: FileSystem) -> None:
     finally:
         _unfinished.discard(fresh)
         files.remove(fresh)  # after the link: the pool keeps its other name
-    # Only now the name is durable; nobody has been told of the pool before.
+    # Only now is the name durable; no caller knows of the pool before.
     files.sync(directory)
 
 
@@ -196,7 +197,7 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
             or path in _unfinished
         ):
             continue
-        # Living processes may be about to give theirs its name.
+        # A living process may be about to link its own.
         if not _is_alive(int(process)):
             files.remove(path)
 
@@ -314,7 +315,7 @@ class Writers:
         for is_last in (False, False, True):
             try:
                 return self._open(path, files, timeout_s, max_bytes)
-            except MediumError as error:  # who had it removed it, and a third one made it anew
+            except MediumError as error:  # its holder removed it, and a third process made it again
                 if is_last or error.errno != errno.ENOENT or files.status(path) is None:
                     raise
         raise AssertionError("the last try returns or raises")
@@ -342,7 +343,7 @@ class Writers:
         """Release a writer that ``open`` returned. The last user closes the pool, and calls
         ``last`` before, while no other process can open it."""
         with self._guard:
-            # By the writer itself: at the path may be another file by now.
+            # By the writer itself: the path may be another file by now.
             found = [key for key, each in self._shared.items() if each.writer is writer]
         for identity in found:
             with self._opening[identity]:
@@ -381,7 +382,7 @@ def open_writer(
     reads: the call that opens it for reading meanwhile, for the message of a ``BusyError``.
     """
     _leave_in_children()
-    before = files.status(path)  # whoever holds the lock may remove the file meanwhile
+    before = files.status(path)  # the holder of the lock may remove the file meanwhile
     with contextlib.ExitStack() as undo:
         try:
             held = locks or lock(path, files, HELD_S if timeout_s is None else timeout_s)
@@ -401,7 +402,7 @@ def open_writer(
             _check_unchanged(path, before, files.status(path))
             raise
         _check_unchanged(path, before, files.status(path))
-        # Whoever made the pool may have been killed before its name, or it, was durable.
+        # The maker of the pool may have been killed before it, or its name, was durable.
         if medium.info.kind.is_device:
             device.make_durable(medium)
         else:
@@ -446,14 +447,14 @@ def note_failure(writer: PoolWriter | None, text: str, path: str | None) -> None
     """
     with contextlib.suppress(PortusError):
         if writer is not None and not writer.medium.is_poisoned:
-            writer.look()  # that may be why
+            writer.look()  # another program may be the reason
     if writer is not None and (writer.changed_by_others or not is_at(writer, path)):
         return
     if path is None:
         assert writer is not None, "a pool in memory is open"
         store_failure(writer.medium, text)
         return
-    # Opened anew: what is open may take no stores any more, and that is what is to be said.
+    # Opened again: the open medium may be poisoned, which is the failure to record.
     medium = LocalFiles(mapped=False).open(path, writable=True)
     with contextlib.closing(medium):
         store_failure(medium, text)

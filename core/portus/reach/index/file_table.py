@@ -184,7 +184,8 @@ def _is_name(name: str) -> bool:
 def _is_path(path: str) -> bool:
     """Return whether a text is an absolute path, or empty. Raise ``ValueError`` for text that
     cannot be a path."""
-    path.encode(errors="surrogateescape")  # what is no UTF-8 has such surrogates, and no others
+    # Paths that are not UTF-8 have such surrogates, and no others.
+    path.encode(errors="surrogateescape")
     return path[:1] in ("", "/") and "\0" not in path
 
 

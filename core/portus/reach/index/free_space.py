@@ -82,7 +82,7 @@ class FreeSpace:
         versions."""
         self.advance(roots, reach)
         self._holes = extents_runs(holes)
-        # Read on after the writer before us retired them: where they are is not known (V1).
+        # Pinned after the writer before us retired them: their pages are unknown (V1).
         self._strangers = self._locks.pins() - self._reach.keys()
         self._strange = runs_of([DATA_START], [self._medium.size - DATA_START])
 
@@ -111,7 +111,7 @@ class FreeSpace:
 
     def pinned_versions(self) -> list[int]:
         """Return the versions that readers hold."""
-        versions = list(self._reach)  # at once: a reservation in another thread forgets some
+        versions = list(self._reach)  # a copy: a reservation in another thread removes some
         return [version for version in versions if self._locks.is_pinned(version)]
 
     def _free_now(self) -> Runs:
@@ -125,7 +125,7 @@ class FreeSpace:
         """Return the pages that nothing reaches, holes included. The caller holds the guard."""
         alive = frozenset().union(*(catalogue.ids() for catalogue in self.roots))
         for version in [each for each in self._reach if each not in alive]:
-            # Asked once the version is gone from both roots: a reader pins first and looks for it
+            # Asked after the version is gone from both roots: a reader pins first and looks for it
             # in the root afterwards, so one of the two notices the other.
             if not self._locks.is_pinned(version):
                 del self._reach[version]
@@ -179,9 +179,9 @@ class FreeSpace:
                 given = without(self._unreached_runs(), extents_runs(kept))
             else:
                 given = extents_runs(choose(free, min(page_count(free), at_most)) or [])
-            # Noted before they are punched: from now on nobody reserves them unfilled.
+            # Noted before they are punched: from now on no save reserves them unfilled.
             self._holes = merge([self._holes, given])
-            self._forget_touched(given)  # a hole has no pages: touch it anew
+            self._forget_touched(given)  # a hole has no pages: touch it again
         return extents_of(given)
 
     def choose_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:

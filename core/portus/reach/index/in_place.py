@@ -77,7 +77,7 @@ def unit_sum(data: memoryview, cell: int, rank: int) -> int:
 
 def update_sum(before: int, old: list[int], new: list[int]) -> int:
     """Return the digest of a unit after cells with the digests ``old`` became ``new``."""
-    # By differences, not from what is there: rot elsewhere in the unit stays visible
+    # By differences, not from the bytes there: rot elsewhere in the unit stays visible
     # (decision 0178).
     return (before - sum(old) + sum(new)) % _MODULUS
 

@@ -93,7 +93,7 @@ def read(path: str) -> FoundJournal:
         raise MediumError(error.errno, f"{path}: cannot read it: {error.strerror}") from error
     if b"\n" in data:
         journal = decode(data, path)
-    else:  # before the end of its first commit: there are heartbeats alone
+    else:  # before the end of its first commit: there are only heartbeats
         model = urllib.parse.unquote(os.path.basename(path).removesuffix(LINES))
         journal = JournalContents(Head(format=FORMAT, model=model), (), torn=bool(data))
     lines, running = list(journal.lines), set()
@@ -138,7 +138,7 @@ def read_page(path: str) -> tuple[SessionBegun, SessionEnded] | None:
 
 def is_alive(begun: SessionBegun, path: str) -> bool:
     """Return whether the session whose heartbeat is at ``path`` runs on this machine."""
-    # After a boot the numbers of processes begin anew.
+    # After a boot the numbers of processes start again.
     if begun.boot != boot():
         return False
     try:
@@ -160,7 +160,7 @@ def in_memory(stem: str) -> list[str]:
     directory = os.path.join(_MEMORY, f"portus-{os.getuid()}")
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        # Anybody may create names in /dev/shm: it may be another user's, or a link.
+        # Any user may create names in /dev/shm: it may be another user's, or a link.
         found = os.lstat(directory)
     except OSError:
         return []

@@ -53,7 +53,7 @@ class Line(Generic[Outcome]):
             self._waiting.append(own)
         try:
             with self._turn:
-                # Whoever had the turn before may have made this one, too.
+                # The thread that had the turn before may have made this one too.
                 while not own.over:  # ends: each time the first that waits is made
                     self._make(self._first())
         finally:

@@ -100,7 +100,7 @@ def entries(medium: ReadableMedium, record: VersionRecord) -> Iterator[Entry]:
     while True:
         found = _entry_at(medium, log, position, number)
         if found is None and (number <= log.entries or _has_later(medium, log, position, number)):
-            # Somebody may be appending, so that we saw a half of this one, and all of the next.
+            # A writer may be appending, so that we saw half of this one, and all of the next.
             found = _entry_at(medium, log, position, number)
             if found is None:
                 raise CorruptionError(
@@ -207,11 +207,11 @@ def _bunch_over(first: Column, data: Bytes, start: int, target: memoryview) -> N
         return
     inside = (first >= start) & (first + length <= start + len(target))
     if inside.any():
-        # Every byte begins a window, and those that patches are for are written whole.
+        # Every byte begins a window; the windows of patches are overwritten as a whole.
         count = len(target) - length + 1
         windows = np.ndarray(count, f"V{length}", target, strides=(1,))
         windows[first[inside] - start] = data[inside].view(f"V{length}")[:, 0]
-    for row in np.flatnonzero(~inside).tolist():  # what the target cuts, or has nothing of
+    for row in np.flatnonzero(~inside).tolist():  # partly in the target, or not at all
         _patch_over(int(first[row]), data[row].data, start, target)
 
 
@@ -231,11 +231,11 @@ def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
         if entry.undo:
             undo.append(entry)
             continue
-        # An ordinary entry ends the batch: nothing before it is to be undone (decision 0178).
+        # An ordinary entry ends the batch: nothing before it must be undone (decision 0178).
         undo.clear()
         contents = entry.contents or contents
         _add_changes(places, entry, changes)
-    for entry in reversed(undo):  # the oldest bytes last: they are those of before the batch
+    for entry in reversed(undo):  # the oldest bytes last: they are from before the batch
         _add_changes(places, entry, changes)
     made = {storage: list(each.values()) for storage, each in changes.items()}
     return LogState(contents, made, count, is_left)
@@ -498,7 +498,7 @@ def _header_at(medium: ReadableMedium, log: VersionLog, position: int) -> dict[s
     medium.load(position, head)
     header = LOG_ENTRY.unpack(head)
     length = cast(int, header["length"])
-    # Pages are reused: what is left of an older log there does not count.
+    # Pages are reused: remains of an older log there do not count.
     if header["magic"] != ENTRY_MAGIC or header["name"] != log.name:
         return None
     return header if PAGE <= length <= log.extent.end - position and length % PAGE == 0 else None

@@ -32,7 +32,7 @@ def _messages(medium: Medium) -> tuple[str, str]:
 
 def store_messages(medium: Medium, holder: str, failure: str) -> None:
     """Store both messages, not durably. Each is one line; the second is cut if there is no room."""
-    # A client of a host says why its save failed: a zero byte of its would end the text.
+    # The text may be from a client of a host: a zero byte in it would end the page's text.
     text = "\n".join(printable(" ".join(each.split())) for each in (holder, failure) if each)
     data = text.encode()[: HOLDER_SIZE - 1].decode("utf-8", "ignore").encode()
     medium.store(HOLDER_OFFSET, data.ljust(HOLDER_SIZE, b"\0"))

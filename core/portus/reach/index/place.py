@@ -168,7 +168,7 @@ class Place:
     def _at(cls, path: str) -> Place:
         try:
             mode = os.stat(path).st_mode
-        except OSError:  # not there yet, or whoever opens it says why not
+        except OSError:  # not there yet, or the error is raised when it is opened
             is_file = path.endswith(SUFFIX) and os.path.basename(path) != SUFFIX
             return cls(PlaceKind.FILE if is_file else PlaceKind.DIRECTORY, path)
         if stat.S_ISCHR(mode) and is_device(path):

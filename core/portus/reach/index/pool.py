@@ -116,7 +116,7 @@ class PoolWriter(PoolReader):
         self.yields: Final[list[Callable[[], bool]]] = []
         """Asked, where there is no more room, to end what reads a version for long and can begin
         again: it may hold space of one that was retired. True if something ended."""
-        # Reentrant: a commit that finds no room settles, and that is a commit.
+        # Reentrant: a commit without room settles, which is a commit too.
         self._committing: Final = threading.RLock()
         self._line: Final = Line(self._committing, self.commit_together)
         self.persist_s = 0.0
@@ -166,7 +166,7 @@ class PoolWriter(PoolReader):
                 commit = cast(int, header["commit"])
         if commit is None or not self._damaged.isdisjoint(places):
             return False
-        # Old records are written anew, before rot has had time to reach every place of them.
+        # Old records are written again, before rot can reach all their copies.
         return commit + REFRESH_COMMITS > self.catalogue().root.sequence
 
     def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
@@ -286,7 +286,7 @@ class PoolWriter(PoolReader):
     def _persist_root(self, root: Root) -> None:
         # The last moment: if another program committed to the pool, this would overwrite its root.
         self._look()
-        self._unsure.add(root.slot)  # until the store has returned: it may do a part of it
+        self._unsure.add(root.slot)  # until the store has returned: it may write only a part
         stored = store_root(self.medium, self.superblock.uuid, root)
         self._slots[root.slot] = root
         self._unsure.discard(root.slot)
@@ -331,7 +331,7 @@ class PoolWriter(PoolReader):
                 )
         except CorruptionError:
             self.changed_by_others = True
-            # For good: what is free to this writer may be in use by the other one.
+            # For good: pages that are free to this writer may be in use by the other one.
             self.medium.poison("another program changed it while it was being written")
             raise
 
@@ -383,7 +383,7 @@ class PoolWriter(PoolReader):
         """Choose the root, make it durable in case it was only in caches, and find out what is
         reached (V2, V10)."""
         newest = newest_catalogue(self.medium, self.superblock.uuid)
-        # A damaged slot may have led to a commit that was reported (decision 0071).
+        # A damaged slot may be of a commit that was reported (decision 0071).
         current = self._with_copies(self._ahead(newest))
         if (
             current.root.sequence > newest.root.sequence
@@ -519,7 +519,7 @@ class PoolWriter(PoolReader):
         if pages <= 0:
             return []
         try:
-            self._look()  # what was cut off would come back as zeros
+            self._look()  # truncated bytes would come back as zeros
         except CorruptionError as error:
             raise MediumError(errno.EIO, str(error)) from error
         # Holes first: they are within the size, which ``max_bytes`` bounds.
@@ -544,7 +544,7 @@ class PoolWriter(PoolReader):
         except MediumError as error:
             if error.errno not in OUT_OF_SPACE or size == at_least:
                 raise
-            # What is needed may fit where a whole step does not.
+            # The needed pages may fit even if a whole step does not.
             self.medium.grow(at_least)
 
     def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
@@ -563,7 +563,7 @@ class PoolWriter(PoolReader):
         return extents
 
     def _full(self, pages: int, why: str, *, contiguous: bool) -> str:
-        pinned = self._space.pinned_versions()  # first: a reader that lets go makes room
+        pinned = self._space.pinned_versions()  # first: a reader that unpins makes room
         free = f"{self.free_bytes()} of {self.medium.size}"
         piece = f" than the {free} that are free"
         if contiguous:
@@ -668,7 +668,7 @@ class PoolWriter(PoolReader):
 
     def _advance(self, draft: CommitRecords) -> None:
         reach = {entry.info.id: version_runs(entry, record) for entry, record in draft.made}
-        # From here on, what only the root before the previous one reached is free (V10).
+        # From here on, pages that only the root before the previous one reached are free (V10).
         self._space.advance([draft.catalogue, self._roots[0]], reach)
         for entry, record in draft.made:
             self._contents[entry.info.id] = record.contents

@@ -445,6 +445,7 @@ def _check_arrays(record: VersionRecord) -> None:
     np.add.at(per_storage, owner, extents["length"])
     if not np.array_equal(per_storage, storages["length"]):
         raise CorruptionError(f"version {record.info.id}: extents do not add up to the storages")
+    # An empty storage has one unit too.
     needed = np.maximum(1, -(-storages["length"].astype(np.int64) // (16 << 20)))
     after = np.cumsum(needed)
     if not np.array_equal(storages["first_unit"].astype(np.int64), after - needed) or (

@@ -78,7 +78,7 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
             whole = read_whole(medium, pointer, RecordKind.VERSION)
             record = decode_version(whole[HEADER.size :])
         except (CorruptionError, UsageError):
-            continue  # it looks like a record, and is none
+            continue  # it only looks like a record
         owner = cast(bytes, HEADER.unpack(whole)["uuid"])
         found.append(RecoverableVersion(VersionEntry(record.info, pointer), record, owner))
     return sorted(found, key=lambda each: (each.record.info.commit, each.record.info.id))

@@ -57,6 +57,7 @@ def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
     starts, ends = reach[(reach[:, 1] > first_page) & (reach[:, 0] < after_page)].T
     order = starts.argsort(kind="stable")
     found = np.empty((len(order) + 1, 2), np.int64)
+    # Runs may overlap: a gap begins after the furthest end so far.
     found[0, 0], found[1:, 0] = first_page, np.maximum.accumulate(ends[order])
     found[:-1, 1], found[-1, 1] = starts[order], after_page
     return found[found[:, 1] > found[:, 0]]

@@ -74,8 +74,8 @@ class PlainFile(ReadFile):
 
     def path_now(self) -> str:
         """Return a current name of the file, which may have been renamed, or a directory above it.
-        If it has no name, or this platform does not report one, return the name by which it was
-        opened."""
+        Return the name by which it was opened if it has none any more, or if this platform does not
+        report one."""
         if self.is_at(self.path):
             return self.path
         try:
@@ -154,7 +154,7 @@ class PlainFile(ReadFile):
             # Never retried: after a failed sync the kernel may call lost pages clean, and the next
             # one would succeed (decision 0002).
             self._sync(self._descriptor.number)
-            # The sync of a file without a name succeeds, but its bytes end with this process.
+            # The sync of a file without a name succeeds, but its bytes are lost with this process.
             gone = self._is_gone()
         except OSError as error:
             raise self._poison_after("persist", error) from error
@@ -206,7 +206,7 @@ class PlainFile(ReadFile):
         status = os.fstat(self._descriptor.number)
         if status.st_nlink > 0:
             return False
-        try:  # there are file systems that count no links
+        try:  # some file systems count no links
             return not os.path.samestat(status, os.stat(self.path))
         except OSError:
             return True

@@ -165,8 +165,8 @@ class FileLocks:
         import fcntl
 
         try:
-            # Of the open file: a lock of the process would end when any descriptor of the file is
-            # closed, and two objects of one process would not conflict.
+            # A lock of the open file: one of the process would end when any descriptor of the file
+            # is closed, and two objects of one process would not conflict.
             fcntl.fcntl(number, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
@@ -314,6 +314,7 @@ class DirectoryLock:
             except OSError as error:
                 raise file_error("write", path, error) from error
             undo.pop_all()
+            # The lock is on another open file, so this does not release it.
             file.close()
             self._locks: Final = locks
 

@@ -128,7 +128,7 @@ class SpaceMedium:
                 f"{self._info.name}: cannot grow from {before} to {size} bytes: the device has "
                 f"{self._space.size}; keep fewer versions, or take a larger one",
             )
-        # A device still has what it held before; a medium that grew reads as zeros.
+        # A device still has its old bytes, but a medium that grew must read as zeros.
         zeros = memoryview(bytes(min(size - before, 1 << 20)))
         for offset in range(before, size, len(zeros)):
             self._space.store(offset, zeros[: size - offset])

@@ -180,8 +180,8 @@ class StoredCheckpoint(abc.ABC):
         ``StaleError``."""
 
     def table(self) -> FileTable | None:
-        """Return its files, if they are known without a download; None if it has none. Raise as
-        ``open``."""
+        """Return the files of the checkpoint, if they are known without a download; None if it has
+        none. Raise as ``open``."""
         return None
 
     def unique(self) -> int | None:

@@ -181,7 +181,7 @@ class DirectoryPlace(OpenPlace):
         yield act
 
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
-        # One for all files: many small ones are as much to read as a large one.
+        # One pace for all files: many small ones are as much to read as a large one.
         reading = None if pace.bytes_per_s is None else Pace(pace.bytes_per_s)
         for each in self.find_files() if chosen is None else chosen:
             assert isinstance(each, StoredFile)

@@ -186,7 +186,7 @@ class MirrorPlace(OpenPlace):
                 info = added.info(each, number, added.commit)
                 found.append(MirroredVersion(self.place, info, mirror, added))
             files = self.mirrors.files_of(each)
-            # By term first: what an old run uploads late is old (decision 0141).
+            # By term first: a late upload of an old run counts as old (decision 0141).
             ordered = sorted(state.files, key=lambda filed: (filed.term, filed.time_ns))
             found += [MirroredFile(self.place, files, each, filed) for filed in ordered]
         return found
@@ -269,7 +269,7 @@ def _garbage(freed: DeletedObjects) -> Garbage:
 
 def _collect(mirror: Mirror, found: Garbage) -> Garbage:
     def collect() -> DeletedObjects:
-        # Only who holds the term may delete (decision 0141).
+        # Only the holder of the term may delete (decision 0141).
         claim(mirror, "gc")
         return mirror.collect()
 

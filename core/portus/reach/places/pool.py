@@ -237,7 +237,7 @@ class PoolPlace(OpenPlace):
         for error in errors:
             raise error
         tokens = {info.token for info in gone}
-        # All or nothing: what a person agreed to remove was this list.
+        # All or nothing: the user agreed to remove this list.
         if not {info.token for info in found} >= tokens:
             raise UsageError(
                 f"{self.place} changed meanwhile, and nothing was removed: run this again"
@@ -247,7 +247,7 @@ class PoolPlace(OpenPlace):
     def close(self) -> None:
         self._closing.close()
 
-    # What a storage host does in another way.
+    # Methods that a storage host replaces.
 
     def _is_young(self, info: VersionInfo) -> bool:
         """Return whether a trainer may be about to make the pointers of a version. Never for a pool
@@ -263,7 +263,7 @@ class PoolPlace(OpenPlace):
         path = self.place.path
         taken = on_disk(path)
         with open_for_writing(path) as writer:
-            # Looked for again under the lock: a trainer may have made the pointers since.
+            # Searched again under the lock: a trainer may have made the pointers since.
             writer.let_go(self._still_gone(writer, found.gone, options.missing))
             is_removed = options.empty and self._is_file and not writer.catalogue().ids()
             if is_removed:  # while it is locked: a process that waits for it finds that it is gone

@@ -129,6 +129,7 @@ def is_tenant(name: str) -> bool:
 def check_tenant(name: str) -> str:
     """Return ``name`` if it is valid for a tenant. Raise ``UsageError`` if not."""
     if not is_tenant(name):
+        # The text may be "user:password", which must not reach a log.
         shown = name.partition(":")[0] + (":***" if ":" in name else "")
         raise UsageError(
             f"tenant {shown!r:.80}: expected 1 to {TENANT_SIZE_MAX} letters, digits, '_', '-' "

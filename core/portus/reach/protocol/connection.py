@@ -138,7 +138,7 @@ class Connection:
         try:
             return self._complete()
         except ProtocolError as error:
-            # After an error nobody knows where the next frame begins.
+            # After an error the start of the next frame is unknown.
             self._broken = str(error)
             raise
 
@@ -210,7 +210,7 @@ class Connection:
             raise ProtocolError(
                 f"{kind.name}: expected 1 to {kind.body_size_max} bytes, found {length}"
             )
-        # The header is under the digest, too: a body can't pass for that of another kind.
+        # The digest covers the header too: a body cannot pass for that of another kind.
         self._came = xxhash.xxh3_128(header)
         return kind, length
 

@@ -568,9 +568,10 @@ def _columns(data: bytes, count: int, what: str) -> list[Column]:
         raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers, or {count}")
     rows = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, count)
     found = [np.ascontiguousarray(each) for each in rows.T]
+    # Half of the limit, so that an offset plus a length stays below it.
     if len(rows) and (int(rows.min()) < 0 or int(rows.max()) > SIZE_MAX // 2):
         raise ProtocolError(f"{what}: found a number out of range")
-    # Sums are made of what is checked here, and must not wrap around.
+    # Callers sum these numbers, and the sums must not wrap around.
     if float(found[-1].sum(dtype=np.float64)) > SIZE_MAX:
         raise ProtocolError(f"{what}: the sum of the numbers is too large")
     return found

@@ -83,7 +83,7 @@ class _WorkerPool(Generic[_Item, _Result]):
                 yield under_way.pop(0).result()
         finally:
             for turn in under_way:
-                turn.given_up = True  # what has not begun is not begun any more
+                turn.given_up = True  # an item that has not begun is skipped
             for _ in self._threads:
                 self._asked.put(None)
             finish(self._threads)

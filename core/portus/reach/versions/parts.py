@@ -66,7 +66,7 @@ class PreviousVersion:
     @property
     def may_share(self) -> Flags:
         born = self.record.storages["born"].astype(np.int64)
-        # Rot in shared bytes is in every version that shares them, so they are copied afresh after
+        # Rot in shared bytes is in every version that shares them, so they are copied again after
         # so many commits.
         flags: Flags = born + REFRESH_COMMITS > self.record.info.commit
         return flags

@@ -140,6 +140,7 @@ class PoolDraft:
         """Hold the storages as ``record`` has them, and return their rows, or None if its version
         was retired just before."""
         group = share(record, indices)
+        # Held first: if the version is still there after this, its pages stay.
         self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
         return group if record.info.id in self._writer.catalogue().ids() else None
 

@@ -130,7 +130,7 @@ class Guest:
     def end(self, *, goodbye: bool) -> None:
         """Release all that the client holds. goodbye: the client ended in order."""
         if self.lane is not None:
-            # First: the card must not write to space that the next line gives back (decision 0023).
+            # First: the card must not write to space that the next line frees (decision 0023).
             self.lane.close()
         self.drop("the connection ended")
         for version in self.pins.elements():
@@ -141,7 +141,7 @@ class Guest:
             model = self.claims.pop()
             self.hosted.replica.release(model)
             was_last = self.hosted.disclaim(model, goodbye=goodbye)
-        if was_last:  # until another trainer comes nobody needs the space
+        if was_last:  # until another trainer comes, the space is not needed
             try:
                 self.give_back()
             except PortusError as error:

@@ -100,7 +100,7 @@ def begin(guest: Guest, message: said.Begin) -> Said:
             28, f"a version of {int(lengths.sum())} bytes: the quota is {size_max} bytes"
         )
     _refuse_known(guest, message.token)
-    # A pool that was exchanged under the host takes no saves: nobody would find them.
+    # A pool file that was replaced takes no saves: no process would find them.
     guest.hosted.look()
     size = _DRAFT + _STORAGE * len(lengths)
     guest.hosted.began()
@@ -153,8 +153,8 @@ def share(guest: Guest, message: said.Share) -> Said:
     group = draft.pool.hold(record, indices)
     if group is None:
         return said.Shared(False)
-    # The medium must still hold what was saved. That the client has the same is seen when it
-    # confirms: its digests must be those of this version.
+    # The medium must still hold the saved bytes. The client's own digests are compared when
+    # it confirms.
     address = np.ones(len(indices), np.int64)
     with guest.hashing() as stop:
         moved = sources(address, lengths, group.extents)
@@ -176,7 +176,7 @@ def confirm(guest: Guest, message: said.Confirm) -> Said:
         missing = int((~draft.claimed).sum())
         raise UsageError(f"confirmation: {missing} storages were neither pulled nor shared")
     rows = draft.pool.rows()
-    # What arrived here, compared with what the client sent: otherwise there is no version.
+    # The digests of arrived and of sent bytes: without equality there is no version.
     if rows[2].tobytes() != message.digests:
         raise CorruptionError(
             "confirmation: the client's digests are not those of what arrived here: bytes "
@@ -197,7 +197,7 @@ def confirm(guest: Guest, message: said.Confirm) -> Said:
     guest.hosted.replica.require(begin.model)
     guest.hosted.look()
     record = draft.pool.commit_rows(rows, labels, _find_contents(guest, draft, message))
-    # Once more: if the pool was exchanged meanwhile, nobody will find this version.
+    # Once more: if the pool file was replaced meanwhile, no process will find this version.
     guest.hosted.look()
     guest.draft = None
     guest.link.account.keep(-draft.size)
