@@ -1,5 +1,4 @@
-"""The table of the commands. Each is in a module of its name, imported when the command is
-called."""
+"""The table of the commands. Each has a module of its name, imported when it is called."""
 
 from __future__ import annotations
 

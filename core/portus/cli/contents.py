@@ -22,8 +22,7 @@ from portus.reach.places.version import OpenVersion
 from portus.reach.pools.contents import Storages, tensor_bytes
 
 _BATCHES: Final = {"batch": "tables", "dense_batch": "dense part"}
-"""The tensors of protected tables with the numbers of their batches, and the parts that they
-count."""
+"""The tensors of protected tables with the numbers of their batches, and what they count."""
 
 
 def batches_of(tensors: Sequence[TensorSpec], storages: Storages) -> dict[str, int]:

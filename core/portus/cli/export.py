@@ -262,8 +262,7 @@ def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
 
 
 def _convert(path: str, title: str, options: ExportOptions, out: str) -> WrittenExport:
-    """Write the values that ``names`` select of a file, or all of them, as a file of another kind
-    to ``out``."""
+    """Write the values that ``names`` select, or all, as a file of another kind to ``out``."""
     from portus.reach.leaving import from_file  # and torch with it
 
     try:

@@ -47,12 +47,9 @@ def open_files(path: str) -> Places:
 
 
 def find_files(target: str | None, pool: str | None) -> str | None:
-    """Return the file, or the directory of files, that the target of a command names; None if the
-    target is a pool, or in a pool.
-
-    With a pool the target may be a pointer to that, or nothing. Without a target: the directory of
-    the nearest ``.portus``, if no pool is in that.
-    """
+    """Return the file, or the directory of files, that a command's target is; None if it is a pool,
+    or in one. With a pool the target may be a pointer to that. Without a target: the directory of
+    the nearest ``.portus``, if that has no pool."""
     if pool is not None:
         if not target or not os.path.isfile(target) or pointer_at(target) is None:
             return None

@@ -1,5 +1,4 @@
-"""``portus gc``: returns free space to the file system, and removes versions whose pointers are
-gone."""
+"""``portus gc``: returns free space to the disk, and removes versions without their pointers."""
 
 from __future__ import annotations
 

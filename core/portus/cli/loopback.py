@@ -36,8 +36,7 @@ _ON_DEMAND: Final = "with on-demand paging"
 
 
 def loopback_findings() -> Iterator[MachineFinding]:
-    """Yield the limits of each active port, and whether its transfers are right. Yield nothing if
-    no port is active."""
+    """Yield the limits of each active port, and whether its transfers are right."""
     active = ports()
     if not active:
         return

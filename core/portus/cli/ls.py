@@ -111,8 +111,7 @@ def _usage_text(usage: Usage) -> str:
 
 
 def _show_runs(place: Place, output: Output) -> list[Json]:
-    """Show the trainings that saved here, and where their files are; return their JSON
-    documents."""
+    """Show the trainings that saved here, and their files; return their JSON documents."""
     found, failed = runs_in(directories_of(place))
     for error in failed:
         output.note(f"portus: skipped: {error_line(error)}")

@@ -1,5 +1,4 @@
-"""The facilities of this machine that Portus can use: media, libpmem, RDMA, GPUs. Changes nothing.
-No torch."""
+"""The facilities of this machine for Portus: media, libpmem, RDMA, GPUs. Read only. No torch."""
 
 from __future__ import annotations
 

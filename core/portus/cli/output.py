@@ -65,7 +65,7 @@ class Output:
     tables.
 
     Messages and progress go to stderr, so that stdout can be piped. All text is made ``printable``
-    here: anybody may have chosen the names of models, tensors and files. JSON is ASCII.
+    here: the names of models, tensors and files may hold anything. JSON is ASCII.
     """
 
     def __init__(self, as_json: bool) -> None:
@@ -199,8 +199,7 @@ def bar(title: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of ``total`` bytes; yield a function that takes the bytes of each
-    piece."""
+    """Show a progress bar of ``total`` bytes; yield a function that takes each piece's bytes."""
     from portus.reach.places.base import adding
 
     with bar(title) as progress:

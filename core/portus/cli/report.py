@@ -154,8 +154,7 @@ def bar(value: float, whole: float) -> tuple[str, str]:
 
 
 def sparks(sessions: Sequence[Sequence[float]]) -> str:
-    """Return values as heights, with a gap between sessions. Many values are reduced to the highest
-    of each few."""
+    """Return values as heights, with a gap between sessions; of many, the highest of each few."""
     total = sum(map(len, sessions))
     if len(sessions) > WIDTH // 4:
         sessions = [[value for session in sessions for value in session]]

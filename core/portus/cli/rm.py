@@ -60,8 +60,7 @@ def command(
 
 
 def _remove_pointer(path: str, output: Output) -> list[Json]:
-    """Remove a pointer, and its version if it was the last one; return the version's JSON
-    document."""
+    """Remove a pointer, and its version if it was the last one; return the JSON document."""
 
     def use(reader: PoolReader, entry: VersionEntry, said: Reference) -> tuple[Place, VersionInfo]:
         return Place.parse(reader.medium.info.name), entry.info

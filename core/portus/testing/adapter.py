@@ -88,8 +88,7 @@ class Order:
     say: Say
 
     def note_save(self, step: int, path: str) -> None:
-        """Report a save. The adapter's module calls this at each step, right after it requested the
-        save."""
+        """Report a save; to be called at each step, right after the save was requested."""
         self.say(f"{step} {path}")
         if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -23,8 +23,7 @@ _MORE: Final = ("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns"
 
 
 class CoherentProcessor:
-    """A processor without caches to write back: every process that maps a file sees all stores to
-    it."""
+    """A processor without caches to write back: every process sees all stores at once."""
 
     def flush(self, address: int, length: int) -> None:
         """Do nothing: other processes see a store immediately."""

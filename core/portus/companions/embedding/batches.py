@@ -72,8 +72,7 @@ class Batches:
         self._ended_early = False
         """True if a requested state made this batch's moment before the end of the batch."""
         self._held: Moment | None = None
-        """The moment of the batch that is over, while what the loop does after the updates becomes
-        part of it."""
+        """The moment of the last batch, while the loop may still add changes after its updates."""
         self._is_after = False
         """True if a batch has ended, and the next one has not begun."""
         self._stray = ""
@@ -149,8 +148,7 @@ class Batches:
             self._end(self.count + 1)
 
     def after_schedule(self, scheduler: object, *, is_made: bool) -> None:
-        """Note that a scheduler of one of the optimizers has stepped; ``is_made``: in its
-        constructor."""
+        """Note that an optimizer's scheduler has stepped; ``is_made``: in its constructor."""
         if is_made or self._in_block or self._stepped or not self._training.is_ours:
             self.note_settings()
         elif not self._is_after:
@@ -161,14 +159,12 @@ class Batches:
             self._take_again(afresh=True)
 
     def note_settings(self) -> None:
-        """Note that settings of the optimizers were changed by a scheduler or a load, not by the
-        loop."""
+        """Note that a scheduler or a load, not the loop, changed settings of the optimizers."""
         if self._settings is not None:
             self._settings = settings_of(self._training.optimizers)
 
     def _check_order(self) -> None:
-        """Raise ``UsageError`` if a scheduler stepped between batches, so that its batch is
-        unknown."""
+        """Raise ``UsageError`` if a scheduler stepped between batches: its batch is unknown."""
         if self._stray:
             raise UsageError(
                 f"{self._training.name}: a {self._stray} stepped before the update of a batch, "
@@ -247,8 +243,7 @@ class Batches:
             self._committer.settle()
 
     def _is_changed(self, held: Moment) -> bool:
-        """Return whether the loop changed settings after the updates of the batch that has
-        ended."""
+        """Return whether the loop changed settings after the updates of the last batch."""
         if self._sets_before or held.dense_batch != self.count:
             return False
         return self._moments.has_other_settings()

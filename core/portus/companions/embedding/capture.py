@@ -40,8 +40,7 @@ class Moments:
         extra: Callable[[], object] | None,
         every: int,
     ) -> None:
-        """every: a limit for the age of the dense part; it is fewer batches older than the
-        tables."""
+        """every: the dense part stays fewer than this many batches older than the tables."""
         self._training: Final = training
         self._mapped: Final = mapped
         self._extra: Final = extra
@@ -225,8 +224,7 @@ def _copy_changes(
 def _copy_storages(
     flat: PickledState, address: Any, length: Any, tables: Mapping[int, Rows]
 ) -> list[torch.Tensor]:
-    """Return copies of the storages that are no tables, and put their addresses into
-    ``address``."""
+    """Return copies of storages that are no tables; put their addresses into ``address``."""
     copies = []
     for index, storage in enumerate(flat.storages):
         if index in tables or not length[index]:

@@ -55,8 +55,7 @@ _FREE_SHARE: Final = 2
 
 
 class PlacedStore(TableStore):
-    """The state of one training in a pool whose tables are changed in place. One thread at a
-    time."""
+    """The state of one training with tables in place in its pool. One thread at a time."""
 
     in_place = True
     _spare = 2 * PAGE  # for the entries that `_make_room` names

@@ -113,8 +113,7 @@ class Moment:
 
 
 def _bunches_of(rows: Rows, extents: Sequence[Extent]) -> list[Bunch]:
-    """Return rows of a storage as patches of the pool. A row that crosses the end of an extent is
-    cut."""
+    """Return rows of a storage as patches of the pool. A row across two extents is cut."""
     size = rows.data.shape[1]
     if not len(rows.number) or not size:
         return []

@@ -307,8 +307,7 @@ def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
 
 
 def _of_torch(model: object, optimizer: object) -> list[Optimizer]:
-    """Return the optimizers as a list. Raise ``UsageError`` for other objects, and if ``model`` is
-    no module."""
+    """Return the optimizers. Raise ``UsageError`` for other objects than torch has."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, found a {type(model).__name__}")
     found: list[Optimizer] = []

@@ -24,8 +24,7 @@ _within: Final = threading.local()
 
 
 class SchedulerSteps:
-    """A registration for the steps of all schedulers of the process: each calls ``told``, until
-    ``remove``."""
+    """A registration for the steps of all schedulers: each calls ``told``, until ``remove``."""
 
     def __init__(self, told: Told) -> None:
         _told[self] = told
@@ -80,8 +79,7 @@ def optimizers_of(scheduler: Any) -> list[Any]:
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> str:
-    """Return learning rates, momenta and all other settings of the parameter groups, for
-    comparison."""
+    """Return learning rates, momenta and other settings of the groups, for comparison."""
     return repr(
         [
             {key: _value(value) for key, value in group.items() if key != "params"}

@@ -26,8 +26,7 @@ _NEEDED: Final[dict[type[Optimizer], tuple[str, ...]]] = {
     SparseAdam: (),
     RowwiseAdagrad: (),
 }
-"""The optimizers that change only the rows of a sparse gradient, and the settings that must be 0
-for that."""
+"""Optimizers that change only rows in a sparse gradient, and settings that must be 0 for that."""
 
 _COALESCING: Final = (Adagrad, SparseAdam, RowwiseAdagrad)
 """Optimizers that coalesce the gradient before any other use of it."""
@@ -73,8 +72,7 @@ class Table:
         self.known = [fingerprint(each) for each in self.tensors()]
 
     def is_as_noted(self) -> bool:
-        """Return False if other code wrote to the table since, or replaced the state of its
-        rows."""
+        """Return False if other code wrote to the table, or replaced its rows' state."""
         return self.known == [fingerprint(each) for each in self.tensors()][: len(self.known)]
 
     def was_written(self) -> bool:
@@ -134,8 +132,7 @@ class Table:
                 )
 
     def require_same(self) -> None:
-        """Raise ``UsageError`` if the table has another dtype or shape than when it was
-        protected."""
+        """Raise ``UsageError`` if dtype or shape differ from when the table was protected."""
         weight = self.weight
         if weight.dtype != self.dtype or weight.shape != self.shape:
             raise UsageError(
@@ -192,8 +189,7 @@ def check_ids(name: str, rows: int, ids: object) -> None:
 
 
 def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer) -> None:
-    """Raise ``UsageError``, with the reason, for an optimizer that changes rows that no batch
-    looked up."""
+    """Raise ``UsageError`` for an optimizer that changes rows that no batch looked up."""
     kind = type(optimizer)
     within = getattr(optimizer, "optimizer", None)
     if kind not in _NEEDED and isinstance(within, Optimizer):

@@ -37,8 +37,7 @@ Run = tuple[int, int]
 """The first byte of a range, and the byte after its end."""
 
 _WHOLE_MAX: Final = 64 << 10
-"""Bytes of an array that counts as one run, however little of it changed: comparing closer costs
-more."""
+"""Bytes of an array that counts as one run if it changed: comparing closer costs more."""
 
 _MAPPED_MIN: Final = 256 << 10
 """Bytes from which asking the kernel is cheaper than comparing all."""
@@ -189,8 +188,7 @@ def _pagemap() -> Descriptor:
 
 
 def _map_twice(length: int) -> tuple[Bytes, Bytes]:
-    """Return the memory of a new file, shared, and a private mapping of the same. Raise
-    ``OSError``."""
+    """Return memory of a new file, and a private mapping of the same. Raise ``OSError``."""
     file = os.memfd_create("portus-shelf")
     try:
         os.ftruncate(file, length)

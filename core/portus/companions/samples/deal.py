@@ -75,8 +75,7 @@ class Deal:
             yield [self._place(rank, each) for each in range(first, last)]
 
     def after(self, batches: int) -> int:
-        """Return how many samples of the sequence are delivered once each rank had ``batches`` more
-        batches."""
+        """Return how many samples are delivered after ``batches`` more batches of each rank."""
         return min(self.samples, self.delivered + batches * self.step)
 
     def _count_of(self, rank: int) -> int:

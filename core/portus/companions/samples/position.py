@@ -1,5 +1,4 @@
-"""The position of a run in an epoch: the part of a checkpoint for it, and whether it fits the
-data."""
+"""The position of a run in an epoch, as a checkpoint has it, and whether it fits the data."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class Array:
 
 
 def _is_tensor(value: object) -> bool:
-    """Return whether ``value`` is a tensor. Does not import torch: whoever has a tensor did."""
+    """Return whether ``value`` is a tensor. Does not import torch: a caller with one did."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

@@ -112,8 +112,7 @@ class Shelf:
 
     @classmethod
     def on(cls, pool: PoolReader, *, log_bytes: int | None = None) -> Shelf:
-        """Return a shelf on an open pool, which ``close`` closes; for tests on other kinds of
-        media."""
+        """Return a shelf on an open pool, which ``close`` closes; for tests on other media."""
         made = cls.__new__(cls)
         made._begin(pool, log_bytes)
         return made
@@ -333,8 +332,7 @@ class Shelf:
             self._abandon()
 
     def __del__(self) -> None:
-        """Release the pool that the shelf opened. Changes without a ``sync`` are lost, as after an
-        exception."""
+        """Release the shelf's own pool. Changes without a ``sync`` are lost."""
         # A forked child releases nothing: the lock and the mapping belong to the parent.
         if getattr(self, "_has_opened", False) and self._process == os.getpid():
             self._abandon()

@@ -300,8 +300,7 @@ class ShelfStore:
         )
 
     def _versions(self) -> list[int]:
-        """Return the ids of the versions that the next one replaces: one, or more after a
-        rescue."""
+        """Return the ids of the versions that the next one replaces: more after a rescue."""
         model = self._writer().catalogue().models.get(MODEL)
         return [] if model is None else [entry.info.id for entry in model.versions]
 
@@ -379,8 +378,7 @@ class ShelfStore:
 
 
 class _VersionArrays:
-    """The arrays of a version, made in the order in which its contents name them. ``names``: by
-    storage."""
+    """The arrays of a version, in the order of its contents. ``names``: by storage."""
 
     def __init__(self, record: VersionRecord) -> None:
         self._lengths: Final = record.storages["length"].tolist()

@@ -48,8 +48,7 @@ class Copies(Generic[EachCopier]):
         return next(filter(None, (copier.failure for copier in self._all())), "")
 
     def _finish(self, wait_s: float) -> list[EachCopier]:
-        """Wait for missing versions, ``wait_s`` seconds at most; return the copiers, for the caller
-        to end."""
+        """Wait for missing versions, ``wait_s`` at most; return the copiers, still to be ended."""
         until_s = time.monotonic() + wait_s
         copiers = self._all()
         for copier in copiers:

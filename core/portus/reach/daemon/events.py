@@ -19,8 +19,7 @@ _FIELDS: Final = "portus_fields"
 
 
 def tell(level: int, event: str, message: str, /, **fields: str | float | None) -> None:
-    """Log ``message`` for people, with the same facts as ``fields`` for programs. A field of None
-    is left out."""
+    """Log ``message`` for people, and ``fields``, except those of None, for programs."""
     known = {name: value for name, value in fields.items() if value is not None}
     # Not as the format: a message may contain a percent sign.
     _log.log(level, "%s", message, extra={_FIELDS: {"event": event, **known}})

@@ -92,8 +92,7 @@ class MemoryStore:
 
 
 class Objects:
-    """The objects of one tenant, within the bytes that its quota leaves beside its pool.
-    Thread-safe."""
+    """The objects of one tenant, in the bytes that its quota leaves to them. Thread-safe."""
 
     def __init__(self, tenant: str, writer: PoolWriter, path: str | None) -> None:
         """path: of the pool; None: in memory."""
@@ -108,8 +107,7 @@ class Objects:
 
     @property
     def store(self) -> Store:
-        """The store of the objects. Raises ``UsageError`` for a pool on a device, which takes all
-        of it."""
+        """The store of the objects. Raises ``UsageError`` for a pool that fills a device."""
         if self._path is not None and self._writer.medium.info.kind.is_device:
             raise UsageError(
                 f"{self._path}: a pool on a device has no space for mirrored objects; serve a "
@@ -125,8 +123,8 @@ class Objects:
             return self._size
 
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
-        """Write an object, see ``Store.create`` and ``Store.put``. Raise ``MediumError`` if there
-        is no room."""
+        """Write an object, see ``Store.create`` and ``put``. Raise ``MediumError`` if it is
+        full."""
         with self._guard:
             # Counted before it is stored: two at once must not share the same free bytes.
             if not (fresh and name in self._list_sizes()):

@@ -16,15 +16,12 @@ from portus.reach.daemon.server import Server, tls_context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What to serve, and how.
-
-    ``listen``: HOST[:PORT], unix:PATH, or addresses. ``metrics``: [HOST:]PORT. ``quota``: a size;
-    ``quota_path``: a file of sizes. ``transport``: auto, tcp or verbs. ``scrub``: a size, the bytes
-    to read again in a second. ``memory``: a size, what clients may make the host hold.
-    ``connections``: how many there may be. ``admin_path``: the socket for the operator. ``mirror``:
-    the URL of a mirror. ``replica``: the address of the host that takes over if this one is lost.
-    ``mirror_wait``: seconds that the end of the host waits for either, at most.
-    """
+    """The options of a host. ``listen``: HOST[:PORT], unix:PATH, or addresses. ``metrics``:
+    [HOST:]PORT. ``quota``: a size; ``quota_path``: a file of sizes. ``transport``: auto, tcp or
+    verbs. ``scrub``: bytes to read again in a second. ``memory``: bytes that clients may make the
+    host hold. ``connections``: how many there may be. ``admin_path``: the operator's socket.
+    ``mirror``: the URL of a mirror. ``replica``: the address of the host that takes over if this
+    one is lost. ``mirror_wait``: seconds that the end of the host waits for either, at most."""
 
     place: str
     listen: Sequence[str] = ()

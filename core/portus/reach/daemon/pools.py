@@ -192,9 +192,8 @@ class Pools:
         """Open the place that is served.
 
         place: see the module. quotas: None: none. mirrors: where each pool is mirrored. other: the
-        host to which saves here are copied. mirror_wait_s: the longest that ``close`` waits for
+        host to which saves here are copied. mirror_wait_s: the longest wait of ``close`` for
         either.
-
         Raises ``UsageError``, ``BusyError`` if another host serves the directory, and what opening
         one pool, or making a directory for many, raises: better at the start than at the first
         save.
@@ -436,8 +435,7 @@ def read_quotas(others: str | None, path: str | None) -> Quotas:
 
 
 def parse_size(text: str) -> int:
-    """Return a size in bytes: of ``64G``, ``512M``, ``4096``. Raise ``UsageError`` for any other
-    text."""
+    """Return a size in bytes: of ``64G``, ``512M``, ``4096``. Raise ``UsageError``."""
     number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
     if number and number[-1] in _UNITS:
         number, unit = number[:-1], number[-1]
@@ -447,8 +445,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Return a rate in bytes a second: of ``50M/s``, ``50MB/s``, ``50M``. Raise ``UsageError`` for
-    any other text."""
+    """Return bytes a second: of ``50M/s``, ``50MB/s``, ``50M``. Raise ``UsageError``."""
     return parse_size(text.strip().removesuffix("/s"))
 
 

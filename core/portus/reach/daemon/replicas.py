@@ -44,8 +44,7 @@ class OtherHost:
     """The host to which a first host copies all its tenants, by the secrets that they have here."""
 
     def __init__(self, address: Address, secrets: Secrets) -> None:
-        """Keep the address, and ask no host. Raise ``UsageError`` if it has a tenant, or two
-        hosts."""
+        """Keep the address. Raise ``UsageError`` if it has a tenant, or two hosts."""
         if address.tenant != TENANT or address.second is not None:
             raise UsageError(
                 f"--replica {address}: expected one host, portus://host:7117, without a tenant: "

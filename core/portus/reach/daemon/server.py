@@ -61,8 +61,7 @@ class Listener:
 
 
 def is_private(address: Address) -> bool:
-    """Return whether only this machine reaches an address: a unix socket, or loopback by number or
-    name."""
+    """Return whether only this machine reaches an address: a unix socket, or loopback."""
     if address.scheme is Scheme.UNIX or address.host == "localhost":
         return True
     try:
@@ -101,8 +100,7 @@ def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
 
 
 def tls_context(cert_path: str, key_path: str) -> ssl.SSLContext:
-    """Return the TLS context of a certificate and its key. Raise ``UsageError`` if they are
-    wrong."""
+    """Return the TLS context of a certificate and its key. Raise ``UsageError``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert_path, key_path)
@@ -135,8 +133,7 @@ class Server:
             return [served.status() for served in self._served]
 
     def kick(self, who: str) -> int:
-        """End the connections of ``who``, a tenant or a peer; return how many. They may connect
-        again."""
+        """End the connections of a tenant or a peer; return how many. They may come again."""
         with self._guard:
             served = list(self._served)
         found = [each.link for each in served if who in (each.status().tenant, each.link.name)]

@@ -69,8 +69,7 @@ class ServedConnection:
         )
 
     def run(self) -> None:
-        """Answer the client until the connection ends, and log the end. The caller closes the
-        link."""
+        """Answer the client until the connection ends, and log the end. Leaves the link open."""
         try:
             self.link.shake_hands(GREETING_S)
         except TransportError as error:

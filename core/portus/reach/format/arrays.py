@@ -35,8 +35,7 @@ class ArrayShape(msgspec.Struct, frozen=True):
 
 
 def array_over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, Any]:
-    """Return the array over the memory of ``data``. Raise ``CorruptionError`` if its size is
-    wrong."""
+    """Return the array over ``data``. Raise ``CorruptionError`` if its size is wrong."""
     if len(data) != shape.size:
         raise CorruptionError(f"array needs {shape.size} bytes, found {len(data)}")
     return _over(shape, data)
@@ -50,8 +49,7 @@ def _over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, An
 
 
 def dtype_node(dtype: np.dtype[Any]) -> object:
-    """Return ``dtype`` as JSON: a string, or a list of fields. Raise ``UsageError`` if it cannot be
-    saved."""
+    """Return ``dtype`` as JSON: a string, or a list of fields. Raise ``UsageError``."""
     if dtype.hasobject:
         raise UsageError(
             "numpy arrays of Python objects cannot be saved; convert it to a list or to a "
@@ -103,8 +101,7 @@ def _field(node: object, depth: int) -> tuple[Any, ...]:
 
 
 def read_sizes(node: Sequence[object]) -> tuple[int, ...]:
-    """Return the sizes of a tensor or an array from JSON. Raise ``CorruptionError`` if they are
-    none."""
+    """Return the sizes of a tensor or an array from JSON. Raise ``CorruptionError``."""
     sizes = tuple(size for size in node if type(size) is int and 0 <= size < 1 << 63)
     if len(sizes) != len(node):
         raise CorruptionError(f"not the sizes of a tensor or an array: {node!r:.80}")

@@ -28,7 +28,7 @@ DATA_START: Final = 8 * PAGE
 # An old reader opens a pool with unknown compat bits; reads, but does not write, one with
 # unknown read_only_compat bits; and refuses unknown incompat bits.
 COPIES: Final = 1
-"""A compat bit: roots lead to copies of records. An old program leaves them out of its roots."""
+"""A compat bit: roots refer to copies of records. An old program leaves them out of its roots."""
 
 MARKS: Final = 2
 """A compat bit: entries of model indices may have flags. An old program leaves them out of the

@@ -8,9 +8,9 @@ It is a real torch file (a zip archive, nothing compressed, about 1.5 KiB)::
     archive/README.txt   what a human should do with the file
 
 The string is 32 hex digits (xxh3_128 of the rest) and then one JSON object. Every other byte
-follows from the string. So nothing is ever unpickled here: a file is a pointer if it is, byte
-for byte, what ``encode`` makes of the fields found in it. One that carries a mark of a pointer
-and is not is damaged (``CorruptionError``); one that carries none is somebody else's file.
+follows from the string. So nothing is ever unpickled here: a file is a pointer if it equals, byte
+for byte, what ``encode`` makes of the fields found in it. A file with the mark of a pointer that is
+not equal is damaged (``CorruptionError``); a file without a mark is no pointer.
 """
 
 from __future__ import annotations
@@ -178,8 +178,7 @@ _TEXT_START: Final = _PICKLE_START + len(_PROTO) + len(HEAD_MARK) + len(_UNICODE
 
 
 def _find_text(data: bytes) -> str:
-    """Return the string in the file. The bytes around it are checked by comparing the whole
-    file."""
+    """Return the string in the file. A comparison of the file checks the bytes around it."""
     (length,) = struct.unpack_from("<I", data.ljust(_TEXT_START, b"\0"), _TEXT_START - 4)
     raw = data[_TEXT_START : _TEXT_START + length]
     if len(raw) != length or not raw.isascii():

@@ -177,8 +177,7 @@ def read_catalogue(
 def read_copies(
     medium: Medium, root: Root, say: Callable[[str], None] = _log.error
 ) -> tuple[Copy, ...]:
-    """Return the copies of records that a root lists; none, after a message, if the list is
-    damaged."""
+    """Return the copies that a root lists; none, after a message, if the list is damaged."""
     if root.copies == NOWHERE:
         return ()
     try:

@@ -210,8 +210,7 @@ class _Pins:
 
     @contextlib.contextmanager
     def hold(self, entry: VersionEntry) -> Iterator[bool]:
-        """Pin a version, and yield True; yield False if no root reaches it any more, or its id is
-        impossible."""
+        """Pin a version and yield True, or False if no root reaches it or its id is wrong."""
         version = entry.info.id
         if not 0 < version < VERSION_ID_MAX:
             yield False

@@ -408,8 +408,7 @@ class Bounds:
 def frame(
     subject: Subject, pointer: Pointer, kind: RecordKind, where: str, bounds: Bounds
 ) -> FramedRecord | None:
-    """Return the record at ``pointer`` if it is intact, or None. Add findings for damage and
-    oddities."""
+    """Return the intact record at ``pointer``, or None. Add findings for damage."""
     medium, findings = subject.medium, subject.findings
     where = f"{where} at byte {pointer.offset}"
     end = pointer.offset + pointer.length

@@ -91,8 +91,7 @@ def check_contents(findings: Findings, where: str, contents: Contents, storages:
 
 
 def bytes_needed(spec: TensorSpec) -> int:
-    """Return the bytes from the start of its storage to the end of a tensor; -1 if its numbers are
-    wrong."""
+    """Return bytes from the start of its storage to a tensor's end; -1 if numbers are wrong."""
     numbers = (*spec.shape, *spec.strides, spec.offset)
     if len(spec.shape) != len(spec.strides) or any(number < 0 for number in numbers):
         return -1

@@ -87,8 +87,7 @@ class Versions:
         self._contents: Final[dict[Pointer, tuple[FramedRecord, Contents | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> CheckedVersion | None:
-        """Check everything except the bytes of a pinned version. Return None if its record is
-        lost."""
+        """Check all but the bytes of a pinned version. Return None if its record is lost."""
         info = entry.info
         where = f"version {info.id} of {info.model!r}"
         bounds = Bounds(self._standing.bounds[info.id], info.commit)
@@ -205,8 +204,7 @@ def owners(counts: Rows) -> Column:
 
 
 def _wrong_digests(record: VersionRecord) -> Column:
-    """Return the indices of storages whose digest does not follow from the digests of their
-    units."""
+    """Return the indices of storages whose digest does not follow from their units'."""
     storages, units = record.storages, record.units
     first = storages["first_unit"].astype(np.int64)
     counts = np.diff(first, append=len(units))
@@ -386,8 +384,7 @@ class _Stream:
         self._unit_end: Final[Column] = np.cumsum(self.lengths)
 
     def batches(self, size: int) -> Iterator[tuple[int, int]]:
-        """Return runs of units of about ``size`` bytes: the first unit, and the one after the
-        last."""
+        """Return runs of units of about ``size`` bytes: the first, and the one after the last."""
         cuts = np.flatnonzero(np.diff((self._unit_end - self.lengths) // size)) + 1
         places = [0, *cuts.tolist(), len(self.lengths)]
         return itertools.pairwise(places) if len(self.lengths) else iter(())

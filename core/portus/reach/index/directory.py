@@ -203,8 +203,7 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    """Return whether another process is alive. False for this process, whose own drafts are
-    known."""
+    """Return whether another process is alive. False for this one, whose drafts are known."""
     if process == os.getpid():
         return False
     try:
@@ -286,8 +285,7 @@ class _WriterOfPool:
 
 
 class Writers:
-    """The pools that this process writes. One that is opened twice is shared, and each user closes
-    it once."""
+    """The pools that this process writes. One opened twice is shared; each user closes it."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()

@@ -85,8 +85,7 @@ class Spans:
     inside: Column
 
     def within(self, offset: int, length: int) -> list[tuple[int, int, int]]:
-        """Return the storage, the first byte in it, and the length of each part of a range of the
-        file."""
+        """Return storage, first byte in it, and length of each part of a range of the file."""
         found = []
         end = offset + length
         # Methods of arrays: numpy's functions take several times as long for one number.
@@ -163,8 +162,7 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
 
 
 def _file(said: Any) -> PackedFile:
-    """Return the file of an entry. Raise ``ValueError``, ``KeyError`` or ``TypeError`` if it is
-    wrong."""
+    """Return the file of an entry. Raise ``ValueError``, ``KeyError``, ``TypeError``."""
     name, size = said["name"], said["size"]
     if not isinstance(name, str) or not _is_name(name):
         raise ValueError(f"not the name of a file: {name!r:.80}")
@@ -176,14 +174,12 @@ def _file(said: Any) -> PackedFile:
 
 
 def _is_name(name: str) -> bool:
-    """Return whether a text can name a file in a directory: an export writes the file under that
-    name."""
+    """Return whether a text can name a file in a directory, as an export needs."""
     return _is_path(f"/{name}") and name not in ("", ".", "..") and "/" not in name
 
 
 def _is_path(path: str) -> bool:
-    """Return whether a text is an absolute path, or empty. Raise ``ValueError`` for text that
-    cannot be a path."""
+    """Return whether a text is an absolute path, or empty. Raise ``ValueError`` for no path."""
     # Paths that are not UTF-8 have such surrogates, and no others.
     path.encode(errors="surrogateescape")
     return path[:1] in ("", "/") and "\0" not in path

@@ -78,8 +78,7 @@ class FreeSpace:
     def start(
         self, roots: Sequence[Catalogue], reach: Mapping[int, Runs], holes: Sequence[Extent]
     ) -> None:
-        """Take over the state of a pool that was just opened. ``reach``: by the ids of all
-        versions."""
+        """Take over the state of a pool just opened. ``reach``: by the ids of all versions."""
         self.advance(roots, reach)
         self._holes = extents_runs(holes)
         # Pinned after the writer before us retired them: their pages are unknown (V1).

@@ -94,8 +94,7 @@ def decode_sums(data: bytes) -> list[int]:
 
 
 class InPlaceReader:
-    """Reads the storages of a pinned version that are changed in place. ``logged``: the state of
-    its log."""
+    """Reads storages of a pinned version that are changed in place. ``logged``: its log."""
 
     def __init__(self, medium: ReadableMedium, record: VersionRecord, logged: LogState) -> None:
         self._medium: Final = medium
@@ -114,8 +113,7 @@ class InPlaceReader:
         return sorted(self._placed)
 
     def sums(self, storage: int) -> list[int]:
-        """Return the digests of the units of a storage, with the changes of the log. Raises as
-        ``read``."""
+        """Return the digests of a storage's units, as of the log. Raises as ``read``."""
         if storage not in self._sums:
             self._sums[storage] = decode_sums(self.content(self._placed[storage].digests))
         return self._sums[storage]
@@ -151,8 +149,7 @@ class InPlaceReader:
             yield target
 
     def content(self, index: int) -> bytes:
-        """Return the verified bytes of a storage that is not changed in place, with the changes of
-        the log."""
+        """Return verified bytes of a storage that is not changed in place, as of the log."""
         row, data = self._record.storages[index], bytearray()
         for extent in self._record.storage_extents(index):
             piece = memoryview(bytearray(extent.length))

@@ -126,8 +126,7 @@ def pages(lines: str) -> list[str]:
 
 
 def read_page(path: str) -> tuple[SessionBegun, SessionEnded] | None:
-    """Return the begin and end that a heartbeat states, or None if it is gone, or is no
-    heartbeat."""
+    """Return begin and end of a session by its heartbeat, or None if there is none."""
     try:
         with open(path, "rb") as file:
             return heartbeat.read(file.read(PAGE + 1), path)

@@ -46,8 +46,7 @@ class Line(Generic[Outcome]):
         return len(self._waiting)
 
     def make(self, change: Change) -> Outcome:
-        """Make a change, alone or with others, and return its outcome. Raise what ``act`` raised
-        for it."""
+        """Make a change, alone or with others; return its outcome, or raise its error."""
         own = _Waiting[Outcome](change)
         with self._guard:
             self._waiting.append(own)
@@ -101,7 +100,7 @@ class Line(Generic[Outcome]):
 
     def _leave(self, own: _Waiting[Outcome]) -> None:
         """Remove a change, however its caller left. If Ctrl-C interrupted the wait for the turn,
-        nobody makes the change any more after this, or it is made already: its caller may free its
+        no thread makes the change after this, or it is made already: its caller may free its
         memory."""
         with self._guard, contextlib.suppress(ValueError):
             self._waiting.remove(own)

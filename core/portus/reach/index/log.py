@@ -140,8 +140,7 @@ class PatchPlaces:
         self._born: Final = record.storages["born"].astype(np.int64)
 
     def of(self, entry: Entry) -> Iterator[tuple[int, int, memoryview]]:
-        """Yield the storage, the first byte in it, and the bytes, of each patch that applies to
-        this version."""
+        """Yield storage, first byte in it, and bytes, of each patch that applies."""
         for extent, data in entry.patches:
             row = int(np.searchsorted(self._offset, extent.offset, "right")) - 1
             if row < 0 or extent.end > int(self._offset[row] + self._length[row]):
@@ -186,8 +185,7 @@ class LogState:
     is_left: bool = False
 
     def over(self, storage: int, start: int, target: memoryview) -> None:
-        """Apply the changes to ``target``, which was loaded from byte ``start`` of a storage and
-        verified."""
+        """Apply the changes to ``target``, verified bytes from ``start`` of a storage."""
         for change in self.changes.get(storage, ()):
             if isinstance(change[0], int):
                 _patch_over(change[0], change[1], start, target)
@@ -557,8 +555,7 @@ def _has_later(medium: ReadableMedium, log: VersionLog, position: int, number: i
 def _headers(
     medium: ReadableMedium, log: VersionLog, position: int
 ) -> Iterator[tuple[int, dict[str, Value]]]:
-    """Yield the place and the header of everything from ``position`` on that looks like an entry of
-    this log."""
+    """Yield place and header of all that looks like an entry of this log from ``position`` on."""
     for start in range(position, log.extent.end, _BLOCK):
         block = memoryview(bytearray(min(_BLOCK, log.extent.end - start)))
         medium.load(start, block)

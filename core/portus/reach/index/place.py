@@ -209,8 +209,7 @@ class Place:
 
     @property
     def readable(self) -> list[Place]:
-        """Places that may have versions: each of the ``hosts``, with a host and its replica as
-        two."""
+        """Places that may have versions: each of the ``hosts``, and each replica."""
         return [
             Place(PlaceKind.HOST, str(each)) for host in self.hosts for each in host.address.each
         ]

@@ -80,8 +80,7 @@ from portus.reach.media.pool import Locks, SparseMedium
 _log: Final = logging.getLogger("portus")
 
 REFRESH_COMMITS: Final = 64
-"""Commits after which shared records are written again, so that rot cannot reach all their
-copies."""
+"""Commits after which shared records are written again, so that rot spares some copy."""
 
 _COPIES_MAX: Final = 16 << 20
 """Bytes of earlier records that one commit copies, at most; later commits copy the rest."""
@@ -413,8 +412,7 @@ class PoolWriter(PoolReader):
                 self.medium.persist([blanked])
 
     def _older(self, current: Catalogue) -> list[Catalogue]:
-        """Return the catalogue of the other slot, if it is intact: the pages that it reaches are
-        not reused yet."""
+        """Return the catalogue of the other slot, if intact: its pages are not reused yet."""
         for root in read_roots(self.medium, self.superblock.uuid):
             if root.sequence < current.root.sequence:
                 with contextlib.suppress(CorruptionError):

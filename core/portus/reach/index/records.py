@@ -70,8 +70,7 @@ NOWHERE: Final = Pointer(0, 0, bytes(16))
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Another place of a record that a root reaches, with the same bytes. ``commit``: the one that
-    wrote it."""
+    """Another place of a record that a root reaches. ``commit``: the one that wrote it."""
 
     pointer: Pointer
     commit: int
@@ -297,8 +296,7 @@ def metrics_size(metrics: Mapping[str, float]) -> int:
 
 
 def decode_index(payload: memoryview) -> list[VersionEntry]:
-    """Return the versions of one model, oldest commit first. Raise ``CorruptionError`` if the index
-    is damaged."""
+    """Return the versions of one model, oldest commit first. Raise ``CorruptionError``."""
     length = int.from_bytes(payload[:8], "little")
     count = int.from_bytes(payload[8:16], "little")
     model = _name(payload[16:], 0, length)
@@ -325,8 +323,7 @@ def _decode_metrics(data: memoryview) -> dict[str, dict[str, float]]:
 
 
 def encode_version(record: VersionRecord) -> bytes:
-    """Return the payload of a version: head, storages, extents, units, the model's name, and its
-    log."""
+    """Return the payload of a version: head, storages, extents, units, model's name, log."""
     raw = record.info.model.encode("utf-8")
     head = VERSION_HEAD.pack(
         **_info_fields(record.info),
@@ -342,8 +339,7 @@ def encode_version(record: VersionRecord) -> bytes:
 
 
 def decode_version(payload: memoryview) -> VersionRecord:
-    """Return the record of a version. Raise ``CorruptionError`` if counts, indices or lengths do
-    not fit together."""
+    """Return the record of a version. Raise ``CorruptionError`` if its parts do not fit."""
     head = VERSION_HEAD.unpack(payload)
     counts = [_int(head, name) for name in ("storages", "extents", "units")]
     offset, arrays = VERSION_HEAD.size, []

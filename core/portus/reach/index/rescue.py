@@ -137,8 +137,7 @@ def _time_ns_of(catalogue: Catalogue) -> int:
 
 
 def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
-    """Return the catalogue of ``table``. Raise ``CorruptionError`` unless everything new in it is
-    intact."""
+    """Return the catalogue of ``table``. Raise ``CorruptionError`` if new parts are damaged."""
     root = replace(
         known.root,
         sequence=known.root.sequence + 1,
@@ -161,8 +160,7 @@ def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
 def _pointers(
     medium: Medium, uuid: bytes | None, kind: RecordKind, runs: Sequence[Extent], chunk: int
 ) -> Iterator[tuple[Pointer, int]]:
-    """Yield everything in ``runs`` that looks like a record of a kind, as a pointer and its
-    commit."""
+    """Yield pointer and commit of all in ``runs`` that looks like a record of a kind."""
     size = medium.size
     for run in runs:
         for start in range(run.offset, run.end, chunk):

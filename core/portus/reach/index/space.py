@@ -52,8 +52,7 @@ def merge(reaches: Iterable[Runs]) -> Runs:
 
 
 def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
-    """Return the pages of [first_page, after_page) that ``reach``, which need not be merged, leaves
-    free."""
+    """Return the pages of [first_page, after_page) outside of ``reach``, merged or not."""
     starts, ends = reach[(reach[:, 1] > first_page) & (reach[:, 0] < after_page)].T
     order = starts.argsort(kind="stable")
     found = np.empty((len(order) + 1, 2), np.int64)

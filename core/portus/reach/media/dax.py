@@ -105,8 +105,7 @@ class MappedSpace:
 
     @property
     def start(self) -> int:
-        """The address of the first byte. Raises ``UsageError`` when closed, and in a forked
-        child."""
+        """The address of the first byte. Raises ``UsageError`` if closed, or in a fork."""
         return self._addresses.start
 
     def store(self, offset: int, data: memoryview) -> None:
@@ -166,8 +165,7 @@ class DaxFile(MappedFile):
     def __init__(
         self, descriptor: Descriptor, file_system: FileSystemTraits, *, cpu: Processor | None = None
     ) -> None:
-        """Raise ``MediumError`` if mapping fails, or libpmem is missing; ``descriptor`` stays
-        open."""
+        """Raise ``MediumError`` if mapping fails, or without libpmem; ``descriptor`` stays open."""
         self._cpu: Final = cpu or processor()
         file_system = replace(file_system, early=False)  # nothing is written back by the system
         super().__init__(descriptor, file_system, sync=self._nothing_to_sync)

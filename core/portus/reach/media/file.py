@@ -106,8 +106,7 @@ class PlainFile(ReadFile):
         self._poison = self._poison or f"{self.path}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
-        """Grow the file. Lack of space undoes the growth, and does not poison; a failed sync
-        does."""
+        """Grow the file. Lack of space undoes it, and does not poison; a failed sync does."""
         self._check_writable()
         with self._growing:
             before = self.size
@@ -201,8 +200,7 @@ class PlainFile(ReadFile):
         return [Extent(offset, length) for offset, length in found]
 
     def _is_gone(self) -> bool:
-        """Return whether the file has no name any more: bytes stored to it are lost with this
-        process."""
+        """Return whether the file has no name any more, so that it ends with this process."""
         status = os.fstat(self._descriptor.number)
         if status.st_nlink > 0:
             return False
@@ -219,8 +217,7 @@ class PlainFile(ReadFile):
             raise MediumError(errno.EIO, self._poison)
 
     def _check_length(self, end: int) -> None:
-        """Raise if the file was truncated below ``end``: a store there would be SIGBUS, or a
-        hole."""
+        """Raise if the file is shorter than ``end``: a store there would be SIGBUS, or a hole."""
         if end > self._status().st_size:
             raise self._truncation(end)
 
@@ -361,8 +358,7 @@ class MappedFile(PlainFile):
         self._write_early(extent.offset, extent.length)
 
     def discard(self, ranges: Sequence[Extent]) -> int:
-        """Punch holes. Until they are filled, a store through an address there is SIGBUS on a full
-        disk."""
+        """Punch holes. Until filled, a store by address there is SIGBUS on a full disk."""
         self._has_holes = True
         return super().discard(ranges)
 

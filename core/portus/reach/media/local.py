@@ -96,8 +96,7 @@ class LocalFiles:
                     descriptor.close()
 
     def link(self, source: str, target: str) -> None:
-        """Make a hard link. Raise ``MediumError`` also where the file system has none (EPERM,
-        EXDEV)."""
+        """Make a hard link. Raise ``MediumError`` where there are none too (EPERM, EXDEV)."""
         with naming_call(f"link {source} as", target):
             os.link(source, target)
 
@@ -144,8 +143,7 @@ class LocalFiles:
         return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)
 
     def _medium(self, descriptor: Descriptor, *, writable: bool) -> PlainFile:
-        """Return the best medium for the file of ``descriptor``, which is closed if there is
-        none."""
+        """Return the best medium for the file of ``descriptor``, closed if there is none."""
         try:
             file_system, in_place = file_system_of(descriptor.number, descriptor.path)
             if writable and self._mapped and in_place:

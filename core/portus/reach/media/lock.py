@@ -76,8 +76,7 @@ class FileLocks:
         return "unknown"
 
     def acquire_writer(self, timeout_s: float) -> None:
-        """Wait by polling, and log once that it waits. ``describe_holder`` provides the name for
-        messages."""
+        """Poll for the lock; log once, with ``describe_holder``, that this waits."""
         if not self._writable:
             raise UsageError(f"{self.path}: opened for reading; open it with writable=True")
         if not _can_lock():
@@ -96,8 +95,7 @@ class FileLocks:
             self._set(self._writer_file.number, _NONE, WRITER_BYTE)
 
     def has_writer(self) -> bool:
-        """Return whether another writer holds the lock, without taking it. False where the platform
-        has no locks."""
+        """Return whether another writer holds the lock, without taking it. False without locks."""
         return _can_lock() and self._would_conflict(self._writer_file.number, WRITER_BYTE)
 
     def pin(self, version: int) -> None:
@@ -175,8 +173,7 @@ class FileLocks:
         return True
 
     def _would_conflict(self, number: int, byte: int) -> bool:
-        """Return whether a write lock of ``byte`` by the description of ``number`` would have to
-        wait."""
+        """Return whether a write lock of ``byte`` by this description would have to wait."""
         return self._conflict(number, byte, 1) is not None
 
     def _conflict(self, number: int, start: int, length: int) -> int | None:

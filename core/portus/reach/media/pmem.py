@@ -22,8 +22,7 @@ _NO_FLUSH: Final = "PMEM_NO_FLUSH"
 
 
 class Processor(Protocol):
-    """A processor that writes cache lines back. Methods may raise ``OSError``; a real processor
-    never does."""
+    """Writes cache lines back. Methods may raise ``OSError``; a real processor never does."""
 
     def flush(self, address: int, length: int) -> None:
         """Begin to write back the lines of these bytes, whichever processor stored to them."""

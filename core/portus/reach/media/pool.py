@@ -15,8 +15,7 @@ from portus.engine.spec import Extent
 
 
 class Extents(Sequence[Extent]):
-    """Runs of bytes, in columns. With many of them, an object for each would cost more than writing
-    it back."""
+    """Runs of bytes, in columns: with many runs, an object for each would cost too much."""
 
     def __init__(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> None:
         """offset: in bytes, from the start of the pool. length: in bytes, none of them 0."""
@@ -85,8 +84,7 @@ class SparseMedium(Medium, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """The status of a file. ``identity`` is (device, inode): equal for two hard links. ``links`` is
-    the link count."""
+    """The status of a file. ``identity`` is (device, inode): equal for two hard links."""
 
     identity: tuple[int, int]
     links: int
@@ -129,8 +127,7 @@ class FileSystem(Protocol):
 
 
 class Locks(Protocol):
-    """The locks of a pool's writer and of its versions' readers. They are held by a process, not by
-    a thread."""
+    """The locks of a pool's writer and of its versions' readers. A process holds them."""
 
     def acquire_writer(self, timeout_s: float) -> None:
         """Become the one writer; wait up to ``timeout_s``, then raise ``BusyError``, naming the
@@ -140,8 +137,7 @@ class Locks(Protocol):
         """Let others write. A second call does nothing."""
 
     def has_writer(self) -> bool:
-        """Return whether there is another writer: another process, or another object in this
-        one."""
+        """Return whether another process, or another object in this one, is the writer."""
 
     def pin(self, version: int) -> None:
         """Keep the space of ``version`` from reuse. Counted: pins of one version may nest."""

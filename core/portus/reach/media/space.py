@@ -19,8 +19,7 @@ WORD: Final = 8
 
 
 class Space(Protocol):
-    """The bytes of a medium, as seen by a process: a store is visible at once, and in caches at
-    first."""
+    """The bytes of a medium, as a process sees them: a store is in caches at first."""
 
     @property
     def size(self) -> int:
@@ -47,8 +46,7 @@ class AddressedSpace(Space, Protocol):
 
     @property
     def start(self) -> int:
-        """The address of the first byte. Raises ``UsageError`` when closed, and in a forked
-        child."""
+        """The address of the first byte. Raises ``UsageError`` if closed, or in a fork."""
 
 
 class SpaceMedium:

@@ -176,8 +176,7 @@ class StoredCheckpoint(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> AbstractContextManager[OpenCheckpoint]:
-        """Open the checkpoint for reading. Raise ``CorruptionError``, ``MediumError``,
-        ``StaleError``."""
+        """Open the checkpoint. Raise ``CorruptionError``, ``MediumError``, ``StaleError``."""
 
     def table(self) -> FileTable | None:
         """Return the files of the checkpoint, if they are known without a download; None if it has
@@ -254,8 +253,7 @@ class OpenPlace(abc.ABC):
         return {}
 
     def collections(self, options: GarbageOptions) -> Iterator[Collection]:
-        """Yield the collections of the place. Raise ``UsageError`` for options that do not
-        apply."""
+        """Yield the place's collections. Raise ``UsageError`` for options that do not apply."""
         yield from ()
 
     def journals(self, links: str | None) -> Sequence[str]:

@@ -19,8 +19,7 @@ YOUNG_S: float = 60
 
 
 class HostPlace(PoolPlace):
-    """A pool on a storage host. The host itself changes its pool, even while trainers save to
-    it."""
+    """A pool on a storage host. The host itself changes it, even while trainers save."""
 
     def journals(self, links: str | None) -> Sequence[str]:
         return host_journals(self.place, links)

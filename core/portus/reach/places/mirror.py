@@ -193,8 +193,7 @@ class MirrorPlace(OpenPlace):
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
-        """Yield the removal, see ``OpenPlace``. A mirror has no lock: objects that do not exist any
-        more are left out."""
+        """Yield the removal, see ``OpenPlace``. Without a lock, missing objects are left out."""
 
         def act() -> int:
             for model in dict.fromkeys(each.info.model for each in chosen):
@@ -209,8 +208,7 @@ class MirrorPlace(OpenPlace):
         yield act
 
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
-        """Yield checks, see ``OpenPlace``. Each version has its own: a damaged manifest does not
-        affect others."""
+        """Yield checks, see ``OpenPlace``: one for each version, since manifests may be damaged."""
         if pace.bytes_per_s is not None:
             raise UsageError(f"{self.place}: scrub takes pools only; portus verify reads a mirror")
         found = self.list() if chosen is None else chosen

@@ -123,8 +123,7 @@ class PoolPlace(OpenPlace):
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
-        """Yield the removal, see ``OpenPlace``. It removes first the pointers, and then the
-        versions."""
+        """Yield the removal, see ``OpenPlace``: first of the pointers, then of the versions."""
         with self.writing() as pool:
             now = pool.catalogue()
             paths = [
@@ -145,8 +144,7 @@ class PoolPlace(OpenPlace):
     def _pointers(
         self, pool: PoolReader, entry: VersionEntry | None, seen: VersionInfo
     ) -> Sequence[str]:
-        """Return the existing pointers of a version. Raise ``UsageError`` if the version is
-        gone."""
+        """Return the existing pointers of a version. Raise ``UsageError`` if it is gone."""
         with contextlib.suppress(StaleError):
             if entry is not None and entry.info.id == seen.id:
                 table = table_in(pool, entry)

@@ -90,7 +90,7 @@ def tokens_below(directories: Sequence[str]) -> tuple[set[str], list[PortusError
     for root in directories:
         for directory, names, files in os.walk(root, onerror=note, followlinks=True):
             real = os.path.realpath(directory)
-            if real in seen:  # a link may lead to a directory above it
+            if real in seen:  # a link may point to a directory above it
                 names.clear()
                 continue
             seen.add(real)

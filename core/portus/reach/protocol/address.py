@@ -34,8 +34,7 @@ class Scheme(enum.Enum):
 
 
 class Transport(enum.Enum):
-    """The way that bytes of tensors travel. AUTO: by verbs if both ends can, else over the
-    socket."""
+    """The way of tensors' bytes. AUTO: by verbs if both ends can, else over the socket."""
 
     AUTO = "auto"
     TCP = "tcp"
@@ -72,7 +71,7 @@ class Address:
 
     @property
     def each(self) -> list[Address]:
-        """Each host by itself, the first one first."""
+        """An address for each host alone, the first host first."""
         if self.second is None:
             return [self]
         host, port = self.second

@@ -33,8 +33,7 @@ from portus.reach.protocol.vocabulary import MessageKind, Phase
 HEADER: Final = struct.Struct("<IB3s")
 _START: Final = struct.Struct("<IB")
 _FEED_MAX: Final = 1 << 20
-"""Bytes to ask for at a time: memory is taken as bytes arrive, not because a header announces
-them."""
+"""Bytes to ask for at a time: memory is taken when bytes arrive, not when announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,7 @@ class Connection:
         return len(self._buffer) + (self._forgotten or 0)
 
     def send(self, message: Said) -> bytes:
-        """Return the bytes of ``message``. A message that the table does not allow is our
-        mistake."""
+        """Return the bytes of ``message``. One that the table does not allow is our mistake."""
         body = encode(message)
         assert len(body) <= message.kind.body_size_max, f"{message.kind.name}: {len(body)} bytes"
         self._step_local(message.kind)

@@ -70,8 +70,7 @@ PAYLOAD_SIZE_MAX: Final = UNIT
 
 
 class ProtocolError(TransportError):
-    """The other side sent a message that it may not send, or not now. The connection is
-    unusable."""
+    """The other side sent a wrong message, or sent it too early. The connection is unusable."""
 
 
 MESSAGES: Final = Vocabulary()
@@ -261,8 +260,7 @@ class Share(Message, frozen=True):
 
 @MESSAGES.host(70, "SHARED", {Phase.SHARING: Phase.SAVING})
 class Shared(Message, frozen=True):
-    """The answer to ``Share``. ``same``: the host still has those bytes, and the version reaches
-    them."""
+    """The answer to ``Share``. ``same``: the host still has the bytes, and reuses them."""
 
     same: bool
 
@@ -270,13 +268,11 @@ class Shared(Message, frozen=True):
 @MESSAGES.client(9, "CONFIRM", {Phase.SAVING: Phase.CONFIRMING})
 class Confirm(Message, frozen=True):
     """The request to commit: all storages are pulled or shared, and ``digests`` are those that the
-    client computed itself.
-
-    ``before``: the token of a version whose contents may be equal. ``keep``: which versions of the
-    model stay; the same commit removes the others, and an older one of the same step (``pack_map``;
-    empty: all stay). ``inexact``: another process wrote a part of the state while it was pulled.
-    ``metrics``: the scores of the version (``pack_map``).
-    """
+    client computed itself. ``before``: the token of a version whose contents may be equal.
+    ``keep``: which versions of the model stay; the same commit removes the others, and an older one
+    of the same step (``pack_map``;
+    empty: all stay). ``inexact``: another process wrote to the state meanwhile. ``metrics``: the
+    scores of the version (``pack_map``)."""
 
     digests: Digests
     before: Token
@@ -550,8 +546,7 @@ def pack_column(numbers: npt.ArrayLike) -> bytes:
 
 
 def column(data: bytes, what: str) -> Column:
-    """Return numbers from the wire, none negative or too big. Raise ``ProtocolError`` if they are
-    wrong."""
+    """Return numbers from the wire, none negative or too big. Raise ``ProtocolError``."""
     [numbers] = _columns(data, 1, what)
     return numbers
 
@@ -602,8 +597,7 @@ def pack_map(values: Mapping[str, object]) -> bytes:
 
 
 def unpack_map(data: bytes, what: str) -> dict[str, Any]:
-    """Return a map from the wire: ``metrics``, or the fields of a ``keep``. Raise ``ProtocolError``
-    if it is wrong."""
+    """Return ``metrics``, or the fields of a ``keep``, from the wire. Raise ``ProtocolError``."""
     try:
         return _map_decoders[what].decode(data) if data else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:

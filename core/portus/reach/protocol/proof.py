@@ -10,8 +10,7 @@ import hmac
 from typing import Final
 
 SECRET_SIZE_MIN: Final = 16
-"""Bytes of a secret, at least. A listener can try secrets at leisure, and would find a short
-one."""
+"""Bytes of a secret, at least. A listener can try short secrets at leisure."""
 
 
 def proof_of_client(secret: bytes, tenant: str, nonce_client: bytes, nonce_host: bytes) -> bytes:

@@ -17,8 +17,7 @@ Room = npt.NDArray[np.uint8]
 
 
 class Rooms:
-    """Rooms of one size, as many as are lent at the same time. Their memory is freed with this
-    object."""
+    """Rooms of one size, as many as are lent at the same time. Freed with this object."""
 
     def __init__(self, size: int) -> None:
         """size: bytes of each. Untouched parts of a room take no memory."""

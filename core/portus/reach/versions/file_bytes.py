@@ -22,8 +22,7 @@ _KEPT: Final = 4
 
 
 class _Part(NamedTuple):
-    """Bytes of a unit, from its byte ``start`` on. ``row``: the index of the unit in the
-    version."""
+    """Bytes of a unit, from its byte ``start`` on. ``row``: the index of the unit."""
 
     row: int
     start: int
@@ -98,8 +97,7 @@ class FileBytes:
             inside, length = inside + taken, length - taken
 
     def _together(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
-        """Yield the bytes of parts. Their units are read by one call, except those around
-        storages."""
+        """Yield the bytes of parts, with one read for all units that are not around storages."""
         own = [each.row for each in parts if each.row < self._first_around]
         data = memoryview(self._units(own))
         for each in parts:

@@ -1,5 +1,4 @@
-"""Work on several items at the same time, in a bounded number of threads: with results in order, or
-without."""
+"""Work on several items in a bounded number of threads, with results in order or without."""
 
 from __future__ import annotations
 

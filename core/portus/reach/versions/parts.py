@@ -99,8 +99,7 @@ def share(record: VersionRecord, indices: Column) -> StorageRows:
 
 
 def unit_digests(storages: Rows, units: Rows) -> Digests:
-    """Return the unit digests of some storages; ``units`` are those of all storages of the
-    version."""
+    """Return unit digests of some storages. ``units``: of all storages of the version."""
     counts = unit_counts(storages["length"].astype(np.int64))
     return _as_digests(units[ranges(storages["first_unit"].astype(np.int64), counts)])
 
@@ -117,8 +116,7 @@ def part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
 
 
 def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Column:
-    """Return the place in the pool of the byte at ``offset`` of each storage; the groups have all
-    of them."""
+    """Return the place in the pool of byte ``offset`` of each storage; groups have all."""
     count = 1 + max(int(group.indices.max(initial=-1)) for group in groups)
     extents = np.concatenate([group.extents for group in groups])
     length = extents["length"].astype(np.int64)
@@ -133,8 +131,7 @@ def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Co
 
 
 def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Rows]:
-    """Return storage, extent and unit rows of a version of storages of ``lengths``, each in one
-    group."""
+    """Return storage, extent and unit rows of storages of ``lengths``, each in one group."""
     indices = np.concatenate([group.indices for group in groups] or [np.empty(0, np.int64)])
     assert len(indices) == len(lengths), f"{len(indices)} of {len(lengths)} storages were placed"
     counts = np.zeros(len(lengths), np.int64)

@@ -36,8 +36,7 @@ class Draft:
         self.begun_s: Final = time.perf_counter()
 
     def may_claim(self, indices: Column) -> bool:
-        """Return whether ``indices`` are storages of the version, each once, that have no place
-        yet."""
+        """Return whether ``indices`` are distinct storages of the version without a place."""
         if len(indices) and int(indices.max()) >= len(self.lengths):
             return False
         return len(np.unique(indices)) == len(indices) and not self.claimed[indices].any()

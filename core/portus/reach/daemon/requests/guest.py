@@ -1,5 +1,4 @@
-"""A client that was let in, the things it holds here, and helpers of the answers to its
-requests."""
+"""A client that was let in, the things it holds here, and helpers to answer its requests."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class Guest:
 
     @contextlib.contextmanager
     def keep_memory(self, size: int) -> Iterator[None]:
-        """Reserve memory for what is made in the block. It stays reserved unless the block
-        raises."""
+        """Reserve memory for what the block makes, unless the block raises."""
         self.link.account.keep(size)
         try:
             yield
@@ -69,8 +67,7 @@ class Guest:
 
     @contextlib.contextmanager
     def hashing(self) -> Iterator[Stop]:
-        """Take a turn to hash the pool for this client. Yields a stop that notices when the client
-        leaves."""
+        """Take a turn to hash the pool. Yields a stop that notices when the client leaves."""
         with contextlib.ExitStack() as turns, self.link.working() as stop:
             for turn in (self.hosted.hashing, self._turns):
                 # In short waits: a client that has hung up must not keep waiting for a turn.

@@ -1,5 +1,4 @@
-"""Requests about the pool of a client: its space, its retired versions, and notes of failed
-saves."""
+"""Requests about the pool of a client: its space, retired versions, and notes of failures."""
 
 from __future__ import annotations
 
