@@ -40,6 +40,7 @@ from portus.reach.places.opening import Places, place_named, places_at
 SIZE: Final = 128 << 20
 """Bytes that are copied to measure a place."""
 
+# The median of these counts.
 ROUNDS: Final = 3
 
 ADAPTERS: Final = "portus.doctor"

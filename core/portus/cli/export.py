@@ -214,6 +214,7 @@ def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
                     continue
                 shutil.copyfile(source, target)
                 with open(target, "rb") as file:
+                    # The directory takes its name after this, when its files must be durable.
                     os.fsync(file.fileno())
                 size += os.path.getsize(target)
             sync_directory(within)

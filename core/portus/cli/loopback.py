@@ -27,6 +27,7 @@ from portus.reach.transport.verbs import Domain, Port, Region, load, ports
 
 TOPIC: Final = "RDMA loopback"
 SIZE: Final = 8 * PAGE
+# No page begins there; some transfers cross from one page to the next.
 OFFSETS: Final = (1, 63, 100, PAGE // 2, PAGE - 96, PAGE - 1)
 LENGTHS: Final = (8, PAGE + 904)
 PLACES: Final = tuple(itertools.product(OFFSETS, LENGTHS))

@@ -23,6 +23,7 @@ from portus.reach.transport.cuda import Driver, driver
 _MODES: Final = {"dax": "devdax", "memory": "fsdax", "safe": "sector"}
 """The modes of a namespace: ndctl's name for each name of the kernel."""
 
+# The best first: libpmem takes the first that the processor has.
 _FLUSHES: Final = ("clwb", "clflushopt", "clflush")
 
 

@@ -26,6 +26,8 @@ from portus.errors import (
 if TYPE_CHECKING:
     from portus.reach.places.base import Progress
 
+# 74 and 75 are EX_IOERR and EX_TEMPFAIL of sysexits.h; 130 and 141 are 128 and the number of SIGINT
+# and of SIGPIPE, as shells report them.
 FOUND: Final = 1
 USAGE: Final = 2
 MEND: Final = 3

@@ -307,7 +307,7 @@ def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
 
 
 def _of_torch(model: object, optimizer: object) -> list[Optimizer]:
-    """Return the optimizers. Raise ``UsageError`` for other objects than torch has."""
+    """Return the optimizers. Raise ``UsageError`` if one, or the model, is not torch's."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, found a {type(model).__name__}")
     found: list[Optimizer] = []

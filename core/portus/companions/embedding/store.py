@@ -273,7 +273,7 @@ class TableStore:
             self._slices.release()
             self._slices = None
 
-    # --- a new version -------------------------------------------------------------------------
+    # --- a new version --------------------------------------------------------------------------
 
     def _begin_fold(self, moment: Moment) -> None:
         """Begin to fold the committed state in, ``moment`` included, if the log is filling. Do

@@ -119,6 +119,7 @@ class Shelf:
 
     def _begin(self, pool: PoolReader, log_bytes: int | None) -> None:
         self._pool = pool
+        # Reentrant: the block of a transaction uses the shelf.
         self._guard = threading.RLock()
         self._in_transaction = False
         self._closed = False

@@ -123,8 +123,7 @@ class Objects:
             return self._size
 
     def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
-        """Write an object, see ``Store.create`` and ``put``. Raise ``MediumError`` if it is
-        full."""
+        """Write an object, see ``Store.create`` and ``put``. Raise ``MediumError`` without room."""
         with self._guard:
             # Counted before it is stored: two at once must not share the same free bytes.
             if not (fresh and name in self._list_sizes()):

@@ -94,6 +94,7 @@ class Replica(Copies[Leader]):
         self._other: Final = other
         self._locks: Final[dict[str, threading.Lock]] = {}
         self._claims: Final[Counter[str]] = Counter()
+        # So that no entry of another host is placed once this host leads the model.
         self._placing: Final = threading.Lock()
         self._led: Final[set[str]] = set()
         """Prefixes of the models to whose logs, kept here, only this host appends."""

@@ -181,6 +181,7 @@ class ServedConnection:
         try:
             answer = ANSWERS[type(message)](guest, message)
         except PortusError as error:
+            # No connection is left for a refusal.
             if self.link.closed:
                 raise
             self._refuse(guest, message.kind, error)

@@ -163,6 +163,7 @@ _LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
 """The five fields before the last are two lengths, the disk and two kinds of attributes."""
 _END: Final = struct.Struct("<4sHHHHIIH")
+# Version 2.0 of the zip format, in tenths.
 _ZIP_VERSION: Final = 20
 _DATE: Final = 0x21
 """1 January 1980, the zero of zip's calendar."""

@@ -43,6 +43,7 @@ from portus.reach.media.pool import Locks
 
 __all__ = ["RULES", "CheckOptions", "Finding", "Severity", "check", "check_file", "check_medium"]
 
+# No writer commits that often while slots are read: a bound, so that the loop ends.
 _RETRIES_MAX: Final = 1000
 
 Progress = Callable[[int, int], None]

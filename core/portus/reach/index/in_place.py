@@ -31,6 +31,7 @@ from portus.reach.index.log import Bytes, Column, LogState, entries
 from portus.reach.index.records import CELLS, InPlaceStorage, VersionRecord
 from portus.reach.media.pool import ReadableMedium
 
+# Sums of digests wrap around, to have the size of a digest.
 _MODULUS: Final = 1 << 8 * DIGEST_SIZE
 
 _AT_ONCE: Final = 1 << 20

@@ -41,6 +41,7 @@ BEAT: Final = ".heartbeat"
 READ_MAX: Final = 64 << 20
 """Bytes of a journal that are read, at most."""
 
+# The names of heartbeats continue with a session and a suffix, up to 255.
 _NAME_MAX: Final = 160
 
 _MEMORY: Final = "/dev/shm"

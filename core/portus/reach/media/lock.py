@@ -34,6 +34,7 @@ PIN_BASE: Final = 1 << 62
 WRITER_BYTE: Final = PIN_BASE - 1
 
 _VERSION_MAX: Final = PIN_BASE - 1
+# The pause doubles from the one to the other: quick at first, and cheap for a long wait.
 _POLL_MIN_S: Final = 0.005
 _POLL_MAX_S: Final = 0.25
 _QUIET_S: Final = 0.5

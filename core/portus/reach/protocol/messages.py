@@ -43,6 +43,7 @@ HANDLE_SIZE: Final = 16
 """Bytes of the handle of a storage: its address and its key, two numbers; zeros if it has none."""
 
 NONCE_SIZE: Final = TOKEN_SIZE
+# Of an HMAC with SHA-256.
 PROOF_SIZE: Final = 32
 TENANT_SIZE_MAX: Final = 64
 NAME_SIZE_MAX: Final = 200
@@ -70,7 +71,7 @@ PAYLOAD_SIZE_MAX: Final = UNIT
 
 
 class ProtocolError(TransportError):
-    """The other side sent a wrong message, or sent it too early. The connection is unusable."""
+    """The other side sent a wrong message, or one not allowed now. The connection is unusable."""
 
 
 MESSAGES: Final = Vocabulary()
