@@ -3,7 +3,7 @@
     python recipes/checkpoint_bytes.py          the table of README.md
 
 Nothing is allocated: models and optimizers are made on the meta device, and step there once, so
-that the optimizer's state is what torch makes and not what somebody thinks that it makes.
+the optimizer's state is what torch really makes.
 """
 
 from __future__ import annotations

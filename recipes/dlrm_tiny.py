@@ -1,6 +1,6 @@
-"""A small DLRM whose tables are durable after each batch; killed, it goes on with the same bits.
+"""A small DLRM whose tables are durable after each batch; killed, it continues with the same bits.
 
-    python recipes/dlrm_tiny.py runs/dlrm.portus              train; say it again after a crash
+    python recipes/dlrm_tiny.py runs/dlrm.portus              train; run it again after a crash
     python recipes/dlrm_tiny.py runs/dlrm.portus --demo       kill it, resume it, compare
 
 The model is that of https://arxiv.org/abs/1906.00091: an MLP for 13 numbers, 26 tables, the dot

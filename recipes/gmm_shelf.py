@@ -2,7 +2,7 @@
 
     python recipes/gmm_shelf.py runs/gmm.portus --components 10
 
-Say it again after a crash. The result is that of a run that nobody killed, to the bit. A component
+Run it again after a crash. The result equals that of an uninterrupted run, bit for bit. A component
 of 784 dimensions has a covariance of 4.9 MB, and all of them change in each iteration.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
     data = points(wish.mnist, wish.points, wish.features)
     wish.shelf.parent.mkdir(parents=True, exist_ok=True)
     em = Em(wish.components, wish.noise)
-    warnings.simplefilter("ignore", ConvergenceWarning)  # one iteration at a time never has
+    warnings.simplefilter("ignore", ConvergenceWarning)  # one iteration at a time never converges
     with threadpool_limits(1), portus.Shelf(wish.shelf) as shelf:
         if "mixture" not in shelf:
             with shelf.transaction():

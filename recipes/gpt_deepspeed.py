@@ -3,7 +3,7 @@
     PORTUS_DEEPSPEED=1 deepspeed recipes/gpt_deepspeed.py --size 1.5B
     PORTUS_DEEPSPEED=1 python recipes/gpt_deepspeed.py --tiny                 on a laptop
 
-Started again, it goes on from the newest checkpoint.
+When restarted, it continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
         for place, batch in enumerate(data):
             if epoch * len(data) + place < done:
                 continue
-            torch.manual_seed(engine.global_steps)  # dropout goes on as it would have
+            torch.manual_seed(engine.global_steps)  # dropout continues as it would have
             loss = engine(batch.to(engine.device))
             engine.backward(loss)
             engine.step()

@@ -1,7 +1,7 @@
 """A small GPT, trained by Lightning on the source of Python's standard library, and killed.
 
     python recipes/gpt_tiny_lightning.py                  train; Portus is one line: plugins=[...]
-    python recipes/gpt_tiny_lightning.py --resume PATH    go on from a checkpoint
+    python recipes/gpt_tiny_lightning.py --resume PATH    continue from a checkpoint
     python recipes/gpt_tiny_lightning.py --demo           the story of the README, in four acts
 
 The demo trains once without interruption; trains again and is killed (SIGKILL) in the middle of a
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt-tiny"))
-    parser.add_argument("--resume", help="a checkpoint to go on from")
+    parser.add_argument("--resume", help="a checkpoint to continue from")
     parser.add_argument("--demo", action="store_true", help="kill, resume, compare, measure")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -1,10 +1,10 @@
-"""KMeans by scikit-learn on a shelf: killed at any moment, it goes on at the iteration it was at.
+"""KMeans by scikit-learn on a shelf: killed at any moment, it continues at the same iteration.
 
     python recipes/kmeans_shelf.py runs/kmeans.portus --clusters 10
     python recipes/kmeans_shelf.py runs/kmeans.portus --clusters 10 --mini-batch 1000
 
-Say it again after a crash. The result is that of a run that nobody killed, to the bit: an iteration
-is a function of what is on the shelf, and one thread adds up in one order.
+Run it again after a crash. The result equals that of an uninterrupted run, bit for bit: an
+iteration is a function of what is on the shelf, and one thread adds in one order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MiniBatch:
         """In place. The batch follows from the step."""
         rows = np.random.default_rng(step).integers(len(data), size=self.size)
         model = self._model
-        if not hasattr(model, "cluster_centers_"):  # what it makes of the first batch is not used
+        if not hasattr(model, "cluster_centers_"):  # its result for the first batch is not used
             model.partial_fit(data[: max(self.size, len(centers))])
         model.cluster_centers_, model._counts = centers.copy(), counts.copy()
         model.partial_fit(data[rows])

@@ -1,12 +1,12 @@
-"""LoRA on a frozen GPT, in a loop of your own: what is frozen is written once.
+"""LoRA on a frozen GPT, in a loop of your own: frozen weights are written once.
 
     python recipes/lora.py                   the tiny model, three saves
     python recipes/lora.py --size 124M       1 GB of memory, some minutes on a CPU
 
 Every checkpoint is the whole state: frozen weights, adapters, and the optimizer of the adapters.
-But in a pool a version reaches the bytes of the version before it where they are equal, so that
-from the second save on only what was trained is written. The pool is a file here; on a machine that
-has one it is a device for persistent memory, or a storage host.
+But in a pool a version shares equal bytes with the previous one, so from the second save on only
+what was trained is written. The pool is a file here; it can also be a device for persistent memory,
+or a storage host.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def train(
             if step % steps == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 handle = checkpointer.save(state, step)
-                handle.wait()  # only to print what it cost: leave it out
+                handle.wait()  # only to print what it cost: omit it
                 yield handle.stats
 
 

@@ -1,6 +1,6 @@
 """Points in the shape of MNIST: 70,000 rows of 784 numbers.
 
-MNIST itself, if there is a file of it (``.npz`` with ``x_train`` and ``x_test``, or with ``data``);
+MNIST itself, if a file of it is given (``.npz`` with ``x_train`` and ``x_test``, or with ``data``);
 else scikit-learn's 1797 digits, enlarged from 8 x 8 to 28 x 28, each many times with noise.
 """
 

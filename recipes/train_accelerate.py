@@ -5,7 +5,7 @@
     accelerate launch --config_file ... --num_machines 1 --num_processes 1 \\
         recipes/train_accelerate.py --tiny                                    on a laptop
 
-Started again, it goes on from the newest checkpoint.
+When restarted, it continues from the newest checkpoint.
 """
 
 from __future__ import annotations

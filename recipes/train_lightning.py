@@ -1,7 +1,7 @@
 """A GPT under LightningCLI. Portus is one entry of the YAML: ``trainer.plugins``.
 
 python recipes/train_lightning.py fit --config recipes/configs/lightning/124M.yaml
-python recipes/train_lightning.py fit --config ... --ckpt_path last       go on
+python recipes/train_lightning.py fit --config ... --ckpt_path last       continue
 python recipes/train_lightning.py fit --config ... --tiny                 on a laptop
 """
 

@@ -4,9 +4,9 @@
         --config recipes/configs/torchrun/6.7B.yaml
     torchrun --nproc-per-node 2 recipes/train_torchrun.py --config ... --tiny      on a laptop
 
-Started again, also with another number of processes, it goes on from the newest checkpoint that all
-ranks committed. What is drawn in a step depends on the number of the step and the rank alone, so a
-run of as many processes that was killed repeats the one that was not.
+When restarted, even with another number of processes, it continues from the newest checkpoint that
+all ranks committed. Random draws of a step depend only on its number and the rank, so a killed run
+repeats an uninterrupted one with as many processes.
 """
 
 from __future__ import annotations
